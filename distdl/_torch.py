@@ -1,0 +1,74 @@
+"""Every private torch API that distdl uses, in one place, looked up once at import."""
+
+from __future__ import annotations
+
+import torch
+from torch._C import _functorch
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+# True while any torch.func transform (grad, vjp, jvp, vmap, ...) is being evaluated.
+transforms_active = torch._C._are_functorch_transforms_active
+# Number of active __torch_dispatch__ modes (make_fx, FakeTensorMode, ...): then even plain calls must be torch operators.
+dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def forward_mode_active() -> bool:
+    """Whether a forward-mode level (torch.autograd.forward_ad) is open."""
+    return forward_ad._current_level >= 0
+
+
+def fast_apply(function):
+    """``function.apply`` without binding the signature on every call (17 µs instead of 53).
+
+    Right whenever no torch.func transform is active: ``Function.apply`` then ends in this same call.
+    """
+    return super(torch.autograd.Function, function).apply
+
+
+def vmap_levels() -> tuple[tuple[int, int], ...]:
+    """(level, batch size) of every active vmap, outermost first."""
+    stack = _functorch.get_interpreter_stack() or ()
+    kind = _functorch.TransformType.Vmap
+    return tuple((i.level(), _functorch.CVmapInterpreterPtr(i).batchSize()) for i in stack if i.key() == kind)
+
+
+def grad_levels() -> tuple[tuple[int, str], ...]:
+    """(level, "Grad" or "Jvp") of every active differentiating transform, outermost first."""
+    stack = _functorch.get_interpreter_stack() or ()
+    return tuple((i.level(), i.key().name) for i in stack if i.key().name in ("Grad", "Jvp"))
+
+
+def levels_of(tensor) -> dict[int, str]:
+    """Which active transforms see ``tensor`` as theirs: level -> "batched" or "tracked"."""
+    found = {}
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        level = _functorch.maybe_get_level(tensor)
+        if _functorch.is_batchedtensor(tensor):
+            found[level] = "batched"
+        elif _functorch.is_gradtrackingtensor(tensor):
+            found[level] = "tracked"
+        tensor = _functorch.get_unwrapped(tensor)
+    return found
+
+
+def batch_mask(level: int, size: int):
+    """True, once per example of the vmap at ``level``: ``where(mask, x, x)`` is x, made to have that batch."""
+    return _functorch._add_batch_dim(torch.ones(size, dtype=torch.bool), 0, level)
+
+
+def plain(tensor):
+    """The tensor as ordinary memory: lazy conjugates, negatives and zeros written out."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return torch.zeros_like(tensor, memory_format=torch.contiguous_format) if tensor._is_zerotensor() else tensor
+
+
+def flatten(tree):
+    """(leaves, structure) of a pytree; a tensor is its own only leaf."""
+    return ([tree], None) if isinstance(tree, torch.Tensor) or tree is None else pytree.tree_flatten(tree)
+
+
+def unflatten(leaves, structure):
+    """The pytree of that structure."""
+    return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure)

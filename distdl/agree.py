@@ -1,0 +1,169 @@
+"""Agreement: how operators called with bare partitions learn the global shape, and find out that ranks disagree.
+
+One small all-gather among the ranks of a call carries each rank's view of it: operator, partitions, shapes, dtype, device kind,
+whether a gradient is wanted, or a local failure. All ranks see the same reports, so all go on, or all raise the same error.
+:func:`resolve` is the only place where layouts are negotiated; with a Layout, or a shape, nothing is.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+
+import torch
+
+from . import _torch
+from .errors import AgreementError, DistdlError, ShapeError
+from .linear_map import nothing
+from .partition import Layout, Partition
+from .world import world
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank says of a call. ``leaves`` holds (shape, dtype, device kind) of each tensor."""
+
+    op: str
+    partitions: str
+    leaves: tuple
+    grads: tuple[bool, ...]
+    levels: tuple
+    failure: str | None = None
+
+
+def partition_of(P) -> Partition:
+    """The partition of a Partition or a Layout."""
+    return P.partition if isinstance(P, Layout) else P
+
+
+def _report(op, xs, active, partitions, ndim) -> Report:
+    failure, leaves, grads, levels = None, [], [], set()
+    for x in xs:
+        if not isinstance(x, torch.Tensor):
+            failure = failure or (f"expected a tensor, got {type(x).__name__}" if active or x is not None else None)
+            continue
+        leaves.append((tuple(x.shape), str(x.dtype), x.device.type))
+        smooth = x.is_floating_point() or x.is_complex()
+        grads.append(smooth and x.requires_grad)
+        if smooth:
+            levels.add(tuple(sorted(level for level, kind in _torch.levels_of(x).items() if kind == "tracked")))
+        if active and ndim is not None and x.dim() != ndim:
+            failure = failure or f"expected a tensor of {ndim} dims, got shape {tuple(x.shape)}"
+    return Report(op, " -> ".join(str(p).splitlines()[0] for p in partitions), tuple(leaves), tuple(grads), tuple(levels),
+                  failure)
+
+
+def negotiate(op: str, xs, P, partitions=(), ndim=None):
+    """Agree on a call among the ranks of ``P`` (which hold ``xs``) and of ``partitions``.
+
+    Returns ``(xs, reports)``: the tensors, connected to the graph where any rank's are, with placeholders where this rank
+    holds nothing; and the reports by rank (``None`` on a rank that takes no part).
+
+    Raises:
+        AgreementError: on every rank, when any rank reports a failure or differs.
+    """
+    partitions = (P, *[partition_of(p) for p in partitions])
+    where = world(P.world)
+    where.check(op, *partitions)
+    ranks = tuple(sorted({r for p in partitions for r in p.ranks}))
+    active = P.index(where.rank) is not None
+    if where.rank not in ranks:
+        return [x if x is not None else torch.empty(0) for x in xs], None
+    mine = _report(op, xs, active, partitions, ndim)
+    if len(ranks) > 1:
+        reports = dict(zip(ranks, (pickle.loads(b) for b in where.all_gather(pickle.dumps(mine), ranks))))
+    else:
+        reports = {where.rank: mine}
+    _compare(op, reports, P, partitions, where.rank)
+    return _join(xs, active, reports, P), reports
+
+
+def _compare(op, reports, P, partitions, rank) -> None:
+    def disagree(what, values, next_step):
+        groups: dict = {}
+        for r, value in values.items():
+            groups.setdefault(value, []).append(r)
+        if len(groups) > 1:
+            raise AgreementError(f"the ranks disagree in {what}", op=op, partitions=partitions, rank=rank,
+                                 expected="the same on every rank", next_step=next_step,
+                                 actual="; ".join(f"rank{'s' if len(rs) > 1 else ''} {', '.join(map(str, rs))}: {value}"
+                                                  for value, rs in groups.items()))
+
+    disagree("the operator called", {r: m.op for r, m in reports.items()}, "call the same operators in the same order")
+    disagree("the partitions", {r: m.partitions for r, m in reports.items()}, "pass equal partitions on every rank")
+    failures = {r: m.failure for r, m in reports.items() if m.failure}
+    if failures:
+        raise AgreementError("; ".join(f"rank {r}: {text}" for r, text in failures.items()), op=op, partitions=partitions,
+                             rank=rank, next_step="pass this rank's block on every rank of the partition")
+    holders = {r: reports[r] for r in P.ranks}
+    disagree("the number of tensors", {r: len(m.leaves) for r, m in holders.items()}, "pass the same pytree on every rank")
+    for i, name in ((1, "dtype"), (2, "device kind")):
+        values = {r: ", ".join(leaf[i] for leaf in m.leaves) for r, m in holders.items()}
+        disagree(f"the {name}", values, f"give every rank's tensor the same {name}")
+    disagree("the number of dims", {r: tuple(len(leaf[0]) for leaf in m.leaves) for r, m in holders.items()},
+             "give every rank a block with as many dims")
+    if any(m.levels not in ((), ((),)) for m in reports.values()):
+        # Inside torch.func connections cannot be joined from outside: a rank without one would send nothing back.
+        disagree("what torch.func differentiates", {r: m.levels for r, m in reports.items() if m.leaves},
+                 "make the input depend on the differentiated one on every rank (F.nothing, F.tie)")
+
+
+def _join(xs, active, reports, P):
+    holder = reports[P.ranks[0]]
+    joined = []
+    for i, (_, dtype, _) in enumerate(holder.leaves):
+        x = xs[i] if i < len(xs) else None
+        if x is None:
+            x = torch.empty(0)
+        dtype = getattr(torch, dtype.removeprefix("torch."))
+        if not active and x.dtype != dtype:
+            x = nothing((0,), x, dtype=dtype)
+        wanted = torch.is_grad_enabled() and any(m.grads[i] for m in reports.values() if i < len(m.grads))
+        if wanted and not x.requires_grad and not _torch.transforms_active() and (x.is_floating_point() or x.is_complex()):
+            x = x.detach().requires_grad_()  # a leaf of this call: every rank's backward then makes the same calls
+        joined.append(x)
+    return joined
+
+
+def resolve(op: str, xs, P, shape=None, others=()):
+    """The layouts of tensors ``xs``, one for each: ``(xs, layouts)``; layouts is ``None`` on a rank that takes no part.
+
+    A Layout is taken as it is, and so are a partition and ``shape``. A bare partition is negotiated with the ranks of ``P`` and
+    ``others`` (the call's other partitions): block sizes add up to the global shape, whatever they are.
+    """
+    if isinstance(P, Layout):
+        if shape is not None and tuple(shape) != P.shape:
+            raise ShapeError("shape differs from the layout's", op=op, partitions=P, expected=P.shape, actual=tuple(shape))
+        return xs, [P] * len(xs)
+    if shape is not None:
+        return xs, [Layout(P, shape)] * len(xs)
+    xs, reports = negotiate(op, xs, P, others, P.ndim)
+    if reports is None:
+        return xs, None
+    holders = [(P.index(r), reports[r]) for r in P.ranks]
+    return xs, [_layout(op, P, [(c, m.leaves[i][0]) for c, m in holders]) for i in range(len(xs))]
+
+
+def _layout(op, P, blocks) -> Layout:
+    """The layout of blocks [(coordinates, shape)]."""
+    splits = []
+    for d in range(P.ndim):
+        sizes: dict[int, int] = {}
+        for coords, shape in blocks:
+            if sizes.setdefault(coords[d], shape[d]) != shape[d]:
+                raise AgreementError(f"the blocks do not fit together in dim {d}", op=op, partitions=P,
+                                     expected=f"size {sizes[coords[d]]} at index {coords[d]}",
+                                     actual=f"{shape[d]} on rank {P.rank_at(coords)}",
+                                     next_step="ranks with the same coordinate need blocks of the same size")
+        splits.append(tuple(sizes[c] for c in range(P.shape[d])))
+    return Layout(P, tuple(sum(s) for s in splits), tuple(splits))
+
+
+def outside(op: str, xs, P, ndim=None):
+    """What a rank that takes no part gets: zero-volume tensors that stay connected."""
+    ndim = partition_of(P).ndim if ndim is None else ndim
+    shapes = [(0, *x.shape[1:]) if x.dim() == ndim else (0,) * max(ndim, 1) for x in xs]
+    return [nothing(s, x) for s, x in zip(shapes, xs)]
+
+
+__all__ = ["DistdlError", "Report", "negotiate", "outside", "partition_of", "resolve"]

@@ -1,0 +1,50 @@
+"""Every exception that distdl raises on bad input: one sentence naming the call, what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+
+class DistdlError(Exception):
+    """Base of distdl's errors.
+
+    Attributes ``op``, ``partitions``, ``expected``, ``actual``, ``rank`` and ``next_step`` hold the parts of the
+    message; a part that does not apply is ``None``.
+    """
+
+    def __init__(self, problem, *, op=None, partitions=None, expected=None, actual=None, rank=None, next_step=None):
+        self.problem, self.op, self.partitions = problem, op, partitions
+        self.expected, self.actual, self.rank, self.next_step = expected, actual, rank, next_step
+        parts = [f"{op}: {problem}" if op else problem]
+        if expected is not None or actual is not None:
+            parts.append(f"expected {expected}, got {actual}")
+        if rank is not None:
+            parts.append(f"on rank {rank}")
+        if partitions is not None:
+            parts.append(f"partitions: {partitions}")
+        if next_step is not None:
+            parts.append(f"next step: {next_step}")
+        super().__init__("; ".join(parts))
+
+    def __reduce__(self):
+        # Exceptions cross processes (dd.launch); the default would call __init__ with the joined message only.
+        return _rebuild, (type(self), self.__dict__.copy())
+
+
+def _rebuild(cls, state):
+    keys = ("problem", "op", "partitions", "expected", "actual", "rank", "next_step")
+    return cls(**{key: state[key] for key in keys})
+
+
+class PartitionError(DistdlError, ValueError):
+    """A partition, layout or halo that cannot exist, or that does not fit the call or the world."""
+
+
+class ShapeError(DistdlError, ValueError):
+    """A local tensor whose shape, dtype or device does not fit the call."""
+
+
+class AgreementError(DistdlError, RuntimeError):
+    """Ranks that should do the same thing do not; raised on every rank of the call."""
+
+
+class TransportError(DistdlError, RuntimeError):
+    """The transport cannot do what is asked, or a message arrived with another length than planned."""

@@ -1,0 +1,344 @@
+"""Data movements as functions: this rank's tensor in, this rank's result out.
+
+Wherever a partition stands, a Layout is accepted too; then (or with ``shape``) no rank asks another, and the caller promises
+equal shape, dtype, device and requires_grad. ``x`` may be a tensor or a pytree of tensors, which go as one set of messages. What
+a rank outside the source partition passes is ignored; outside the destination it gets a connected tensor without elements.
+Every function raises ShapeError or PartitionError on bad local input and, where it negotiates, AgreementError on every rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import _torch, exchange, maps
+from ..agree import negotiate, outside, partition_of, resolve
+from ..errors import PartitionError, ShapeError
+from ..halo import HaloSpec
+from ..linear_map import UserMap, apply, maps_of, nothing, tie
+from ..partition import Layout, Partition
+
+__all__ = [
+    "all_gather", "all_sum_reduce", "broadcast", "gather", "halo_exchange", "invariant_sum", "mark_varying", "nothing",
+    "permute", "reduce_scatter", "repartition", "scatter", "shift", "start", "sum_reduce", "tie", "wait",
+]  # fmt: skip
+
+
+def _move(xs, maps_of_leaves):
+    """Apply maps of one kind to the leaves, as one set of messages."""
+    first = maps_of_leaves[0]
+    if len(xs) == 1:
+        return [first(xs[0])]
+    checked = []
+    for m, x in zip(maps_of_leaves, xs):
+        if m.active and x.shape != m.in_shape:
+            raise ShapeError("a leaf has the wrong local shape", op=str(m), partitions=m.partitions, expected=m.in_shape,
+                             actual=tuple(x.shape), rank=m.world.rank)
+        checked.append(x if x.shape == m.in_shape else nothing(m.in_shape, x))
+    moving = [i for i, m in enumerate(maps_of_leaves) if not m._identity]
+    if moving:
+        for i, y in zip(moving, apply([maps_of_leaves[i] for i in moving], [checked[i] for i in moving])):
+            checked[i] = y
+    return checked
+
+
+def _by_layout(op, x, P, shape, others, factory, out):
+    """Resolve the layout of ``x`` over ``P``, then apply ``factory(layout)``."""
+    if type(P) is Layout and isinstance(x, torch.Tensor) and shape is None:
+        return factory(P)(x)
+    xs, tree = _torch.flatten(x)
+    if not xs:
+        return x
+    xs, layouts = resolve(op, xs, P, shape, others)
+    ys = outside(op, xs, out) if layouts is None else _move(xs, [factory(L) for L in layouts])
+    return _torch.unflatten(ys, tree)
+
+
+def _by_shape(x, factory):
+    """Apply ``factory(local shape)`` leaf by leaf: nothing is negotiated."""
+    if isinstance(x, torch.Tensor):
+        return factory(tuple(x.shape))(x)
+    xs, tree = _torch.flatten(x)
+    return _torch.unflatten(_move(xs, [factory(tuple(leaf.shape)) for leaf in xs]), tree) if xs else x
+
+
+def repartition(x, P_in, P_out, *, shape=None):
+    """Move a tensor from one partition to another of as many dims: an all-to-all, in general.
+
+    Args:
+        x: this rank's block over ``P_in``, any dtype.
+        P_in, P_out: partitions or layouts; sets of ranks and splits may differ in any way.
+        shape: the global shape; left out, block sizes are negotiated.
+
+    Returns:
+        This rank's block over ``P_out``. Adjoint: the repartition back.
+    """
+    return _by_layout("repartition", x, P_in, shape, (P_out,), lambda L: maps.repartition(L, P_out), P_out)
+
+
+def scatter(x, P, *, root=0, shape=None):
+    """Split the tensor that rank ``root`` holds over ``P``. Adjoint: gather.
+
+    Args:
+        x: the global tensor on ``root``, ignored elsewhere.
+        shape: its shape; left out (and without a Layout), it is negotiated.
+    """
+    where = partition_of(P)
+    if isinstance(P, Layout) or shape is not None:
+        L = maps.layout_over(P, P.shape if shape is None else shape)
+        xs, tree = _torch.flatten(x)
+        return _torch.unflatten(_move(xs, [maps.scatter(L, root)] * len(xs)), tree)
+    one = maps.on_one_rank(root, where.ndim, where.world)
+    return _by_layout("scatter", x, one, None, (where,), lambda L: maps.scatter(Layout(where, L.shape), root), where)
+
+
+def gather(x, P, *, root=0, shape=None):
+    """Collect the blocks of ``x`` over ``P`` as one tensor on rank ``root``. Adjoint: scatter."""
+    where = partition_of(P)
+    one = maps.on_one_rank(root, where.ndim, where.world)
+    return _by_layout("gather", x, P, shape, (one,), lambda L: maps.gather(L, root), one)
+
+
+def _dst_layout(op, small: Partition, big: Layout) -> Layout:
+    """The layout over ``small`` whose copies (or summands) are the blocks of ``big``: equal ones where dims are copied."""
+    small = maps.left_padded(small, big.partition, op)
+    shape, splits = [], []
+    for d, n in enumerate(small.shape):
+        sizes = big.sizes(d)
+        if n == len(sizes):
+            shape.append(big.shape[d])
+            splits.append(sizes)
+        elif len(set(sizes)) == 1:
+            shape.append(sizes[0])
+            splits.append(None)
+        else:
+            raise PartitionError(f"blocks of different sizes in the copied dim {d}", op=op, partitions=big, actual=sizes,
+                                 expected="equal blocks")
+    return Layout(small, tuple(shape), tuple(splits))
+
+
+def _copying(op, x, held, small, big, shape, build):
+    """broadcast and sum_reduce: one copies from ``small`` to ``big``, the other sums back. ``held`` is the side of ``x``."""
+    if isinstance(big, Layout):
+        small, big = _dst_layout(op, partition_of(small), big), big.partition
+    xs, tree = _torch.flatten(x)
+    if not xs:
+        return x
+    if isinstance(small, Layout):
+        return _torch.unflatten(_move(xs, [build(small, big, None)] * len(xs)), tree)
+    maps.left_padded(small, big, op)
+    if shape is not None:
+        return _torch.unflatten(_move(xs, [build(small, big, tuple(shape))] * len(xs)), tree)
+    xs, reports = negotiate(op, xs, partition_of(held), (small, big))
+    if reports is None:
+        return _torch.unflatten(outside(op, xs, held, xs[0].dim()), tree)
+    movements = []
+    for i in range(len(xs)):
+        source = maps.broadcast_source(small, big, op)
+        if held is small:
+            shapes = tuple(reports[r].leaves[i][0] for r in small.ranks)
+        else:
+            found: dict[int, tuple] = {}
+            for r, s in zip(big.ranks, source):
+                mine = reports[r].leaves[i][0]
+                if found.setdefault(s, mine) != mine:
+                    raise PartitionError("tensors of different shapes cannot be summed", op=op, partitions=(big, small),
+                                         expected=found[s], actual=f"{mine} on rank {r}")
+            shapes = tuple(found[s] for s in range(small.size))
+        if len(set(shapes)) == 1:
+            movements.append(build(small, big, shapes[0]))
+        else:
+            copying = maps.keyed("broadcast", small, big, source, shapes, tuple(shapes[s] for s in source))
+            movements.append(copying if held is small else maps.transposed(op, copying))
+    return _torch.unflatten(_move(xs, movements), tree)
+
+
+def broadcast(x, P_src, P_dst, *, shape=None):
+    """Copy the tensor of each rank of ``P_src`` along the dims in which ``P_dst`` is larger. Adjoint: sum_reduce.
+
+    Args:
+        x: any shape; it may differ between the ranks of ``P_src``.
+        P_src, P_dst: like numpy shapes: ``P_src`` is padded with 1s on the left, and each dim is equal or 1.
+        shape: the copied tensor's own shape, when it is the same on all ranks; left out, shapes are negotiated.
+    """
+    return _copying("broadcast", x, P_src, P_src, P_dst, shape, maps.broadcast)
+
+
+def sum_reduce(x, P_src, P_dst, *, shape=None):
+    """Sum the tensors of ``P_src`` along the dims in which ``P_dst`` is 1. Adjoint: broadcast."""
+    return _copying("sum_reduce", x, P_src, P_dst, P_src, shape, lambda small, big, s: maps.sum_reduce(big, small, s))
+
+
+def _summing(factory, x, P, dims):
+    where = partition_of(P)
+    dims = where.dims(dims, factory.__name__)
+    if isinstance(P, Layout):
+        xs, tree = _torch.flatten(x)
+        return _torch.unflatten(_move(xs, [factory(P, None, dims)] * len(xs)), tree)
+    return _by_shape(x, lambda shape: factory(P, shape, dims))
+
+
+def all_sum_reduce(x, P, dims=None):
+    """The sum over partition dims ``dims`` (None: all), on every rank: k varying copies. Its own adjoint. No negotiation."""
+    return _summing(maps.all_sum_reduce, x, P, dims)
+
+
+def mark_varying(x, P, dims=None):
+    """Invariant -> varying along partition dims ``dims``: the identity, whose adjoint is the all-reduce.
+
+    Data parallelism is ``w = F.mark_varying(w, P)``: every rank uses its copy, and the gradient is their sum.
+    """
+    return _summing(maps.mark_varying, x, P, dims)
+
+
+def invariant_sum(x, P, dims=None):
+    """Varying -> invariant: the all-reduce along ``dims``, whose adjoint is the identity. What losses should end with."""
+    return _summing(maps.invariant_sum, x, P, dims)
+
+
+def all_gather(x, P, dims=None, *, shape=None):
+    """Every rank gets the whole of ``x`` along ``dims``; blocks may be uneven or empty. Adjoint: reduce_scatter.
+
+    Args:
+        dims: tensor dims that are also partition dims, or {tensor dim: partition dim}; ``None``: all.
+        shape: shape of the gathered tensor on this rank; left out, block sizes are negotiated.
+    """
+    if isinstance(P, Layout):
+        dims = _layout_dims(P, dims, "all_gather")
+        return _by_layout("all_gather", x, P, shape, (), lambda L: maps.all_gather(L, dims), P)
+    xs, tree = _torch.flatten(x)
+    if not xs:
+        return x
+    if shape is not None:
+        pairs = maps.gathered_dims(P, len(shape), dims, "all_gather")
+        movements = [maps.gathering(P, shape, pairs)] * len(xs)
+    else:
+        xs, reports = negotiate("all_gather", xs, P)
+        if reports is None:
+            return _torch.unflatten(outside("all_gather", xs, P, xs[0].dim()), tree)
+        movements = [_negotiated_gathering(P, dims, {r: reports[r].leaves[i][0] for r in P.ranks}) for i in range(len(xs))]
+    return _torch.unflatten(_move(xs, movements), tree)
+
+
+def _layout_dims(L: Layout, dims, op):
+    """With a Layout, tensor dims are partition dims, also where they are spelt as a dict."""
+    if not isinstance(dims, dict):
+        return dims
+    if any(t != d for t, d in maps.gathered_dims(L.partition, L.ndim, dims, op).items()):
+        raise PartitionError("a Layout splits tensor dim d along partition dim d", op=op, partitions=L, actual=dims,
+                             expected="equal dims", next_step="pass the Partition instead of the Layout")
+    return tuple(dims)
+
+
+def _negotiated_gathering(P, dims, shapes):
+    """The all_gather of blocks of these shapes (by rank), for this rank's fibre; every rank checks every fibre."""
+    ndim = len(shapes[P.ranks[0]])
+    pairs = maps.gathered_dims(P, ndim, dims, "all_gather")
+    sizes_of_fibre: dict = {}
+    for r in P.ranks:
+        coords = P.index(r)
+        fibre = tuple(c for d, c in enumerate(coords) if d not in pairs.values())
+        sizes = sizes_of_fibre.setdefault(fibre, {})
+        for t in range(ndim):
+            place = (t, coords[pairs[t]] if t in pairs else None)
+            if sizes.setdefault(place, shapes[r][t]) != shapes[r][t]:
+                raise PartitionError(f"the blocks do not fit together in dim {t}", op="all_gather", partitions=P,
+                                     expected=f"size {sizes[place]}", actual=f"{shapes[r][t]} on rank {r}")
+    mine = P.index()
+    sizes = sizes_of_fibre[tuple(c for d, c in enumerate(mine) if d not in pairs.values())]
+    blocks = {t: tuple(sizes[t, c] for c in range(P.shape[d])) for t, d in pairs.items()}
+    shape = tuple(sum(blocks[t]) if t in blocks else sizes[t, None] for t in range(ndim))
+    return maps.gathering(P, shape, pairs, blocks)
+
+
+def reduce_scatter(x, P, dims=None):
+    """Sum ``x`` over the ranks along ``dims``, and keep this rank's block of the sum. Adjoint: all_gather. No negotiation.
+
+    Args:
+        x: whole along ``dims`` on every rank; a Layout's splits, else balanced blocks, say who keeps what.
+        dims: as for :func:`all_gather`.
+    """
+    if isinstance(P, Layout):
+        xs, tree = _torch.flatten(x)
+        movement = maps.reduce_scatter(P, _layout_dims(P, dims, "reduce_scatter"))
+        return _torch.unflatten(_move(xs, [movement] * len(xs)), tree)
+
+    def factory(shape):
+        pairs = maps.gathered_dims(P, len(shape), dims, "reduce_scatter")
+        return maps.transposed("reduce_scatter", maps.gathering(P, shape, pairs))
+
+    return _by_shape(x, factory)
+
+
+def shift(x, P, dim, offset=1, *, periodic=True):
+    """Pass every rank's tensor to the rank ``offset`` further along partition dim ``dim``. Adjoint: the shift back.
+
+    Where nothing arrives (``periodic=False``) the result is zero, in the shape of this rank's own tensor. Shapes are equal along
+    ``dim``, unless a Layout says how they differ. No negotiation.
+    """
+    if isinstance(P, Layout):
+        xs, tree = _torch.flatten(x)
+        return _torch.unflatten(_move(xs, [maps.shift(P, dim, offset, periodic)] * len(xs)), tree)
+    return _by_shape(x, lambda shape: maps.shift(P, dim, offset, periodic, shape))
+
+
+def permute(x, P, pairs):
+    """Send tensors between ranks: ``pairs`` of (source, destination) ranks of ``P``. Adjoint: the reversed pairs.
+
+    Shapes may differ by rank, and are negotiated (not with a Layout). Where nothing arrives the result is zero, in this rank's
+    own shape.
+    """
+    where, pairs = partition_of(P), tuple(tuple(p) for p in pairs)
+    xs, tree = _torch.flatten(x)
+    if isinstance(P, Layout):
+        shapes = [P.local_shape(r) for r in where.ranks]
+        return _torch.unflatten(_move(xs, [maps.permute(where, pairs, shapes)] * len(xs)), tree)
+    xs, reports = negotiate("permute", xs, where)
+    if reports is None:
+        return _torch.unflatten(outside("permute", xs, where, xs[0].dim()), tree)
+    movements = [maps.permute(where, pairs, [reports[r].leaves[i][0] for r in where.ranks]) for i in range(len(xs))]
+    return _torch.unflatten(_move(xs, movements), tree)
+
+
+def halo_exchange(x, spec: HaloSpec):
+    """This rank's window of ``x``: its block, grown by what neighbours hold and by the boundary's ghosts.
+
+    Args:
+        x: this rank's block over ``spec.in_layout``.
+        spec: a :class:`distdl.HaloSpec`.
+
+    Returns:
+        The window ``spec.out_box``. Adjoint: ghosts' cotangents are added to their owners.
+    """
+    if isinstance(x, torch.Tensor):
+        return maps.halo_exchange(spec)(x)
+    xs, tree = _torch.flatten(x)
+    return _torch.unflatten(_move(xs, [maps.halo_exchange(spec)] * len(xs)), tree)
+
+
+class _Pending:
+    """What :func:`start` returns: a movement under way."""
+
+    def __init__(self, A, x, moving):
+        self.map, self.x, self.moving = A, x, moving
+
+
+def start(A, x) -> _Pending:
+    """Begin ``y = A(x)``; messages travel until :func:`wait`. Under torch.func, and for maps that are not a single plan, the
+    whole movement happens in ``wait``. Do not change ``x`` in between. Every rank must start and wait in the same order."""
+    moving = None
+    single = len(maps_of(A)) == 1 and not isinstance(A, UserMap)
+    if single and not A._identity and not _torch.transforms_active() and not _torch.dispatch_modes():
+        if A.active and x.shape != A.in_shape:
+            return _Pending(A, A(x), None)  # raises the usual error
+        x = x if x.shape == A.in_shape else nothing(A.in_shape, x)
+        transport = A.world.transport(x.device.type)
+        moving = exchange.start((A.plan,), [x], transport)
+    return _Pending(A, x, moving)
+
+
+def wait(pending: _Pending):
+    """Finish what :func:`start` began, and return y. Once only."""
+    if pending.map is None:
+        raise ShapeError("this movement was already waited for", op="wait", next_step="keep the result of the first wait")
+    A, pending.map = pending.map, None
+    return A(pending.x) if pending.moving is None else apply((A,), (pending.x,), pending=pending.moving)[0]

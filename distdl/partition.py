@@ -1,0 +1,294 @@
+"""Partitions and layouts: who holds which block of a global tensor.
+
+A :class:`Partition` is a Cartesian grid of ranks. A :class:`Layout` lays one global shape over it. Both are plain
+values: frozen, hashable, picklable, and free of MPI. *Read this file first, then plan.py, then linear_map.py.*
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from operator import index as as_int
+
+from .errors import PartitionError, ShapeError
+
+_rank_of = {"source": lambda world: 0}  # who am I in a world? world.py replaces the answer; alone, a process is rank 0
+
+
+def set_rank_source(source) -> None:
+    """Set the function ``world name -> this process's rank``, used where ``rank`` is left out."""
+    _rank_of["source"] = source
+
+
+class _Value:
+    """Hash once: partitions and layouts are dictionary keys on every call, and may hold thousands of ranks."""
+
+    @cached_property
+    def _hash(self):
+        return hash((type(self).__name__, *(getattr(self, name) for name in self.__dataclass_fields__)))
+
+    def __hash__(self):
+        return self._hash
+
+    def __getstate__(self):
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True, repr=False)
+class Partition(_Value):
+    """A Cartesian grid of ranks.
+
+    Args:
+        shape: size of each grid dim, all at least 1. ``()`` is a grid of one rank.
+        ranks: the world ranks in row-major order of the grid, in any order, without repetition. Default ``0 .. size-1``.
+        world: name of the :class:`distdl.World` that the ranks belong to.
+
+    Raises:
+        PartitionError: sizes below 1, repeated or negative ranks, or another number of ranks than the grid has.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...] | None = None
+    world: str = "default"
+
+    def __post_init__(self):
+        try:
+            shape = tuple(as_int(n) for n in self.shape)
+            ranks = None if self.ranks is None else tuple(as_int(r) for r in self.ranks)
+        except TypeError as error:
+            raise PartitionError(f"shape and ranks must be sequences of integers ({error})", op="Partition") from None
+        if any(n < 1 for n in shape):
+            raise PartitionError("every dim needs at least one rank", op="Partition", expected="sizes >= 1", actual=shape)
+        size = math.prod(shape)
+        if ranks is None:
+            ranks = tuple(range(size))
+        if len(ranks) != size:
+            raise PartitionError(
+                "the number of ranks does not fill the grid", op="Partition", expected=f"{size} ranks for {shape}",
+                actual=f"{len(ranks)}: {ranks}")
+        if len(set(ranks)) != size or min(ranks) < 0:
+            raise PartitionError("ranks must be distinct and not negative", op="Partition", actual=ranks,
+                                 expected="each rank once", next_step="list every rank once")
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "ranks", ranks)
+
+    __hash__ = _Value.__hash__
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def ndim(self) -> int:
+        """Number of grid dims."""
+        return len(self.shape)
+
+    @property
+    def active(self) -> bool:
+        """Whether this process is one of the ranks."""
+        return self.index() is not None
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    def index(self, rank: int | None = None) -> tuple[int, ...] | None:
+        """Grid coordinates of ``rank`` (default: this process), or ``None`` when it is not part of the grid."""
+        place = self._places.get(_rank_of["source"](self.world) if rank is None else rank)
+        if place is None:
+            return None
+        coords = []
+        for n in reversed(self.shape):
+            place, c = divmod(place, n)
+            coords.append(c)
+        return tuple(reversed(coords))
+
+    def rank_at(self, coords) -> int:
+        """The rank at grid coordinates ``coords``."""
+        place = 0
+        for c, n in zip(coords, self.shape, strict=True):
+            place = place * n + c
+        return self.ranks[place]
+
+    def _dim(self, dim: int, op: str) -> int:
+        if not -self.ndim <= dim < self.ndim:
+            raise PartitionError(f"no dim {dim}", op=op, partitions=self, expected=f"a dim of {self.ndim}", actual=dim)
+        return dim % self.ndim
+
+    def dims(self, dims, op: str = "Partition") -> tuple[int, ...]:
+        """``dims`` (``None``: all, an int, or a sequence) as sorted, distinct, non-negative grid dims."""
+        if dims is None:
+            return tuple(range(self.ndim))
+        dims = (dims,) if isinstance(dims, int) else dims
+        return tuple(sorted({self._dim(d, op) for d in dims}))
+
+    def take(self, dim: int, index: int, keepdim: bool = False) -> Partition:
+        """The sub-partition at ``index`` of ``dim``; the dim is dropped, or kept with size 1."""
+        dim = self._dim(dim, "Partition.take")
+        n = self.shape[dim]
+        if not -n <= index < n:
+            raise PartitionError(f"no index {index} in dim {dim}", op="Partition.take", partitions=self)
+        inner = math.prod(self.shape[dim + 1 :])
+        start, step = (index % n) * inner, n * inner
+        ranks = tuple(r for s in range(start, self.size, step) for r in self.ranks[s : s + inner])
+        kept = (1,) if keepdim else ()
+        return Partition(self.shape[:dim] + kept + self.shape[dim + 1 :], ranks, self.world)
+
+    def along(self, dims=None, rank: int | None = None) -> Partition | None:
+        """The fibre through ``rank``: fixed in every dim but ``dims`` (``None``: all), which keep their size.
+
+        The fixed dims stay, with size 1. ``None`` when the rank is not part of the grid.
+        """
+        coords = self.index(rank)
+        if coords is None:
+            return None
+        dims = self.dims(dims, "Partition.along")
+        fibre = self
+        for d in range(self.ndim):
+            if d not in dims:
+                fibre = fibre.take(d, coords[d], keepdim=True)
+        return fibre
+
+    def box(self, shape, rank: int | None = None):
+        """:meth:`Layout.box` of ``Layout(self, shape)``."""
+        return Layout(self, shape).box(rank)
+
+    def local_shape(self, shape, rank: int | None = None):
+        """:meth:`Layout.local_shape` of ``Layout(self, shape)``."""
+        return Layout(self, shape).local_shape(rank)
+
+    def shard(self, x_global):
+        """:meth:`Layout.shard` of ``Layout(self, x_global.shape)``."""
+        return Layout(self, x_global.shape).shard(x_global)
+
+    def __repr__(self):
+        text = f"Partition({self.shape}"
+        if self.ranks != tuple(range(self.size)):
+            text += f", ranks={self.ranks if self.size <= 16 else f'<{self.size} ranks>'}"
+        text += ")" if self.world == "default" else f", world={self.world!r})"
+        if self.ndim not in (1, 2) or self.size > 64 or self.size == 1:
+            return text
+        width, columns = len(str(max(self.ranks))), self.shape[-1]
+        rows = [self.ranks[i : i + columns] for i in range(0, self.size, columns)]
+        return "\n".join([text, *("  [" + " ".join(f"{r:>{width}}" for r in row) + "]" for row in rows)])
+
+
+def balanced(n: int, p: int) -> tuple[int, ...]:
+    """Block sizes of ``n`` over ``p``: ⌊n/p⌋ + [i < n mod p], so the last blocks are empty where n < p."""
+    q, r = divmod(n, p)
+    return (q + 1,) * r + (q,) * (p - r)
+
+
+@dataclass(frozen=True, repr=False)
+class Layout(_Value):
+    """One global shape laid over a partition of the same number of dims.
+
+    Args:
+        partition: the grid of ranks.
+        shape: the global shape.
+        splits: per dim ``None`` (balanced blocks) or the block sizes, one for each coordinate of that dim.
+
+    Raises:
+        PartitionError: another number of dims than the partition's, negative sizes, or splits that do not sum to the size.
+    """
+
+    partition: Partition
+    shape: tuple[int, ...]
+    splits: tuple[tuple[int, ...] | None, ...] | None = None
+
+    def __post_init__(self):
+        P, shape = self.partition, tuple(as_int(n) for n in self.shape)
+        if len(shape) != P.ndim or any(n < 0 for n in shape):
+            raise PartitionError("the shape does not fit the partition", op="Layout", partitions=P,
+                                 expected=f"{P.ndim} sizes >= 0", actual=shape,
+                                 next_step="give the partition one dim for each dim of the tensor (1: not split)")
+        splits = (None,) * P.ndim if self.splits is None else tuple(self.splits)
+        if len(splits) != P.ndim:
+            raise PartitionError("splits needs one entry for each dim", op="Layout", expected=P.ndim, actual=splits)
+        splits = tuple(self._check_split(d, s, shape[d]) for d, s in enumerate(splits))
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "splits", splits if any(splits) else None)
+
+    __hash__ = _Value.__hash__
+
+    def _check_split(self, dim, split, n):
+        if split is None:
+            return None
+        split, p = tuple(as_int(s) for s in split), self.partition.shape[dim]
+        if len(split) != p or sum(split) != n or min(split) < 0:
+            raise PartitionError(f"splits of dim {dim} do not fit", op="Layout", partitions=self.partition, actual=split,
+                                 expected=f"{p} sizes >= 0 that sum to {n}")
+        return None if split == balanced(n, p) else split  # one spelling for one layout
+
+    @cached_property
+    def _blocks(self):
+        """Per dim, per coordinate: (start, stop). An empty block lies at the end, so that blocks never overlap."""
+        table = []
+        for d, n in enumerate(self.shape):
+            sizes = (self.splits and self.splits[d]) or balanced(n, self.partition.shape[d])
+            stops = list(accumulate(sizes))
+            table.append(tuple((stop - size, stop) if size else (n, n) for size, stop in zip(sizes, stops)))
+        return tuple(table)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def active(self) -> bool:
+        """Whether this process holds a block (perhaps an empty one)."""
+        return self.partition.active
+
+    def blocks(self, dim: int) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of every block of ``dim``."""
+        return self._blocks[dim]
+
+    def sizes(self, dim: int) -> tuple[int, ...]:
+        """Size of every block of ``dim``."""
+        return tuple(stop - start for start, stop in self._blocks[dim])
+
+    def box(self, rank: int | None = None) -> tuple[tuple[int, int], ...] | None:
+        """((start, stop), ...) of the block of ``rank`` (default: this process); ``None`` when inactive."""
+        coords = self.partition.index(rank)
+        return None if coords is None else tuple(blocks[c] for blocks, c in zip(self._blocks, coords))
+
+    def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
+        """The block's shape; when inactive ``(0, *the first block's other sizes)``."""
+        box = self.box(rank)
+        if box is None:
+            return (0, *(blocks[0][1] - blocks[0][0] for blocks in self._blocks[1:]))
+        return tuple(stop - start for start, stop in box)
+
+    def slices(self, rank: int | None = None) -> tuple[slice, ...]:
+        """Slices that cut the block of ``rank`` out of the global tensor; an empty cut when inactive."""
+        box = self.box(rank)
+        if box is None:
+            box = tuple((0, n) for n in self.local_shape(rank)[: self.ndim])
+        return tuple(slice(start, stop) for start, stop in box)
+
+    def shard(self, x_global, rank: int | None = None):
+        """This rank's block of a tensor that it holds whole: a view, and no message.
+
+        Raises:
+            ShapeError: ``x_global`` has another shape than the layout.
+        """
+        if tuple(x_global.shape) != self.shape:
+            raise ShapeError("not the layout's global shape", op="Layout.shard", partitions=self, expected=self.shape,
+                             actual=tuple(x_global.shape))
+        if not self.ndim and self.box(rank) is None:
+            return x_global.reshape(1)[:0]
+        return x_global[self.slices(rank)]
+
+    def with_shape(self, shape) -> Layout:
+        """The layout of another global shape on the same partition: splits stay where the size does, else balanced."""
+        splits = self.splits or (None,) * self.ndim
+        kept = tuple(s if n == m else None for s, n, m in zip(splits, self.shape, shape, strict=True))
+        return Layout(self.partition, shape, kept)
+
+    def __repr__(self):
+        splits = f", splits={self.splits}" if self.splits else ""
+        return f"Layout({str(self.partition).splitlines()[0]}, {self.shape}{splits})"

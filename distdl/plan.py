@@ -1,0 +1,284 @@
+"""Plans: every data movement as two lists of placed boxes.
+
+    y[wanted] = sum of x[held]    over every pair of pieces whose boxes meet
+
+A *piece* says "rank r has (or wants) this box of a global index space at this place of its local tensor". Overlap among
+wanted pieces is copying, overlap among held pieces is summing, and **the transpose swaps the two sides**. Nothing here
+knows MPI or torch, and no message is sent to build a plan.
+
+A side is a rule, not a table of all ranks' boxes: a grid of ranks, and for each dim of the index space an :class:`Axis`
+that says what each grid coordinate has there. A rank's pieces are the product over the axes, and so is the answer to
+"who meets this box?", which therefore costs what this rank's own messages cost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from itertools import product
+
+from .partition import Layout, Partition, _Value
+
+Run = tuple[int, int, int]  # start and stop in the index space, and where that start lies in the local tensor
+
+
+@dataclass(frozen=True)
+class Axis(_Value):
+    """One dim of the index space, as one side sees it.
+
+    Args:
+        dim: the grid dim whose coordinate selects the runs, or ``None``: every rank has the same.
+        runs: for each coordinate the runs (start, stop, at) that it has of this dim.
+        extents: for each coordinate the size of the local tensor's dim. ``None`` makes this a *key*: a coordinate that
+            says whose tensor a piece belongs to, and that the local tensor lacks.
+    """
+
+    dim: int | None
+    runs: tuple[tuple[Run, ...], ...]
+    extents: tuple[int, ...] | None
+
+    __hash__ = _Value.__hash__
+
+    def at(self, coords) -> int:
+        """The entry that a rank with these grid coordinates uses."""
+        return 0 if self.dim is None else coords[self.dim]
+
+
+def split(blocks, dim: int) -> Axis:
+    """A dim cut into (start, stop) blocks along a grid dim."""
+    return Axis(dim, tuple(((start, stop, 0),) for start, stop in blocks), tuple(b - a for a, b in blocks))
+
+
+def whole(n: int) -> Axis:
+    """A dim that every rank has whole."""
+    return Axis(None, (((0, n, 0),),), (n,))
+
+
+def key(dim: int | None, keys) -> Axis:
+    """A key axis: the rank at coordinate i of a grid dim has key ``keys[i]`` (``None``: it has nothing)."""
+    return Axis(dim, tuple(() if k is None else ((k, k + 1, k),) for k in keys), None)
+
+
+@dataclass(frozen=True)
+class Side(_Value):
+    """What every rank of a grid holds or wants: the product of its axes."""
+
+    partition: Partition
+    axes: tuple[Axis, ...]
+
+    __hash__ = _Value.__hash__
+
+    @staticmethod
+    def of(layout: Layout) -> Side:
+        """Each rank has its block."""
+        return Side(layout.partition, tuple(split(layout.blocks(d), d) for d in range(layout.ndim)))
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the local tensor; on a rank outside the grid ``(0, *the first rank's other sizes)``."""
+        coords = self.partition.index(rank)
+        local = [a for a in self.axes if a.extents is not None]
+        if coords is None:
+            return (0, *(a.extents[0] for a in local[1:]))
+        return tuple(a.extents[a.at(coords)] for a in local)
+
+    def runs(self, rank: int):
+        """Per axis the runs of ``rank``, or ``None`` outside the grid."""
+        coords = self.partition.index(rank)
+        return None if coords is None else [a.runs[a.at(coords)] for a in self.axes]
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # starts and sizes, in a local tensor
+
+
+@dataclass(frozen=True)
+class Message:
+    """What passes between this rank and one peer: the boxes, in one order on both ends."""
+
+    peer: int
+    boxes: tuple[Box, ...]
+    volume: int
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """One rank's part of a plan.
+
+    ``kept`` are the messages that stay here, as (where from, where to). ``received`` orders every arrival, kept ones
+    included, as sums are to be taken: largest first, then in grid order, so that results do not depend on timing and are
+    bitwise equal on ranks that want the same box. ``adds``: some element arrives more than once. ``covered``: what arrives
+    fills the output without a gap.
+    """
+
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    sends: tuple[Message, ...]
+    received: tuple[Message, ...]
+    kept: Message | None
+    adds: bool
+    covered: bool
+    programs: dict = field(default_factory=dict, repr=False)  # the executor's notes, per shape and strides
+
+
+@dataclass(frozen=True)
+class Plan(_Value):
+    """A data movement: what is held, and what is wanted. ``plan.T`` is its transpose, and ``plan.T.T == plan``."""
+
+    held: Side
+    wanted: Side
+
+    __hash__ = _Value.__hash__
+
+    @property
+    def T(self) -> Plan:
+        """The transpose: wanted and held swapped."""
+        if "_transposed" not in self.__dict__:
+            other = Plan(self.wanted, self.held)
+            other.__dict__["_transposed"] = self
+            self.__dict__["_transposed"] = other
+        return self.__dict__["_transposed"]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that take part, sorted."""
+        return tuple(sorted({*self.held.partition.ranks, *self.wanted.partition.ranks}))
+
+    @property
+    def digest(self) -> str:
+        """A short fingerprint, equal in every process (Python's own hashes are not)."""
+        return hashlib.sha256(repr((self.held, self.wanted)).encode()).hexdigest()[:16]
+
+    def is_identity(self) -> bool:
+        """Whether every rank keeps exactly what it has: the same on all ranks, whichever asks."""
+        side = self.held
+        if side != self.wanted or any(len(runs) > 1 for a in side.axes for runs in a.runs):
+            return False
+        apart = {a.dim for a in side.axes if not _collide([((0, s, e - s),) for r in a.runs for s, e, _ in r if s < e])}
+        alone = all(n == 1 or d in apart for d, n in enumerate(side.partition.shape))
+        return alone and all(a.extents is None or all(_fills(r, n) for r, n in zip(a.runs, a.extents)) for a in side.axes)
+
+    def summing_group(self, rank: int) -> tuple[int, ...] | None:
+        """The ranks among which this movement is an all-reduce, or ``None`` where it is something else."""
+        view = self.view(rank)
+        if self.held != self.wanted or len(view.received) < 2 or not view.adds:
+            return None
+        full = ((0,) * len(view.out_shape), view.out_shape)
+        if any(m.boxes != (full,) for m in view.received):
+            return None
+        return tuple(sorted(m.peer for m in view.received))
+
+    def view(self, rank: int) -> View:
+        """The part of ``rank``: its messages, and how arrivals combine. Cached."""
+        views = self.__dict__.setdefault("_views", {})
+        if rank not in views:
+            views[rank] = self._view(rank)
+        return views[rank]
+
+    def _view(self, rank: int) -> View:
+        in_shape, out_shape = self.held.local_shape(rank), self.wanted.local_shape(rank)
+        to, _ = self._meetings(rank, sending=True)
+        fro, adds = self._meetings(rank, sending=False)
+        sends = [_message(peer, pairs, 0, self.held) for peer, pairs in to if peer != rank]
+        received = [_message(peer, pairs, 1, self.wanted) for peer, pairs in fro]
+        received.sort(key=lambda m: -m.volume)  # stable: grid order among equals
+        kept = next((_message(peer, pairs, 0, self.held) for peer, pairs in to if peer == rank), None)
+        total, first = math.prod(out_shape), received[0] if received else None
+        covered = (first.volume if adds else sum(m.volume for m in received)) == total if first else total == 0
+        if adds and covered and len(first.boxes) > 1:
+            covered = False  # one message may name an element twice; only a single box surely fills the output
+        sends.sort(key=lambda m: m.peer)
+        return View(in_shape, out_shape, tuple(sends), tuple(received), kept, adds, covered)
+
+    def _meetings(self, rank: int, sending: bool):
+        """Whose pieces meet this rank's: [(peer, per axis the overlaps)], and whether two of them meet each other here."""
+        mine, theirs = (self.held, self.wanted) if sending else (self.wanted, self.held)
+        runs = mine.runs(rank)
+        if runs is None:
+            return [], False
+
+        def overlaps(axis: int, coordinate: int):
+            other = theirs.axes[axis].runs[coordinate]
+            return _overlaps(runs[axis], other) if sending else _overlaps(other, runs[axis])
+
+        grid = theirs.partition
+        fixed = {i: overlaps(i, 0) for i, a in enumerate(theirs.axes) if a.dim is None}
+        if not all(fixed.values()):
+            return [], False
+        collide = any(_collide([(o,) for o in found]) for found in fixed.values())
+        candidates = []  # per grid dim: the coordinates that meet, with their overlaps
+        for d, n in enumerate(grid.shape):
+            tied = [i for i, a in enumerate(theirs.axes) if a.dim == d]
+            found = []
+            for c in range(n):
+                per_axis = {}
+                for i in tied:
+                    per_axis[i] = overlaps(i, c)
+                    if not per_axis[i]:
+                        break
+                else:
+                    found.append((c, per_axis))
+            candidates.append(found)
+            if not sending:
+                entries = [boxes for _, per_axis in found for boxes in product(*per_axis.values())]
+                collide = collide or _collide(entries)
+        meetings = []
+        for combination in product(*candidates):
+            per_axis = dict(fixed)
+            for _, found in combination:
+                per_axis.update(found)
+            meetings.append((grid.rank_at([c for c, _ in combination]), [per_axis[i] for i in range(len(per_axis))]))
+        return meetings, collide and bool(meetings)
+
+    def simulate(self, shards):
+        """Run every rank's part in this process: the held blocks in the order of ``held.partition.ranks`` to the wanted
+        ones in the order of ``wanted.partition.ranks``. For tests, and to learn from."""
+        from .exchange import simulate  # the executor stands above this file
+
+        return simulate(self, shards)
+
+    def messages(self, rank: int) -> int:
+        """How many messages ``rank`` sends to others."""
+        return len(self.view(rank).sends)
+
+    def volume(self, rank: int) -> int:
+        """How many elements ``rank`` sends to others; times the item size: bytes."""
+        return sum(m.volume for m in self.view(rank).sends)
+
+
+def _fills(runs, n: int) -> bool:
+    return len(runs) == 1 and runs[0][2] == 0 and runs[0][1] - runs[0][0] == n
+
+
+def _overlaps(held, wanted):
+    """Where runs meet: (place in the held tensor, place in the wanted tensor, length), held runs outermost."""
+    found = []
+    for h0, h1, h_at in held:
+        for w0, w1, w_at in wanted:
+            lo, hi = max(h0, w0), min(h1, w1)
+            if lo < hi:
+                found.append((h_at + lo - h0, w_at + lo - w0, hi - lo))
+    return found
+
+
+def _collide(entries) -> bool:
+    """Whether two of these wanted boxes (tuples of overlaps) meet: equal in no dim is needed, only a common element."""
+    if entries and not entries[0]:
+        return len(entries) > 1  # a grid dim that no axis uses: copies, all with the same box
+    boxes = sorted([(w, w + n) for _, w, n in entry] for entry in entries)
+    for i, box in enumerate(boxes):
+        for other in boxes[i + 1 :]:
+            if other[0][0] >= box[0][1]:
+                break
+            if all(a0 < b1 and b0 < a1 for (a0, a1), (b0, b1) in zip(box, other)):
+                return True
+    return False
+
+
+def _message(peer: int, per_axis, end: int, side: Side) -> Message:
+    """The message of one meeting, with the boxes as they lie at one end (0: the held tensor, 1: the wanted one)."""
+    local = [found for axis, found in zip(side.axes, per_axis) if axis.extents is not None]
+    repeat = math.prod(len(found) for axis, found in zip(side.axes, per_axis) if axis.extents is None)
+    boxes = tuple((tuple(o[end] for o in picked), tuple(o[2] for o in picked)) for picked in product(*local))
+    if repeat > 1:
+        boxes *= repeat
+    return Message(peer, boxes, sum(math.prod(sizes) for _, sizes in boxes))

@@ -1,0 +1,62 @@
+"""All ranks in one process: messages are copies of memory, delivered through mailboxes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict, deque
+
+from ..errors import TransportError
+
+
+class LocalTransport:
+    """Rank ``rank`` of ``size`` ranks of this process that share ``mailboxes``; alone, a world of one rank."""
+
+    device_types: tuple[str, ...] = ("cpu",)
+
+    def __init__(self, rank: int = 0, size: int = 1, mailboxes=None):
+        self.rank, self.size = rank, size
+        self.mailboxes = defaultdict(deque) if mailboxes is None else mailboxes
+
+    def post(self, sends, receives):
+        for peer, address, nbytes in sends:
+            self.mailboxes[self.rank, peer].append((address, nbytes))
+        return receives
+
+    def wait(self, receives):
+        for peer, address, nbytes in receives:
+            if not self.mailboxes[peer, self.rank]:
+                raise TransportError("nothing was sent", op="simulate", rank=self.rank, expected=f"{nbytes} bytes from "
+                                     f"rank {peer}", actual="no message")
+            source, sent = self.mailboxes[peer, self.rank].popleft()
+            if sent != nbytes:
+                raise TransportError("a message has another length than planned", op="simulate", rank=self.rank,
+                                     expected=f"{nbytes} bytes from rank {peer}", actual=f"{sent} bytes")
+            ctypes.memmove(address, source, nbytes)
+
+    def all_reduce(self, tensor, ranks):
+        if ranks != (self.rank,):
+            raise TransportError("simulated ranks have no all-reduce", op="all_reduce", expected="one rank", actual=ranks)
+
+    def all_gather(self, data, ranks):
+        if ranks != (self.rank,):
+            raise TransportError("simulated ranks have no all-gather", op="all_gather", expected="one rank", actual=ranks)
+        return [data]
+
+    def close(self):
+        self.mailboxes.clear()
+
+
+class NullTransport(LocalTransport):
+    """Carries nothing: what is left is the library's own cost per call. For benchmarks; the results are garbage."""
+
+    def post(self, sends, receives):
+        return None
+
+    def wait(self, receives):
+        pass
+
+    def all_reduce(self, tensor, ranks):
+        pass
+
+    def all_gather(self, data, ranks):
+        return [data] * len(ranks)

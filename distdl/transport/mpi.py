@@ -1,0 +1,123 @@
+"""MPI by mpi4py: raw bytes from and to torch's own memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from mpi4py import MPI
+
+from ..errors import TransportError
+
+_TAGS = 32768  # every MPI offers at least this many
+_SLOT = 1024  # bytes per rank of one small all-gather
+_MAX_GROUPS = 4096
+_SUM_TYPES = {
+    torch.uint8: MPI.UINT8_T, torch.int8: MPI.INT8_T, torch.int16: MPI.INT16_T, torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T, torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE,
+    torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE_COMPLEX, torch.bool: MPI.C_BOOL,
+}  # fmt: skip
+
+
+class MpiTransport:
+    """Box plans go point-to-point on a duplicate of ``comm``, tagged with a count per pair of ranks.
+
+    Communicators of subgroups serve collectives only. They are made in program order by their members alone, are never
+    evicted (an eviction that differs between ranks would hang), and are freed at exit in the order in which they were made.
+    """
+
+    device_types: tuple[str, ...] = ("cpu",)
+    chunk = 2**30  # bytes per MPI message; below every MPI's limit of 2^31 - 1
+
+    def __init__(self, comm=None):
+        self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        self.comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self.rank, self.size = self.comm.rank, self.comm.size
+        self.groups = {tuple(range(self.size)): self.comm}
+        self._sent: dict[int, int] = defaultdict(int)
+        self._received: dict[int, int] = defaultdict(int)
+
+    def post(self, sends, receives):
+        comm, chunk, fromaddress = self.comm, self.chunk, MPI.buffer.fromaddress
+        incoming, outgoing = [], []
+        for peer, address, nbytes in receives:
+            for start in range(0, nbytes, chunk):
+                size = min(chunk, nbytes - start)
+                tag = self._received[peer] = (self._received[peer] + 1) % _TAGS
+                incoming.append(comm.Irecv((fromaddress(address + start, size), MPI.BYTE), peer, tag))
+        for peer, address, nbytes in sends:
+            for start in range(0, nbytes, chunk):
+                size = min(chunk, nbytes - start)
+                tag = self._sent[peer] = (self._sent[peer] + 1) % _TAGS
+                outgoing.append(comm.Isend((fromaddress(address + start, size), MPI.BYTE), peer, tag))
+        return incoming, outgoing, receives
+
+    def wait(self, handle):
+        incoming, outgoing, receives = handle
+        statuses = [MPI.Status() for _ in incoming]
+        try:
+            MPI.Request.Waitall(incoming, statuses)
+            MPI.Request.Waitall(outgoing)
+        except MPI.Exception as error:
+            raise TransportError(
+                f"MPI failed: {error}", op="exchange", rank=self.rank,
+                expected=f"messages of {[(p, n) for p, _, n in receives]} (rank, bytes)", actual="an error",
+                next_step="check that every rank calls the same operators with the same layouts and dtype") from error
+        expected = [(p, min(self.chunk, n - s)) for p, _, n in receives for s in range(0, n, self.chunk)]
+        for (peer, nbytes), status in zip(expected, statuses):
+            if status.Get_count(MPI.BYTE) != nbytes:
+                raise TransportError(
+                    "a message has another length than planned", op="exchange", rank=self.rank,
+                    expected=f"{nbytes} bytes from rank {peer}", actual=f"{status.Get_count(MPI.BYTE)} bytes",
+                    next_step="give every rank the same layouts and dtype")
+
+    def group(self, ranks):
+        """The communicator of ``ranks`` (sorted), made by its members on first use."""
+        comm = self.groups.get(ranks)
+        if comm is None:
+            if len(self.groups) >= _MAX_GROUPS:
+                raise TransportError(f"more than {_MAX_GROUPS} groups of ranks", op="collective", rank=self.rank,
+                                     next_step="reuse partitions, or use fewer distinct ones")
+            whole = self.comm.Get_group()
+            members = whole.Incl(ranks)
+            # Distinct tags keep two groups apart that share ranks and are being made at the same time.
+            comm = self.groups[ranks] = self.comm.Create_group(members, sum(ranks) % _TAGS)
+            comm.Set_errhandler(MPI.ERRORS_RETURN)
+            members.Free()
+            whole.Free()
+        return comm
+
+    def all_reduce(self, tensor, ranks):
+        comm, kind = self.group(ranks), _SUM_TYPES.get(tensor.dtype)
+        if kind is None:
+            raise TransportError("MPI cannot sum this dtype", op="all_reduce", rank=self.rank, actual=tensor.dtype,
+                                 expected=f"one of {sorted(map(str, _SUM_TYPES))}")
+        operation, flat = (MPI.LOR if tensor.dtype == torch.bool else MPI.SUM), tensor.view(-1)
+        step = self.chunk // tensor.element_size()
+        for start in range(0, flat.numel(), step):
+            count = min(step, flat.numel() - start)
+            address = flat.data_ptr() + start * tensor.element_size()
+            memory = MPI.buffer.fromaddress(address, count * tensor.element_size())
+            comm.Allreduce(MPI.IN_PLACE, (memory, count, kind), operation)
+
+    def all_gather(self, data, ranks):
+        comm = self.group(ranks)
+        slot, gathered = _SLOT, None
+        while gathered is None:
+            mine = (len(data).to_bytes(8, "little") + data)[:slot].ljust(slot, b"\0")
+            received = bytearray(slot * comm.size)
+            comm.Allgather((mine, MPI.BYTE), (received, MPI.BYTE))
+            parts = [received[i : i + slot] for i in range(0, len(received), slot)]
+            sizes = [int.from_bytes(part[:8], "little") for part in parts]
+            if max(sizes) + 8 <= slot:
+                gathered = [bytes(part[8 : 8 + n]) for part, n in zip(parts, sizes)]
+            slot = max(sizes) + 8  # every rank sees the same sizes, so all go round again, or none
+        return gathered
+
+    def abort(self, code: int = 1):
+        """End every rank of the job."""
+        self.comm.Abort(code)
+
+    def close(self):
+        for ranks in list(self.groups)[::-1]:  # the same order on all members: program order, backwards
+            self.groups.pop(ranks).Free()
