@@ -3,7 +3,7 @@
 ``import distdl as dd; import distdl.functional as F``. Importing starts neither MPI nor CUDA.
 """
 
-from . import errors, functional, maps, partition
+from . import errors, func, functional, maps, testing
 from .halo import HaloSpec
 try:
     from .launch import launch
@@ -16,6 +16,6 @@ from .world import Topology, World, world
 __version__ = "0.1.0"
 
 __all__ = [
-    "HaloSpec", "Layout", "LinearMap", "Partition", "Topology", "World", "errors", "functional", "launch", "linear_map", "maps",
-    "partition", "world",
+    "HaloSpec", "Layout", "LinearMap", "Partition", "Topology", "World", "errors", "func", "functional", "launch", "linear_map", "maps",
+    "testing", "world",
 ]  # fmt: skip

@@ -15,12 +15,12 @@ from itertools import accumulate
 import torch
 
 from . import _torch
+from . import transport as _transport
 from .errors import ShapeError
 from .transport.local import LocalTransport
 
 _ALIGN = 64  # each part of a message starts at such an offset, on both ends
 _HALVES = (torch.float16, torch.bfloat16)
-_log: list | None = None  # what distdl.testing.count_messages listens to
 
 
 @dataclass(eq=False)
@@ -188,8 +188,8 @@ class Pending:
                     for part in message.parts:
                         part.staged(staging).copy_(part.of(xs[part.leaf]))
             sends = [m.buffer(xs, base) for m in program.sends]
-            if _log is not None:
-                _log.extend(("send", peer, nbytes) for peer, _, nbytes in sends)
+            if _transport.log is not None:
+                _transport.log.extend(("send", peer, nbytes) for peer, _, nbytes in sends)
             self.handle = transport.post(sends, [m.buffer(ys, base) for m in program.receives])
 
     def finish(self):
@@ -220,8 +220,8 @@ def _sum(transport, xs, ys, group) -> None:
         flat = some[0] if len(some) == 1 else torch.cat([y.reshape(-1) for y in some])
         if not flat.numel():
             continue
-        if _log is not None:
-            _log.append(("all_reduce", group, flat.numel() * flat.element_size()))
+        if _transport.log is not None:
+            _transport.log.append(("all_reduce", group, flat.numel() * flat.element_size()))
         transport.all_reduce(flat, group)
         if len(some) > 1:
             for y, part in zip(some, flat.split([y.numel() for y in some])):

@@ -8,6 +8,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 
+from . import transport as _transport
 from .errors import PartitionError, TransportError
 from .partition import set_rank_source
 from .transport.local import LocalTransport
@@ -49,6 +50,8 @@ class World:
 
     def all_gather(self, data: bytes, ranks) -> list[bytes]:
         """Every rank's small message, in the order of ``ranks`` (sorted)."""
+        if _transport.log is not None:
+            _transport.log.append(("agree", ranks, len(data)))
         return self.host.all_gather(data, ranks)
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+log: list | None = None  # distdl.testing.count_messages puts a list here: (kind, peer or ranks, bytes)
+
 Buffer = tuple[int, int, int]  # peer rank, address of the first byte, number of bytes
 
 

@@ -1,0 +1,102 @@
+"""Transforms across ranks: what local torch.func.jacrev and friends cannot mean.
+
+A local ``jacrev`` under SPMD takes the ranks' k-th outputs together, so it mixes rows, and hangs where local sizes differ. These
+go over the *global* basis: one batched derivative for all ranks, equal to the serial Jacobian block by block.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.func import grad, jvp, vjp, vmap
+
+from .functional.movement import invariant_sum
+from .partition import Layout
+
+__all__ = ["hessian", "hvp", "inner", "jacfwd", "jacrev", "linear_transpose"]
+
+
+def _basis(layout: Layout, start: int, stop: int, like):
+    """This rank's blocks of the global basis vectors ``start .. stop - 1``: (stop - start, *local shape)."""
+    local = layout.local_shape()
+    basis = like.new_zeros((stop - start, math.prod(local)))
+    if layout.active and basis.numel():
+        places = torch.zeros((), dtype=torch.int64)
+        for (first, last), n in zip(layout.box(), layout.shape):
+            places = places.unsqueeze(-1) * n + torch.arange(first, last)
+        places = places.reshape(-1)  # global number of each local element
+        mine = ((places >= start) & (places < stop)).nonzero().reshape(-1)
+        basis[(places[mine] - start).to(like.device), mine.to(like.device)] = 1
+    return basis.reshape(stop - start, *local)
+
+
+def _chunks(layout: Layout, chunk_size):
+    total = math.prod(layout.shape)
+    step = max(total if chunk_size is None else chunk_size, 1)
+    return [(k, min(k + step, total)) for k in range(0, total, step)] or [(0, 0)]
+
+
+def jacrev(f, L_out: Layout, *, chunk_size: int | None = None):
+    """The Jacobian of ``f`` by reverse mode, this rank's columns of it.
+
+    Args:
+        f: this rank's block of x -> this rank's block of y (varying), exchanging messages as it likes.
+        L_out: layout of y.
+        chunk_size: how many rows at once; bounds memory. Default: all.
+
+    Returns:
+        A function of x giving a tensor (*global y shape, *local x shape).
+    """
+
+    def jacobian(x):
+        y, pull = vjp(f, x)
+        rows = [vmap(lambda c: pull(c)[0])(_basis(L_out, a, b, y)) for a, b in _chunks(L_out, chunk_size)]
+        return torch.cat(rows).reshape(*L_out.shape, *x.shape)
+
+    return jacobian
+
+
+def jacfwd(f, L_in: Layout, *, chunk_size: int | None = None):
+    """The Jacobian of ``f`` by forward mode, this rank's rows of it: a function of x giving (*local y shape, *global x shape).
+
+    Args:
+        f, chunk_size: as for :func:`jacrev`, chunks of columns here.
+        L_in: layout of x.
+    """
+
+    def jacobian(x):
+        push = vmap(lambda t: jvp(f, (x,), (t,))[1], out_dims=-1)
+        columns = torch.cat([push(_basis(L_in, a, b, x)) for a, b in _chunks(L_in, chunk_size)], -1)
+        return columns.reshape(*columns.shape[:-1], *L_in.shape)
+
+    return jacobian
+
+
+def hessian(loss, L: Layout, *, chunk_size: int | None = None):
+    """The Hessian of an invariant scalar ``loss``, forward over reverse: x -> (*local x shape, *global x shape).
+
+    ``L`` is the layout of x.
+    """
+    return jacfwd(grad(loss), L, chunk_size=chunk_size)
+
+
+def hvp(loss, x, v):
+    """This rank's block of the Hessian of ``loss`` at ``x``, times ``v`` (blocks of one layout): forward over reverse."""
+    return jvp(grad(loss), (x,), (v,))[1]
+
+
+def inner(x, y, P, dims=None):
+    """⟨x, y⟩ = Σ conj(x) y, local and over the partition dims ``dims`` along which x and y vary (None: all). Invariant.
+
+    For two invariant tensors the inner product is the local one: ``dims=()``.
+    """
+    local = (x.conj() * y).sum()
+    where = P.partition if isinstance(P, Layout) else P
+    return invariant_sum(local, where, dims)
+
+
+def linear_transpose(f, x):
+    """The transpose of a linear ``f`` as a function; ``x`` only gives shape, dtype and device."""
+    pull = vjp(f, x)[1]
+    return lambda y: pull(y)[0]

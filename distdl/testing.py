@@ -1,0 +1,177 @@
+"""Tools to test distributed operators, your own included. All of them are collective: call them on every rank."""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import contextmanager
+
+import torch
+from torch.func import jvp, vjp, vmap
+
+from . import transport as _transport
+from .linear_map import maps_of
+from .world import world
+
+__all__ = ["check_grads", "check_map", "collective_assert", "count_messages", "dot_test", "gather_objects"]
+
+
+class Messages(list):
+    """What was sent: (kind, peer or group of ranks, bytes). Kinds: "send", "all_reduce", and "agree" (small all-gathers)."""
+
+    def of(self, kind: str) -> list:
+        """Those of one kind."""
+        return [m for m in self if m[0] == kind]
+
+    @property
+    def sends(self) -> int:
+        """How many point-to-point messages this rank sent."""
+        return len(self.of("send"))
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes of tensors this rank sent, or put into all-reduces."""
+        return sum(size for kind, _, size in self if kind != "agree")
+
+
+@contextmanager
+def count_messages():
+    """Count and list what this rank sends inside the block: ``with count_messages() as sent: ...; sent.sends``."""
+    before, _transport.log = _transport.log, Messages()
+    try:
+        yield _transport.log
+    finally:
+        inside, _transport.log = _transport.log, before
+        if before is not None:
+            before.extend(inside)
+
+
+def gather_objects(value, ranks=None, world_name: str = "default") -> list:
+    """Every rank's (picklable) value, in the order of ``ranks`` (sorted; default: the whole world)."""
+    where = world(world_name)
+    ranks = tuple(range(where.size)) if ranks is None else tuple(ranks)
+    return [pickle.loads(b) for b in where.all_gather(pickle.dumps(value), ranks)]
+
+
+def collective_assert(condition, message="", ranks=None) -> None:
+    """Assert on all ranks together: when one fails, every rank raises, and the error says which and why."""
+    found = gather_objects((bool(condition), str(message)), ranks)
+    failed = {r: text for r, (ok, text) in zip(ranks or range(len(found)), found) if not ok}
+    assert not failed, f"failed on {len(failed)} of {len(found)} ranks: {failed}"
+
+
+def _random(shape, dtype, seed, rank):
+    generator = torch.Generator().manual_seed(7919 * seed + rank)
+    return torch.randn(shape, dtype=dtype, generator=generator)
+
+
+def _ranks(A):
+    ranks = {r for m in maps_of(A) for r in m.ranks}
+    return tuple(sorted(ranks)) or (A.world.rank,)
+
+
+def _inner(pairs, ranks):
+    """Global inner products of [(x, y, weight)], conj on the left."""
+    local = [complex((x.conj() * y).sum().detach()) * weight for x, y, weight in pairs]
+    return [sum(values) for values in zip(*gather_objects(local, ranks))]
+
+
+def dot_test(A, *, dtype=torch.float64, seed: int = 0, tol: float | None = None) -> float:
+    """⟨A x, y⟩ = ⟨x, Aᴴ y⟩ for random, rank-dependent x and y, with the weights of A's domain and range.
+
+    Returns the relative error. Raises AssertionError, on every rank, where it exceeds ``tol`` (default 1e-13 in float64 and
+    complex128, 1e-5 below).
+    """
+    ranks, where = _ranks(A), A.world
+    if where.rank not in ranks:
+        return 0.0
+    x, y = (_random(s, dtype, seed + i, where.rank) for i, s in enumerate((A.in_shape, A.out_shape)))
+    if A.domain.kind == "invariant":
+        x = A.T(y)  # the adjoint's range is the domain: this is how to draw an invariant tensor
+    if A.range.kind == "invariant":
+        y = A(x)
+    Ax, Aty = A(x), A.T(y)
+    left, right, x2, y2, ax2, aty2 = _inner(
+        [(Ax, y, A.range.weight), (x, Aty, A.domain.weight), (x, x, A.domain.weight), (y, y, A.range.weight),
+         (Ax, Ax, A.range.weight), (Aty, Aty, A.domain.weight)], ranks)  # fmt: skip
+    scale = max(abs(ax2 * y2) ** 0.5, abs(x2 * aty2) ** 0.5)
+    error = abs(left - right) / scale if scale else abs(left - right)
+    if tol is None:
+        tol = 1e-13 if dtype in (torch.float64, torch.complex128) else 1e-5
+    assert error <= tol, f"dot test of {A}: ⟨Ax, y⟩ = {left}, ⟨x, Aᴴy⟩ = {right}, relative error {error:.2e} > {tol:.0e}"
+    return error
+
+
+def check_map(A, *, dtype=torch.float64, seed: int = 0) -> None:
+    """Everything that holds for a linear map, on every rank: shapes, linearity, the dot test, jvp and vjp, vmap equal to the
+    loop, strided inputs, inputs left as they were, ``A.T.T == A``, and as many messages for a batch as for one."""
+    ranks, where = _ranks(A), A.world
+    if where.rank not in ranks:
+        return
+    x, x2, y = (_random(s, dtype, seed + i, where.rank) for i, s in enumerate((A.in_shape, A.in_shape, A.out_shape)))
+    if A.domain.kind == "invariant":
+        x, x2 = A.T(y), A.T(3 * y)
+    before = x.clone()
+    with count_messages() as single:
+        Ax = A(x)
+    faults = []
+
+    def expect(ok, what):
+        if not ok:
+            faults.append(what)
+
+    close = {torch.float32: 1e-5, torch.complex64: 1e-5}.get(dtype, 1e-12)
+
+    def same(a, b):
+        return a.shape == b.shape and torch.allclose(a, b, rtol=close, atol=close)
+
+    expect(tuple(Ax.shape) == tuple(A.out_shape), f"shape {tuple(Ax.shape)} instead of {A.out_shape}")
+    expect(same(A(x + 2 * x2), Ax + 2 * A(x2)), "not linear")
+    expect(torch.equal(x, before), "changed its input")
+    strided = torch.stack([x, x2], -1)[..., 0]
+    expect(same(A(strided), Ax), "another result for a strided input")
+    expect(A.T.T == A, "A.T.T is not A")
+    expect(same(vjp(A, x)[1](y)[0], A.T(y)), "vjp is not the adjoint")
+    expect(same(jvp(A, (x,), (x2,))[1], A(x2)), "jvp is not the map")
+    with count_messages() as batched:
+        both = vmap(A, in_dims=-1, out_dims=-1)(torch.stack([x, x2], -1))
+    expect(same(both, torch.stack([Ax, A(x2)], -1)), "vmap differs from the loop")
+    if all(not hasattr(m, "backward") for m in maps_of(A)):
+        expect(batched.sends == single.sends, f"{batched.sends} messages for a batch, {single.sends} for one")
+    collective_assert(not faults, "; ".join(faults), ranks)
+    dot_test(A, dtype=dtype, seed=seed)
+
+
+def check_grads(f, x, *, order: int = 2, out_weight: float = 1.0, in_weight: float = 1.0, seed: int = 0, step: float = 1e-4,
+                tol: float = 1e-6, ranks=None) -> None:
+    """Compare derivatives of ``f`` (this rank's x -> this rank's y, float64) with each other and with finite differences.
+
+    Order 1: ẏ = jvp against central differences, and ⟨ẏ, ȳ⟩ = ⟨ẋ, x̄⟩ for forward against reverse mode, over all ranks. Order 2:
+    the same for x -> x̄, that is reverse and forward over reverse; and forward over forward against differences of jvp.
+
+    Args:
+        out_weight, in_weight: weight of this rank's copy in the inner products: 1, or 1/k for an invariant value on k ranks.
+        step, tol: of the differences (relative to the largest entry).
+    """
+    where = world()
+    ranks = tuple(range(where.size)) if ranks is None else tuple(ranks)
+    x = x.detach()
+    with torch.no_grad():
+        y = f(x)
+    v, u = (in_weight and _random(x.shape, x.dtype, seed + i, where.rank if in_weight == 1 else 0) for i in (1, 2))
+    w = _random(y.shape, y.dtype, seed + 3, where.rank if out_weight == 1 else 0)
+
+    def first(g, x, v, w, weight, what):
+        tangent = jvp(g, (x,), (v,))[1]
+        difference = (g(x + step * v) - g(x - step * v)) / (2 * step)
+        scale = max([1.0, *gather_objects(float(difference.abs().max()) if difference.numel() else 0.0, ranks)])
+        error = float((tangent - difference).abs().max()) / scale if difference.numel() else 0.0
+        collective_assert(error <= tol, f"{what}: jvp and differences differ by {error:.1e}", ranks)
+        cotangent = vjp(g, x)[1](w)[0]
+        forward, reverse = _inner([(tangent, w, weight), (v, cotangent, in_weight)], ranks)
+        collective_assert(abs(forward - reverse) <= 1e-9 * max(1.0, abs(forward)),
+                          f"{what}: forward mode {forward} and reverse mode {reverse} differ", ranks)
+
+    first(f, x, v, w, out_weight, "order 1")
+    if order > 1:
+        first(lambda x: vjp(f, x)[1](w)[0], x, u, v, in_weight, "order 2, over reverse")
+        first(lambda x: jvp(f, (x,), (v,))[1], x, u, w, out_weight, "order 2, over forward")
