@@ -1,6 +1,9 @@
 """The functional operators: ``import distdl.functional as F``."""
 
+from . import conv, linear, movement, pool
+from .conv import *  # noqa: F403
+from .linear import *  # noqa: F403
 from .movement import *  # noqa: F403
-from .movement import __all__ as _movement
+from .pool import *  # noqa: F403
 
-__all__ = [*_movement]
+__all__ = [name for module in (movement, linear, conv, pool) for name in module.__all__]

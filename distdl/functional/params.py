@@ -1,0 +1,34 @@
+"""How layers take parameters that several ranks hold: as the caller marks them, or marked here."""
+
+from __future__ import annotations
+
+from ..agree import partition_of
+from ..errors import PartitionError
+from .movement import mark_varying
+
+__all__ = ["replicated"]
+
+
+def replicated(params, P, dims, *tensors):
+    """Parameters that are equal on all ranks along partition dims ``dims``, ready to meet varying tensors.
+
+    Args:
+        params: ``"varying"``: the caller has marked or broadcast them, and they are returned as they are. ``"invariant"``: each
+            is one logical value stored on every rank, and :func:`mark_varying` makes its gradient the sum over those ranks.
+        P, dims: the layer's partition (or layout), and the dims along which the parameters are copies.
+        tensors: the parameters, this rank's blocks; ``None`` stays ``None``.
+
+    Returns:
+        A tuple of the tensors. Messages: none forward; backward one all-reduce over ``dims`` for all tensors together.
+
+    Raises:
+        PartitionError: another value of ``params``.
+    """
+    if params == "varying":
+        return tensors
+    if params != "invariant":
+        raise PartitionError("unknown kind of parameters", op="replicated", expected='"varying" or "invariant"', actual=params,
+                             next_step="see \"The cotangent convention\" in the documentation")
+    present = [t for t in tensors if t is not None]
+    marked = iter(mark_varying(present, partition_of(P), dims) if present else ())
+    return tuple(None if t is None else next(marked) for t in tensors)

@@ -1,0 +1,216 @@
+"""Reductions of a partitioned tensor. Results are *invariant*: one value, stored on every rank that was reduced over.
+
+Every function takes this rank's block ``x`` over ``P`` (a Partition or a Layout, one dim for each of x; nothing is negotiated
+but where said), ``dim`` (an int, a tuple, or ``None``: all dims) and ``keepdim``, as torch does. The result is invariant along the
+partition dims ``dim``, and keeps this rank's block, varying, in the others. With no dim left it is a scalar that may be used as
+a loss: ``.backward()`` and ``torch.func.grad`` are right as they stand. Empty blocks contribute nothing. A rank outside ``P`` gets
+a connected zero loss (no dim left), or a connected tensor without elements.
+
+Below, N is the number of elements of the result on this rank, and k the number of ranks reduced over. As the adjoint of
+``invariant_sum`` is the identity, **no reduction sends anything in backward**; its jvp sends what the sum sends.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..agree import partition_of, resolve
+from ..errors import PartitionError, ShapeError
+from ..linear_map import nothing
+from ..partition import Layout
+from .movement import all_gather, invariant_sum, mark_varying
+
+__all__ = [
+    "dist_argmax", "dist_logsumexp", "dist_max", "dist_mean", "dist_min", "dist_norm", "dist_sum", "dist_var",
+]  # fmt: skip
+
+
+# ---------------------------------------------------------------- shared with norm.py and loss.py
+
+
+def wide(x):
+    """``x`` in the dtype that sums are taken in: float32 for half precision, else its own."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def check_block(op, x, P, what="x") -> None:
+    """Raise unless ``x`` can be this rank's block over ``P``."""
+    where = partition_of(P)
+    if isinstance(P, Layout):
+        if tuple(x.shape) != P.local_shape():
+            raise ShapeError(f"{what} is not this rank's block", op=op, partitions=P, expected=P.local_shape(),
+                             actual=tuple(x.shape), next_step="pass layout.shard(x_global), or the layout that x has")
+    elif x.dim() != where.ndim:
+        raise ShapeError(f"{what} has another number of dims than the partition", op=op, partitions=where,
+                         expected=f"{where.ndim} dims", actual=tuple(x.shape),
+                         next_step="give the partition one dim for each dim of the tensor (1: not split)")
+
+
+def one_each(x, P, dims):
+    """All-gather of tensors that have size 1 along ``dims``: rank i's entry stands at place i, so no shape is asked for."""
+    shape = [P.shape[t] if t in dims else n for t, n in enumerate(x.shape)]
+    return all_gather(x, P, dims, shape=tuple(shape))
+
+
+def pivot(x, P, dim: int):
+    """A constant near the largest x along ``dim`` over all ranks: what exponentials are taken relative to.
+
+    It has no derivative, as results do not depend on it. One all-gather of N elements; none backward.
+    """
+    x = x.detach()
+    highest = x.amax(dim, keepdim=True) if x.shape[dim] else x.new_full(_kept(x, (dim,)), -math.inf)
+    highest = one_each(highest, P, (dim,)).amax(dim, keepdim=True)
+    return torch.where(highest.isfinite(), highest, 0)
+
+
+def zero_loss(*tensors):
+    """What a rank outside the partition has as its loss: a zero that depends on the tensors."""
+    return nothing((0,), *tensors).sum()
+
+
+def summed(total, counts, P, dims):
+    """Sum ``total`` (a tensor) and ``counts`` (a scalar, or ``None``) over ``dims`` in one all-reduce; both invariant."""
+    if counts is None:
+        return invariant_sum(total, P, dims), None
+    counts = torch.as_tensor(counts, dtype=total.dtype, device=total.device)
+    both = invariant_sum(torch.cat([total.reshape(-1), counts.reshape(1)]), P, dims)
+    return both[:-1].reshape(total.shape), both[-1]
+
+
+# ---------------------------------------------------------------- the reductions
+
+
+def _kept(x, dims):
+    return [1 if d in dims else n for d, n in enumerate(x.shape)]
+
+
+def _start(op, x, P, dim):
+    """(partition, reduced dims), or a result for a rank that takes no part."""
+    where = partition_of(P)
+    dims = where.dims(dim, op)
+    if where.active:
+        check_block(op, x, P)
+    return where, dims
+
+
+def _outside(x, dims, keepdim):
+    """The result of a rank that takes no part."""
+    left = _kept(x, dims) if keepdim else [n for d, n in enumerate(x.shape) if d not in dims]
+    return nothing((0, *left[1:]), x) if left else zero_loss(x)
+
+
+def _squeeze(y, dims, keepdim):
+    return y if keepdim else y.squeeze(dims)
+
+
+def dist_sum(x, P, dim=None, keepdim=False):
+    """The sum over ``dim``. Half precision is summed in float32, and integers as torch does.
+
+    Messages: one all-reduce of N elements; none backward.
+    """
+    where, dims = _start("dist_sum", x, P, dim)
+    if not where.active:
+        return _outside(x, dims, keepdim)
+    local = wide(x).sum(dims, keepdim)
+    return invariant_sum(local, where, dims).to(x.dtype if x.is_floating_point() else local.dtype)
+
+
+def dist_mean(x, P, dim=None, keepdim=False):
+    """The mean over ``dim``: sum by count, exact on uneven blocks. NaN where there is nothing to average.
+
+    Messages: one all-reduce of N + 1 elements (the count goes along), N with a Layout; none backward.
+    """
+    where, dims = _start("dist_mean", x, P, dim)
+    if not where.active:
+        return _outside(x, dims, keepdim)
+    total, count = _sum_and_count(wide(x), P, dims, keepdim)
+    return (total / count).to(x.dtype)
+
+
+def _sum_and_count(x, P, dims, keepdim):
+    """The sum over ``dims`` and how many elements it has; the count is asked for only where no Layout tells it."""
+    known = isinstance(P, Layout)
+    local = None if known else math.prod(x.shape[d] for d in dims)
+    total, count = summed(x.sum(dims, keepdim), local, partition_of(P), dims)
+    return total, math.prod(P.shape[d] for d in dims) if known else count
+
+
+def dist_var(x, P, dim=None, keepdim=False, *, correction=1):
+    """The variance over ``dim``, divided by n - ``correction``: from the global mean, without cancellation.
+
+    Messages: two all-reduces, of N + 1 elements (N with a Layout) and of N; backward one of N, for the mean.
+    """
+    where, dims = _start("dist_var", x, P, dim)
+    if not where.active:
+        return _outside(x, dims, keepdim)
+    total, count = _sum_and_count(wide(x), P, dims, True)
+    apart = wide(x) - mark_varying(total / count, where, dims)
+    return (invariant_sum(apart.square().sum(dims, keepdim), where, dims) / (count - correction)).to(x.dtype)
+
+
+def dist_logsumexp(x, P, dim, keepdim=False):
+    """log Σ exp(x) over one ``dim``, relative to the largest x of all ranks.
+
+    Messages: one all-gather and one all-reduce, of N elements each; none backward.
+    """
+    where, dims = _start("dist_logsumexp", x, P, dim)
+    if not where.active:
+        return _outside(x, dims, keepdim)
+    high = pivot(wide(x), where, dims[0])
+    total = invariant_sum((wide(x) - high).exp().sum(dims, True), where, dims)
+    return _squeeze(total.log() + high, dims, keepdim).to(x.dtype)
+
+
+def dist_max(x, P, dim=None, keepdim=False):
+    """The largest element over ``dim``, as ``x.amax(dim)``: the gradient is divided evenly among equal largest elements.
+
+    Every rank learns the largest value and how often it occurs; the invariant sum then carries the derivative only. An empty
+    tensor has no maximum: ShapeError with a Layout, NaN without.
+
+    Messages: one all-gather of 2N elements and one all-reduce of N (integers: an all-gather of N); none backward.
+    """
+    return _extreme("dist_max", x, P, dim, keepdim, torch.amax)
+
+
+def dist_min(x, P, dim=None, keepdim=False):
+    """The smallest element over ``dim``; as :func:`dist_max`."""
+    return _extreme("dist_min", x, P, dim, keepdim, torch.amin)
+
+
+def _worst(dtype, pick):
+    """What loses against everything."""
+    if dtype.is_floating_point:
+        return -math.inf if pick is torch.amax else math.inf
+    if dtype == torch.bool:
+        return pick is not torch.amax
+    return torch.iinfo(dtype).min if pick is torch.amax else torch.iinfo(dtype).max
+
+
+def _check_some(op, L, dims):
+    if isinstance(L, Layout) and 0 in (L.shape[d] for d in dims):
+        raise ShapeError("there is no element to choose", op=op, partitions=L, actual=L.shape,
+                         expected="elements in the reduced dims")
+
+
+def _extreme(op, x, P, dim, keepdim, pick):
+    where, dims = _start(op, x, P, dim)
+    if not where.active:
+        return _outside(x, dims, keepdim)
+    _check_some(op, P, dims)
+    some = all(x.shape[d] for d in dims)
+    mine = pick(x, dims, keepdim=True) if some else x.sum(dims, True).to(x.dtype) + x.new_full((), _worst(x.dtype, pick))
+    if not x.is_floating_point():
+        return _squeeze(pick(one_each(mine, where, dims), dims, keepdim=True), dims, keepdim)
+    held = mine.detach()
+    ties = wide((x.detach() == held).to(x.dtype)).sum(dims, True)
+    reported = one_each(torch.stack([held.to(ties.dtype), ties], -1), _with_pair(where), dims)
+    values, counts = reported[..., 0], reported[..., 1]
+    best = pick(values, dims, keepdim=True)
+    share = ties / torch.where(values == best, counts, 0).sum(dims, True)
+    # best + the sum of differences from it, all of them 0: the value is exact, and each tie has its share of the derivative.
+    base = torch.where(best.isfinite(), best, 0)
+    moved = torch.where(held == best, (mine.to(ties.dtype) - base) * share, 0)
+    result = base + invariant_sum(moved, where, dims)
+    return _squeeze(result, dims, keepdim).to(x.dtype)

@@ -1,0 +1,59 @@
+"""Windowed operations (convolution, pooling): halo exchange, then the local operation on windows that need no padding."""
+
+from __future__ import annotations
+
+import torch
+
+from ..agree import outside, partition_of, resolve
+from ..errors import PartitionError
+from ..halo import HaloSpec
+from ..linear_map import nothing
+from .movement import halo_exchange
+
+MODES = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
+
+
+def tuple_of(value, n: int, what: str, op: str) -> tuple[int, ...]:
+    """An int or a sequence of ``n`` as a tuple."""
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * n
+    if len(values) != n:
+        raise PartitionError(f"{what} needs one value or {n}", op=op, expected=n, actual=value)
+    return values
+
+
+def windowed(x, spec: HaloSpec, least, local):
+    """``local`` on this rank's window of x.
+
+    Args:
+        spec: windows of the blocks of x; its ``out_layout`` says what each rank gets.
+        least: smallest legal window of each trailing dim. A rank without outputs runs ``local`` on zeros of that size and keeps
+            nothing of it, so that it stays in the graph as its peers do.
+        local: (window) -> (batch, channels, *outputs).
+    """
+    window = halo_exchange(x, spec)
+    first = window.dim() - len(least)
+    coords = spec.in_layout.partition.index()
+    empty = [d for d in range(first, window.dim()) if window.shape[d] == 0]
+    if coords is not None:
+        blocks = [spec.out_layout.blocks(d)[coords[d]] for d in range(window.dim())]
+        empty = [d for d in range(first, window.dim()) if blocks[d][0] == blocks[d][1]]
+    for d in empty:
+        shape = list(window.shape)
+        shape[d] = least[d - first]
+        window = torch.cat([window.narrow(d, 0, 0), window.new_zeros(shape)], d)
+    y = local(window)
+    for d in empty:
+        y = y.narrow(d, 0, 0)
+    return y
+
+
+def with_layout(op, x, P, shape, body):
+    """Resolve the layout of x and call ``body(x, layout)``; on a rank that takes no part, a placeholder."""
+    xs, layouts = resolve(op, [x], P, shape)
+    if layouts is None:
+        return outside(op, xs, partition_of(P))[0]
+    layout = layouts[0]
+    x = xs[0]
+    if not layout.active and x.shape != layout.local_shape():
+        x = nothing(layout.local_shape(), x)
+    return body(x, layout)
