@@ -7,6 +7,7 @@ the plan's view; a call is then: allocate, copy what stays, post, wait, unpack.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections import defaultdict, deque
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from .transport.local import LocalTransport
 
 _ALIGN = 64  # each part of a message starts at such an offset, on both ends
 _HALVES = (torch.float16, torch.bfloat16)
+_empty, _zeros, _memmove = torch.empty, torch.zeros, ctypes.memmove
 
 
 @dataclass(eq=False)
@@ -39,8 +41,8 @@ class _Part:
     def __post_init__(self):
         self.dense = _dense(self.size)
         self.nbytes = math.prod(self.size) * self.dtype.itemsize
-        contiguous = all(n == 1 or s == d for n, s, d in zip(self.size, self.stride, self.dense))
-        self.direct = contiguous and not self.add and not self.cast
+        self.contiguous = all(n == 1 or s == d for n, s, d in zip(self.size, self.stride, self.dense))
+        self.direct = self.contiguous and not self.add and not self.cast
 
     def of(self, tensor):
         """The box inside ``tensor``."""
@@ -50,33 +52,22 @@ class _Part:
         """The box inside the staging memory."""
         return staging.view(self.dtype).as_strided(self.size, self.dense, self.place // self.dtype.itemsize)
 
-    def address(self, tensor) -> int:
-        return tensor.data_ptr() + self.offset * tensor.element_size()
-
-
-@dataclass
-class _Message:
-    peer: int
-    parts: list[_Part]
-    place: int
-    nbytes: int
-    direct: bool  # the tensor's own memory is the message
-
-    def buffer(self, tensors, base: int):
-        """(peer, address, bytes), as transports take it."""
-        part = self.parts[0]
-        return self.peer, part.address(tensors[part.leaf]) if self.direct else base + self.place, self.nbytes
-
 
 @dataclass
 class _Program:
-    """Everything about one rank's part of some plans that shapes, strides and dtypes decide."""
+    """Everything about one rank's part of some plans that shapes, strides and dtypes decide.
 
-    sends: list[_Message]
-    receives: list[_Message]
-    early: list[tuple[_Part, _Part]]  # kept boxes (to, from), copied before anything arrives
+    Messages are (peer, leaf, byte offset, bytes), inside a tensor's own memory, or inside the staging memory (leaf -1).
+    """
+
+    outputs: list[tuple[tuple[int, ...], torch.dtype, bool]]  # shape, working dtype, whether it starts as zeros
+    casts: list[torch.dtype] | None  # dtypes of the results, where the working ones differ
+    sends: list[tuple[int, int, int, int]]
+    receives: list[tuple[int, int, int, int]]
+    moves: list[tuple[int, int, int, int]]  # kept boxes that are runs of memory: (leaf, to, from, bytes)
+    early: list[tuple[_Part, _Part]]  # other kept boxes (to, from), copied before anything arrives
+    packs: list[_Part]  # what goes into the staging memory before it is sent
     late: list[tuple[_Part, _Part | None]]  # what follows, in summing order (to, from; None: from the staging memory)
-    outputs: list[tuple[tuple[int, ...], torch.dtype, torch.dtype, bool]]  # shape, dtype, working dtype, whether zeroed
     staging: int  # bytes
     group: tuple[int, ...] | None  # the ranks among which all of this is one all-reduce
 
@@ -90,26 +81,28 @@ def _messages(by_peer, end: int):
     """One message for each peer, its parts laid out from ``end`` on in the staging memory; and where that then ends."""
     messages = []
     for peer, parts in sorted(by_peer.items()):
-        place, nbytes = end, parts[0].nbytes
-        direct = len(parts) == 1 and parts[0].direct
-        if not direct:
-            for part in parts:
-                part.direct, part.place = False, end
-                nbytes = end + part.nbytes - place
-                end += -(-part.nbytes // _ALIGN) * _ALIGN
-        messages.append(_Message(peer, parts, place, nbytes, direct))
+        part = parts[0]
+        if len(parts) == 1 and part.direct:
+            messages.append((peer, part.leaf, part.offset * part.dtype.itemsize, part.nbytes))
+            continue
+        place = end
+        for part in parts:
+            part.direct, part.place = False, end
+            stop = end + part.nbytes
+            end += -(-part.nbytes // _ALIGN) * _ALIGN
+        messages.append((peer, -1, place, stop - place))
     return messages, end
 
 
-def _program(plans, rank, leads, strides, dtypes, collectives) -> _Program:
-    sends, receives, early, late, outputs = defaultdict(list), defaultdict(list), [], [], []
+def _program(plans, rank, leads, strides, dtypes, collectives, host) -> _Program:
+    sends, receives, kept, late, outputs = defaultdict(list), defaultdict(list), [], [], []
     groups = {plan.summing_group(rank) if collectives else None for plan in plans}
     group = groups.pop() if len(groups) == 1 else None
     for leaf, (plan, lead, stride, dtype) in enumerate(zip(plans, leads, strides, dtypes)):
         view = plan.view(rank)
         work = torch.float32 if view.adds and dtype in _HALVES else dtype
         shape = (*lead, *view.out_shape)
-        outputs.append((shape, dtype, work, not view.covered))
+        outputs.append((shape, work, not view.covered))
         if group or not math.prod(lead):
             continue
 
@@ -124,14 +117,22 @@ def _program(plans, rank, leads, strides, dtypes, collectives) -> _Program:
             add = view.adds and not (position == 0 and view.covered)
             targets = parts(message, _dense(shape), add=add, cast=work != dtype)
             if message.peer == rank:
-                (late if add else early).extend(zip(targets, parts(view.kept, stride)))
+                (late if add else kept).extend(zip(targets, parts(view.kept, stride)))
             else:
                 receives[message.peer] += targets
                 late += [(target, None) for target in targets]
+    moves, early = [], []
+    for to, source in kept:
+        if host and to.direct and source.contiguous:
+            moves.append((to.leaf, to.offset * to.dtype.itemsize, source.offset * to.dtype.itemsize, to.nbytes))
+        else:
+            early.append((to, source))
     send_messages, end = _messages(sends, 0)
     receive_messages, end = _messages(receives, end)
+    packs = [part for parts in sends.values() for part in parts if not part.direct]
     late = [(to, source) for to, source in late if source is not None or not to.direct]
-    return _Program(send_messages, receive_messages, early, late, outputs, end, group)
+    casts = list(dtypes) if any(work != d for (_, work, _), d in zip(outputs, dtypes)) else None
+    return _Program(outputs, casts, send_messages, receive_messages, moves, early, packs, late, end, group)
 
 
 class _Staging:
@@ -163,41 +164,44 @@ _staging = _Staging()
 class Pending:
     """A movement under way: :meth:`finish` waits for it and returns the outputs."""
 
+    __slots__ = ("handle", "home", "program", "staging", "transport", "xs", "ys")
+
     def __init__(self, plans, xs, transport, collectives=True):
-        self.home = None if xs[0].device.type in transport.device_types else xs[0].device
-        xs = [_torch.plain(x.detach()) for x in xs]
-        if self.home is not None:  # the engine cannot read this memory: through pinned host memory
-            xs = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x) for x in xs]
-        self.transport, self.xs = transport, xs
-        program = self.program = _cached_program(plans, xs, transport.rank, collectives)
-        device, ys, staging = xs[0].device, [], None
-        for shape, _, work, zeroed in program.outputs:
-            ys.append((torch.zeros if zeroed else torch.empty)(shape, dtype=work, device=device))
-        self.ys, self.staging, self.handle = ys, None, None
+        self.home = None
+        if xs[0].device.type not in transport.device_types:  # the engine cannot read this memory: pinned host memory
+            self.home = xs[0].device
+            xs = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(_torch.plain(x)) for x in xs]
+        self.transport, self.handle, self.staging = transport, None, None
+        program, self.xs = _cached_program(plans, xs, transport.rank, collectives)
+        self.program, xs = program, self.xs
+        device = None if xs[0].is_cpu else xs[0].device
+        ys = self.ys = [(_zeros if zeroed else _empty)(shape, dtype=work, device=device)
+                        for shape, work, zeroed in program.outputs]
         if program.group:
             return
-        for to, source in program.early:
-            to.of(ys[to.leaf]).copy_(source.of(xs[source.leaf]))
+        for leaf, to, source, nbytes in program.moves:
+            _memmove(ys[leaf].data_ptr() + to, xs[leaf].data_ptr() + source, nbytes)
+        for to, part in program.early:
+            to.of(ys[to.leaf]).copy_(part.of(xs[part.leaf]))
         if program.sends or program.receives:
             base = 0
             if program.staging:
-                staging = self.staging = _staging.take(program.staging, device)
-                base = staging.data_ptr()
-            for message in program.sends:
-                if not message.direct:
-                    for part in message.parts:
-                        part.staged(staging).copy_(part.of(xs[part.leaf]))
-            sends = [m.buffer(xs, base) for m in program.sends]
+                self.staging = _staging.take(program.staging, xs[0].device)
+                base = self.staging.data_ptr()
+                for part in program.packs:
+                    part.staged(self.staging).copy_(part.of(xs[part.leaf]))
+            sends = [(p, (base if leaf < 0 else xs[leaf].data_ptr()) + at, n) for p, leaf, at, n in program.sends]
+            receives = [(p, (base if leaf < 0 else ys[leaf].data_ptr()) + at, n) for p, leaf, at, n in program.receives]
             if _transport.log is not None:
                 _transport.log.extend(("send", peer, nbytes) for peer, _, nbytes in sends)
-            self.handle = transport.post(sends, [m.buffer(ys, base) for m in program.receives])
+            self.handle = transport.post(sends, receives)
 
     def finish(self):
         program, ys = self.program, self.ys
         if program.group:
             _sum(self.transport, self.xs, ys, program.group)
         else:
-            if self.handle is not None:
+            if program.sends or program.receives:
                 self.transport.wait(self.handle)
             for to, source in program.late:
                 value = to.staged(self.staging) if source is None else source.of(self.xs[source.leaf])
@@ -206,7 +210,8 @@ class Pending:
             if self.staging is not None:
                 _staging.give(self.staging)
                 self.staging = None
-        ys = [y if work == dtype else y.to(dtype) for y, (_, dtype, work, _) in zip(ys, program.outputs)]
+        if program.casts:
+            ys = [y.to(dtype) for y, dtype in zip(ys, program.casts)]
         return ys if self.home is None else [y.to(self.home) for y in ys]
 
 
@@ -228,25 +233,32 @@ def _sum(transport, xs, ys, group) -> None:
                 y.copy_(part.view_as(y))
 
 
-def _cached_program(plans, xs, rank, collectives) -> _Program:
-    leads, strides, dtypes = [], [], []
-    for plan, x in zip(plans, xs):
-        shape, local = x.shape, plan.view(rank).in_shape
-        n = len(shape) - len(local)
-        if n < 0 or shape[n:] != local:
-            raise ShapeError("the local tensor has another shape than planned", op="exchange", rank=rank, expected=local,
-                             actual=tuple(shape))
-        leads.append(shape[:n])
-        strides.append(x.stride())
-        dtypes.append(x.dtype)
+def _cached_program(plans, xs, rank, collectives):
+    """The program for these tensors, and the tensors as plain memory."""
     cache = plans[0].view(rank).programs
-    key = (tuple(leads), tuple(strides), tuple(dtypes), plans[1:], collectives)
+    x = xs[0]
+    if len(xs) == 1:
+        if x.is_conj() or x.is_neg() or x._is_zerotensor():
+            xs = [x] = [_torch.plain(x)]
+        key = (x.shape, x.stride(), x.dtype, x.is_cpu, collectives)
+    else:
+        xs = [_torch.plain(x) for x in xs]
+        key = (*((x.shape, x.stride(), x.dtype) for x in xs), x.is_cpu, collectives, plans[1:])
     program = cache.get(key)
     if program is None:
+        leads = []
+        for plan, x in zip(plans, xs):
+            local = plan.view(rank).in_shape
+            n = x.dim() - len(local)
+            if n < 0 or x.shape[n:] != local:
+                raise ShapeError("the local tensor has another shape than planned", op="exchange", rank=rank,
+                                 expected=local, actual=tuple(x.shape))
+            leads.append(tuple(x.shape[:n]))
         if len(cache) >= 64:  # strides and batch sizes may vary without end
             cache.clear()
-        program = cache[key] = _program(plans, rank, leads, strides, dtypes, collectives)
-    return program
+        strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
+        program = cache[key] = _program(plans, rank, leads, strides, dtypes, collectives, xs[0].is_cpu)
+    return program, xs
 
 
 def start(plans, xs, transport) -> Pending:

@@ -75,7 +75,7 @@ class LinearMap:
         cache["world"], cache["in_shape"], cache["out_shape"] = where, view.in_shape, view.out_shape
         cache["active"] = self.plan.held.partition.index(where.rank) is not None
         cache["_identity"] = self.plan.is_identity() and self.adjoint.is_identity()
-        cache["_single"] = (self,)
+        cache["_single"], cache["_plans"] = (self,), (self.plan,)
 
     @property
     def T(self) -> LinearMap:
@@ -263,31 +263,53 @@ def apply(maps, xs, ties=(), pending=None):
 
     All maps are of one kind over the same ranks. With ``ties`` the list ends with the new tie.
     """
-    if _torch.transforms_active():
+    if _transforms_active():
         xs = _agree_on_batches(maps, xs, ties)
         ys = _Apply.apply(maps, pending, len(xs), *xs, *ties)
-    elif ties or _torch.forward_mode_active() or (torch.is_grad_enabled() and any(x.requires_grad for x in xs)):
+    elif _forward_mode_active() or (_grad_enabled() and _require_grad(xs, ties)):
         ys = _fast_apply(maps, pending, len(xs), *xs, *ties)
     else:
-        return _run(maps, xs, pending)
+        ys = _run(maps, xs, pending)
+        return [*ys, None] if ties else ys
     return ys if ties else ys[:-1]
+
+
+_transforms_active, _grad_enabled = _torch.transforms_active, torch.is_grad_enabled
+_forward_mode_active, _dispatch_modes = _torch.forward_mode_active, _torch.dispatch_modes
+
+
+def _require_grad(*groups) -> bool:
+    for tensors in groups:
+        for t in tensors:
+            if t.requires_grad:
+                return True
+    return False
 
 
 def _run(maps, xs, pending=None):
     """The movement itself, on plain tensors."""
     if pending is not None:
         return pending.finish()
-    if _torch.dispatch_modes():
-        return traced_move(maps, xs)
-    return run_plain(maps, xs)
+    return traced_move(maps, xs) if _dispatch_modes() else run_plain(maps, xs)
 
 
 def run_plain(maps, xs):
     """Move plain tensors, outside any trace."""
-    if isinstance(maps[0], UserMap):
+    first = maps[0]
+    if type(first) is UserMap:
         return [m.run(x) for m, x in zip(maps, xs)]
-    where = maps[0].world
-    return exchange.run(tuple(m.plan for m in maps), xs, where.transport(xs[0].device.type))
+    plans = first._plans if len(maps) == 1 else tuple(m.plan for m in maps)
+    return exchange.run(plans, xs, first.world.transport(xs[0].device.type))
+
+
+_ties: dict = {}  # an empty tensor for each device
+
+
+def _new_tie(x):
+    device = x.device
+    if device not in _ties:
+        _ties[device] = torch.empty(0, device=device)
+    return _ties[device].detach()
 
 
 class _Apply(torch.autograd.Function):
@@ -296,7 +318,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(maps, pending, n, *args):
         xs = args[:n]
-        return (*_run(maps, xs, pending), xs[0].new_empty(0, dtype=torch.float32))
+        return (*_run(maps, xs, pending), _new_tie(xs[0]))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -324,7 +346,7 @@ class _Apply(torch.autograd.Function):
         y_tangents = [None] * ctx.n
         for i, t in zip(ctx.smooth, found):
             y_tangents[i] = t
-        return (*y_tangents, tie)
+        return (*y_tangents, s.detach() if tie is None else tie)
 
     @staticmethod
     def vmap(info, in_dims, maps, pending, n, *args):
@@ -332,9 +354,9 @@ class _Apply(torch.autograd.Function):
         dims = in_dims[3:]
         xs = [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(args[:n], dims)]
         ties = [t if d is None else t.select(d, 0) for t, d in zip(args[n:], dims[n:])]
-        *ys, s = apply(maps, xs, ties or (xs[0].new_empty(0, dtype=torch.float32),))
+        *ys, s = apply(maps, xs, ties or (_new_tie(xs[0]),))
         # s is batched too: a rank whose cotangent is a constant then still runs this rule, as its peers do.
-        return (*ys, s.expand(size, 0)), (0,) * (n + 1)
+        return (*ys, (_new_tie(xs[0]) if s is None else s).expand(size, 0)), (0,) * (n + 1)
 
 
 _fast_apply = _torch.fast_apply(_Apply)

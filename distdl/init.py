@@ -1,0 +1,127 @@
+"""Initialisation of partitioned parameters: ``dd.init.kaiming_uniform(layout, seed)``.
+
+Every function is pure and returns this rank's block of a global tensor that depends on (global shape, seed) only: the same on
+any number of ranks. Fans are those of the *global* shape. Nothing is sent, and no rank ever holds more than its block and one
+more. ``seed`` is an int (``F.fold_in(seed, i)`` for parameter i); ``dtype`` and ``device`` default to torch's.
+
+There is no ``orthogonal``: its QR factorisation mixes all rows, so a rank would need the whole matrix, or a distributed
+factorisation for what is set up once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.init import calculate_gain
+
+from .agree import partition_of
+from .errors import PartitionError
+from .functional import random
+from .partition import Layout, Partition
+
+__all__ = [
+    "bias_uniform", "fans", "kaiming_normal", "kaiming_uniform", "normal", "ones", "parameter_layout", "trunc_normal",
+    "uniform", "xavier_normal", "xavier_uniform", "zeros",
+]  # fmt: skip
+
+
+def parameter_layout(P, shape, dims) -> Layout:
+    """The layout of a parameter whose dim i is split over partition dim ``dims[i]`` of a layer's ``P``, and copied along the rest.
+
+    It spans the ranks that share this rank's place in the other dims, so the blocks of copies are equal.
+
+    Args:
+        shape: the parameter's global shape.
+        dims: for each of its dims a partition dim, in rising order, or ``None``: not split.
+
+    Raises:
+        PartitionError: dims in another order, or another number of them.
+    """
+    P = partition_of(P)
+    used = [d for d in dims if d is not None]
+    if len(dims) != len(shape) or used != list(P.dims(used)):
+        raise PartitionError("one partition dim or None for each dim of the parameter", op="parameter_layout", partitions=P,
+                             expected=f"{len(shape)} entries in rising order", actual=tuple(dims))
+    fibre = P.along(used) or P.along(used, P.ranks[0])
+    sizes = tuple(1 if d is None else P.shape[d] for d in dims)
+    return Layout(Partition(sizes, fibre.ranks, P.world), shape)
+
+
+def fans(shape) -> tuple[int, int]:
+    """(fan in, fan out) of a weight of global ``shape`` (out, in, *kernel), as torch counts them."""
+    if len(shape) < 2:
+        raise PartitionError("a fan needs two dims", op="init", expected="(out, in, *kernel)", actual=tuple(shape))
+    field = math.prod(shape[2:])
+    return shape[1] * field, shape[0] * field
+
+
+def _kaiming_std(layout, a, fan, nonlinearity):
+    if fan not in ("in", "out"):
+        raise PartitionError("no such fan", op="init", expected="'in' or 'out'", actual=fan)
+    count = fans(layout.shape)[fan == "out"]
+    return calculate_gain(nonlinearity, a) / math.sqrt(count) if count else 0.0
+
+
+def _xavier_std(layout, gain):
+    count = sum(fans(layout.shape))
+    return gain * math.sqrt(2 / count) if count else 0.0
+
+
+def uniform(layout, seed, *, low=0.0, high=1.0, dtype=None, device=None):
+    """Uniform in [low, high)."""
+    return random.uniform(layout, seed, dtype, device, low, high)
+
+
+def normal(layout, seed, *, mean=0.0, std=1.0, dtype=None, device=None):
+    """Normal."""
+    return random.normal(layout, seed, dtype, device, mean, std)
+
+
+def trunc_normal(layout, seed, *, mean=0.0, std=1.0, a=-2.0, b=2.0, dtype=None, device=None):
+    """Normal, restricted to [a, b]."""
+    return random.trunc_normal(layout, seed, dtype, device, mean, std, a, b)
+
+
+def zeros(layout, *, dtype=None, device=None):
+    """Zeros."""
+    return torch.zeros(layout.local_shape(), dtype=dtype, device=device)
+
+
+def ones(layout, *, dtype=None, device=None):
+    """Ones."""
+    return torch.ones(layout.local_shape(), dtype=dtype, device=device)
+
+
+def kaiming_uniform(layout, seed, *, a=0.0, fan="in", nonlinearity="leaky_relu", dtype=None, device=None):
+    """Uniform in ±gain·√(3 / fan) (He et al., arXiv:1502.01852). ``a=√5`` is what torch.nn.Linear and Conv start from.
+
+    Args:
+        a: the slope of a leaky ReLU.
+        fan: "in" or "out".
+    """
+    bound = math.sqrt(3) * _kaiming_std(layout, a, fan, nonlinearity)
+    return uniform(layout, seed, low=-bound, high=bound, dtype=dtype, device=device)
+
+
+def kaiming_normal(layout, seed, *, a=0.0, fan="in", nonlinearity="leaky_relu", dtype=None, device=None):
+    """Normal with standard deviation gain / √fan; see :func:`kaiming_uniform`."""
+    return normal(layout, seed, std=_kaiming_std(layout, a, fan, nonlinearity), dtype=dtype, device=device)
+
+
+def xavier_uniform(layout, seed, *, gain=1.0, dtype=None, device=None):
+    """Uniform in ±gain·√(6 / (fan in + fan out)) (Glorot & Bengio, AISTATS 2010)."""
+    bound = math.sqrt(3) * _xavier_std(layout, gain)
+    return uniform(layout, seed, low=-bound, high=bound, dtype=dtype, device=device)
+
+
+def xavier_normal(layout, seed, *, gain=1.0, dtype=None, device=None):
+    """Normal with standard deviation gain·√(2 / (fan in + fan out))."""
+    return normal(layout, seed, std=_xavier_std(layout, gain), dtype=dtype, device=device)
+
+
+def bias_uniform(layout, seed, weight_shape, *, dtype=None, device=None):
+    """Uniform in ±1/√(fan in) of the weight's *global* shape: the bias of torch.nn.Linear and Conv."""
+    fan_in = fans(weight_shape)[0]
+    bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
+    return uniform(layout, seed, low=-bound, high=bound, dtype=dtype, device=device)
