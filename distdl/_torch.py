@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 transforms_active = torch._C._are_functorch_transforms_active
 # Number of active __torch_dispatch__ modes (make_fx, FakeTensorMode, ...): then even plain calls must be torch operators.
 dispatch_modes = torch._C._len_torch_dispatch_stack
+# Context manager: operators called inside skip their Autograd kernels.
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def forward_mode_active() -> bool:
@@ -54,7 +56,10 @@ def levels_of(tensor) -> dict[int, str]:
 
 def batch_mask(level: int, size: int):
     """True, once per example of the vmap at ``level``: ``where(mask, x, x)`` is x, made to have that batch."""
-    return _functorch._add_batch_dim(torch.ones(size, dtype=torch.bool), 0, level)
+    mask = torch.ones(size, dtype=torch.bool)
+    while _functorch.is_functorch_wrapped_tensor(mask):  # made under an inner grad: levels must nest outwards
+        mask = _functorch.get_unwrapped(mask)
+    return _functorch._add_batch_dim(mask, 0, level)
 
 
 def plain(tensor):

@@ -457,7 +457,7 @@ def _move_autograd(xs, movement):
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         raise AgreementError("distdl::move has no derivative of its own", op="move", actual=movement,
                              next_step="call the map (or the function in distdl.functional) instead")
-    with torch._C._AutoDispatchBelowAutograd():
+    with _torch.below_autograd():
         return torch.ops.distdl.move(xs, movement)
 
 

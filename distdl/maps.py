@@ -24,13 +24,17 @@ def _map(name: str, held: Side, wanted: Side) -> LinearMap:
     return LinearMap(name, plan, plan.T)
 
 
-def layout_over(P, shape) -> Layout:
+def layout_over(P, shape, op: str) -> Layout:
     """``P`` as the layout of a tensor of global shape ``shape``: a Layout stays as it is, and must fit."""
+    if P.ndim != len(shape):
+        raise PartitionError("the partition has another number of dims than the tensor", op=op, partitions=P,
+                             expected=f"{len(shape)} dims", actual=P.ndim,
+                             next_step="give the partition one dim for each dim of the tensor (1: not split)")
     if not isinstance(P, Layout):
         return Layout(P, shape)
     if P.shape != tuple(shape):
-        raise PartitionError("the layouts have different global shapes", op="layout", partitions=P,
-                             expected=tuple(shape), actual=P.shape)
+        raise PartitionError("the layouts have different global shapes", op=op, partitions=P, expected=tuple(shape),
+                             actual=P.shape)
     return P
 
 
@@ -42,7 +46,7 @@ def on_one_rank(root: int, ndim: int, world: str) -> Partition:
 @_cached
 def repartition(where: Layout, P_out: Partition | Layout) -> LinearMap:
     """Blocks of one layout -> blocks of another, of the same global shape (an all-to-all in general)."""
-    return _map("repartition", Side.of(where), Side.of(layout_over(P_out, where.shape)))
+    return _map("repartition", Side.of(where), Side.of(layout_over(P_out, where.shape, "repartition")))
 
 
 @_cached

@@ -1,11 +1,20 @@
 """The functional operators: ``import distdl.functional as F``."""
 
-from . import conv, linear, loss, movement, pool, reduce
+from . import conv, dropout, embedding, interpolate, linear, loss, movement, norm, params, pool, random, reduce, transition
 from .conv import *  # noqa: F403
+from .dropout import *  # noqa: F403
+from .embedding import *  # noqa: F403
+from .interpolate import *  # noqa: F403
 from .linear import *  # noqa: F403
 from .loss import *  # noqa: F403
 from .movement import *  # noqa: F403
+from .norm import *  # noqa: F403
+from .params import *  # noqa: F403
 from .pool import *  # noqa: F403
+from .random import *  # noqa: F403
 from .reduce import *  # noqa: F403
+from .transition import *  # noqa: F403
 
-__all__ = [name for module in (movement, linear, conv, pool, reduce, loss) for name in module.__all__]
+_MODULES = (movement, linear, conv, pool, norm, reduce, loss, params,
+            dropout, embedding, interpolate, random, transition)
+__all__ = [name for module in _MODULES for name in module.__all__]

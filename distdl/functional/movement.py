@@ -84,7 +84,7 @@ def scatter(x, P, *, root=0, shape=None):
     """
     where = partition_of(P)
     if isinstance(P, Layout) or shape is not None:
-        L = maps.layout_over(P, P.shape if shape is None else shape)
+        L = maps.layout_over(P, P.shape if shape is None else shape, "scatter")
         xs, tree = _torch.flatten(x)
         return _torch.unflatten(_move(xs, [maps.scatter(L, root)] * len(xs)), tree)
     one = maps.on_one_rank(root, where.ndim, where.world)

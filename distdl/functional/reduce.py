@@ -49,9 +49,14 @@ def check_block(op, x, P, what="x") -> None:
 
 
 def one_each(x, P, dims):
-    """All-gather of tensors that have size 1 along ``dims``: rank i's entry stands at place i, so no shape is asked for."""
-    shape = [P.shape[t] if t in dims else n for t, n in enumerate(x.shape)]
-    return all_gather(x, P, dims, shape=tuple(shape))
+    """All-gather of tensors that have size 1 along ``dims``: rank i's entry stands at place i, so no shape is asked for.
+
+    ``x``: a tensor, or several of one shape; leading axes that ``P`` lacks stay as they are.
+    """
+    like = x if isinstance(x, torch.Tensor) else x[0]
+    lead = like.dim() - P.ndim
+    shape = [P.shape[t - lead] if t - lead in dims else n for t, n in enumerate(like.shape)]
+    return all_gather(x, P, {d + lead: d for d in dims}, shape=tuple(shape))
 
 
 def pivot(x, P, dim: int):
@@ -188,7 +193,7 @@ def _worst(dtype, pick):
     return torch.iinfo(dtype).min if pick is torch.amax else torch.iinfo(dtype).max
 
 
-def _check_some(op, L, dims):
+def _check_some(op, L, dims) -> None:
     if isinstance(L, Layout) and 0 in (L.shape[d] for d in dims):
         raise ShapeError("there is no element to choose", op=op, partitions=L, actual=L.shape,
                          expected="elements in the reduced dims")
@@ -205,12 +210,74 @@ def _extreme(op, x, P, dim, keepdim, pick):
         return _squeeze(pick(one_each(mine, where, dims), dims, keepdim=True), dims, keepdim)
     held = mine.detach()
     ties = wide((x.detach() == held).to(x.dtype)).sum(dims, True)
-    reported = one_each(torch.stack([held.to(ties.dtype), ties], -1), _with_pair(where), dims)
-    values, counts = reported[..., 0], reported[..., 1]
+    values, counts = one_each(torch.stack([held.to(ties.dtype), ties]), where, dims)
     best = pick(values, dims, keepdim=True)
     share = ties / torch.where(values == best, counts, 0).sum(dims, True)
     # best + the sum of differences from it, all of them 0: the value is exact, and each tie has its share of the derivative.
-    base = torch.where(best.isfinite(), best, 0)
+    base = torch.where(best.isinf(), 0, best)
     moved = torch.where(held == best, (mine.to(ties.dtype) - base) * share, 0)
     result = base + invariant_sum(moved, where, dims)
     return _squeeze(result, dims, keepdim).to(x.dtype)
+
+
+def dist_norm(x, P, dim=None, keepdim=False, *, ord=2):
+    """The vector norm (Σ |x|^ord)^(1/ord) over ``dim``, as ``torch.linalg.vector_norm``; its gradient at 0 is 0.
+
+    Args:
+        ord: any number; ``inf`` and ``-inf`` are the largest and the smallest |x|, and 0 counts what is not 0.
+
+    Messages: one all-reduce of N elements (``inf``: as :func:`dist_max`); none backward.
+    """
+    if abs(ord) == math.inf:
+        return (dist_max if ord > 0 else dist_min)(x.abs(), P, dim, keepdim)
+    where, dims = _start("dist_norm", x, P, dim)
+    if not where.active:
+        return _outside(x.abs(), dims, keepdim)
+    x, dtype = wide(x), x.abs().dtype
+    if ord == 0:
+        return invariant_sum((x != 0).to(x.abs().dtype).sum(dims, keepdim), where, dims).to(dtype)
+    if ord == 2 and not x.is_complex():
+        terms = x.square()
+    else:
+        terms = _power(x.abs(), ord)
+    return _power(invariant_sum(terms.sum(dims, keepdim), where, dims), 1 / ord).to(dtype)
+
+
+def _power(x, exponent):
+    """x ** exponent, with derivative 0 where x = 0, as norms have it."""
+    if exponent == 1 or exponent < 0:
+        return x**exponent
+    zero = x == 0
+    return torch.where(zero, 0, torch.where(zero, 1, x) ** exponent)
+
+
+def dist_argmax(x, P, dim=None, keepdim=False):
+    """The global index (int64) of the first largest element over one ``dim``; ``None``: in the flattened global tensor.
+
+    NaN counts as largest, as in torch. A bare partition is negotiated, as the global index needs every block's offset.
+
+    Messages: one all-gather of N values and N indices, as one message set.
+
+    Raises:
+        ShapeError: the reduced dims have no element.
+    """
+    where, dims = _start("dist_argmax", x, P, dim)
+    if not where.active:
+        return _outside(x, dims, keepdim).to(torch.int64)
+    if dim is not None and len(dims) != 1:
+        raise PartitionError("one dim at a time", op="dist_argmax", partitions=P, expected="an int or None", actual=dim)
+    (x,), (L,) = resolve("dist_argmax", (x.detach(),), P)
+    _check_some("dist_argmax", L, dims)
+    last = torch.iinfo(torch.int64).max
+    if all(x.shape[d] for d in dims):
+        value, place = x.amax(dims, keepdim=True), x.argmax(None if dim is None else dims[0], keepdim=True)
+        index, step = torch.zeros_like(place), 1
+        for d in reversed(dims):  # local place -> coordinates -> global place
+            index = index + (place % x.shape[d] + L.box()[d][0]) * step
+            place, step = place // x.shape[d], step * L.shape[d]
+    else:
+        value = x.new_full(_kept(x, dims), _worst(x.dtype, torch.amax))
+        index = torch.full_like(value, last, dtype=torch.int64)
+    values, indices = one_each([value, index], where, dims)
+    largest = (values == values.amax(dims, keepdim=True)) | (values != values)
+    return _squeeze(torch.where(largest, indices, last).amin(dims, keepdim=True), dims, keepdim)

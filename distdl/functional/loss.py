@@ -1,0 +1,299 @@
+"""Losses over partitioned tensors. All return an *invariant* value: ``.backward()`` and ``torch.func.grad`` are right as they stand.
+
+``P`` (a Partition or a Layout) partitions the prediction, and the target with it. ``reduction`` is torch's: ``"mean"`` divides by
+exact global counts, never averaging averages; ``"none"`` returns this rank's block of the losses. On a rank outside ``P`` a
+loss is a connected zero. Half precision is computed in float32; the result has the prediction's dtype.
+
+As the adjoint of ``invariant_sum`` is the identity, **no loss sends anything in backward**.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as local
+
+from .. import _torch
+from ..agree import partition_of, resolve
+from ..errors import PartitionError, ShapeError
+from ..linear_map import nothing
+from ..partition import Layout
+from .movement import invariant_sum
+from .reduce import check_block, dist_mean, pivot, summed, wide, zero_loss
+
+__all__ = [
+    "dist_bce_loss", "dist_bce_with_logits_loss", "dist_cross_entropy", "dist_huber_loss", "dist_kl_div", "dist_l1_loss",
+    "dist_mse_loss", "dist_nll_loss", "dist_poisson_nll_loss", "dist_smooth_l1_loss",
+]  # fmt: skip
+
+
+def _reduced(losses, count, reduction, P, dims, dtype):
+    """Losses to the result; ``count`` is this rank's part of what the mean divides by."""
+    if reduction == "none":
+        return losses.to(dtype)
+    total, n = summed(losses.sum(), count if reduction == "mean" else None, P, dims)
+    return (total / n if reduction == "mean" else total).to(dtype)
+
+
+def _check_reduction(op, reduction, *more) -> None:
+    if reduction not in ("none", "mean", "sum", *more):
+        raise ShapeError("unknown reduction", op=op, expected=" or ".join(("none", "mean", "sum", *more)), actual=reduction)
+
+
+# ---------------------------------------------------------------- classes
+
+
+def dist_cross_entropy(logits, target, P, weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0):
+    """Cross-entropy of ``softmax(logits)``, with classes, batch and space split in any way.
+
+    Per element, with weights w, smoothing ε, C classes and the target distribution t (one-hot for class indices)::
+
+        loss = Σ_c q_c (log Σ_j exp(x_j) − x_c),    q_c = w_c ((1 − ε) t_c + ε / C)
+
+    Only Σ exp and Σ q x pass between the ranks of the class dim (Megatron-LM's vocabulary-parallel form, arXiv:1909.08053, section 3).
+
+    Args:
+        logits: this rank's (batch, class, *space) block over ``P``; with a one-dim partition (class,).
+        target: int64 class indices, this rank's (batch, *space) block, equal on all ranks along the class dim (counted
+            globally); or class probabilities, this rank's block, shaped as logits.
+        weight: (this rank's classes,) of weights, or ``None``. No gradient is summed over its copies.
+        ignore_index: targets of this index contribute nothing, also to the mean's count. Class indices only.
+        reduction: ``"mean"`` divides by the sum of the targets' weights (class indices) or the number of targets (probabilities).
+
+    Returns:
+        A scalar, invariant over all of ``P``; for ``"none"`` the (batch, *space) block: invariant along the class dim, varying
+        along the others. A target that is no class is a ShapeError (on the CPU, outside transforms), else its loss is NaN.
+
+    Messages, for n targets on this rank. Class dim split: one all-gather of n elements, and one all-reduce of 2n (3n with weights,
+    4n with weights and smoothing, 3n with probabilities). Other dims split: one all-reduce of 2 elements (1 for ``"sum"``, 0
+    for ``"none"``). None backward. A bare partition is negotiated if the class dim is split.
+    """
+    return _class_loss("dist_cross_entropy", logits, target, P, weight, ignore_index, reduction, label_smoothing)
+
+
+def dist_nll_loss(log_probs, target, P, weight=None, *, ignore_index=-100, reduction="mean"):
+    """Negative log likelihood: ``-weight[target] * log_probs[target]``; as :func:`dist_cross_entropy` for class indices.
+
+    Messages, for n targets on this rank. Class dim split: one all-reduce of n elements (2n with weights). Other dims split:
+    one all-reduce of 2 elements (1 for ``"sum"``, 0 for ``"none"``). None backward.
+    """
+    return _class_loss("dist_nll_loss", log_probs, target, P, weight, ignore_index, reduction, None)
+
+
+def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
+    """Both class losses. ``smoothing=None``: x are log-probabilities, and nothing is normalised."""
+    where, softmax, eps = partition_of(P), smoothing is not None, smoothing or 0.0
+    _check_reduction(op, reduction)
+    if not 0 <= eps <= 1:
+        raise ShapeError("smoothing is a probability", op=op, expected="0 <= label_smoothing <= 1", actual=eps)
+    if where.ndim == 0:
+        raise PartitionError("there is no class dim", op=op, partitions=P, expected="(batch, class, *space) or (class,)")
+    c = min(1, where.ndim - 1)
+    rest = tuple(d for d in range(where.ndim) if d != c)
+    if not where.active:
+        return nothing((0, *x.shape[2:]), x) if reduction == "none" and rest else zero_loss(x)
+    check_block(op, x, P)
+    x, first, classes = _classes(op, x, P, c)
+    likely = softmax and target.is_floating_point()
+    _check_target(op, x, target, weight, c, likely)
+
+    dtype, x = x.dtype, wide(x)
+    if softmax:
+        x = x - pivot(x, where, c)
+    weight = None if weight is None else weight.to(x.dtype)
+    by_class = 1 if weight is None else weight.reshape(-1, *[1] * (where.ndim - c - 1))
+    if likely:
+        q = by_class * ((1 - eps) * target.to(x.dtype) + eps / classes)
+        valid = known = None
+        rows = [(q * x).sum(c), q.sum(c)]
+    else:
+        valid, known = target != ignore_index, (target >= 0) & (target < classes)
+        here = valid & (target >= first) & (target < first + x.shape[c])
+        place = torch.where(here, target - first, 0)
+        dot = torch.where(here, x.gather(c, place.unsqueeze(c)).squeeze(c), 0) if x.shape[c] else x.sum(c)
+        rows = [dot]
+        if weight is not None:
+            chosen = torch.where(here, weight[place] if x.shape[c] else 0, 0).to(x.dtype)
+            rows = [dot * chosen, chosen]
+        if eps:
+            rows[0] = (1 - eps) * rows[0] + eps / classes * (by_class * x).sum(c)
+            if weight is not None:
+                rows.append(weight.sum().expand(dot.shape))
+    if softmax:
+        rows.append(x.exp().sum(c))
+
+    dot, *mass = invariant_sum(torch.stack(rows), where, (c,))
+    log_sum = mass.pop().log() if softmax else 0
+    if likely:
+        losses, count = mass[0] * log_sum - dot, math.prod(dot.shape)
+    else:
+        chosen = mass[0] if weight is not None else 1
+        q = chosen if len(mass) < 2 else (1 - eps) * chosen + eps / classes * mass[1]
+        if not _torch.transforms_active() and target.device.type == "cpu" and bool((valid & ~known).any()):
+            raise ShapeError("a target is no class", op=op, partitions=P, actual=target[valid & ~known][0].item(),
+                             expected=f"0 <= target < {classes}, or ignore_index = {ignore_index}")
+        losses = torch.where(valid, torch.where(known, q * log_sum - dot, math.nan), 0)
+        count = torch.where(valid, chosen, 0).sum()
+    return _reduced(losses, count, reduction, where, rest, dtype)
+
+
+def _classes(op, x, P, c):
+    """(x, first class of this rank, number of classes)."""
+    if not isinstance(P, Layout):
+        if P.shape[c] == 1:
+            return x, 0, x.shape[c]
+        (x,), (P,) = resolve(op, (x,), P)
+    return x, P.box()[c][0], P.shape[c]
+
+
+def _check_target(op, x, target, weight, c, likely) -> None:
+    expected = list(x.shape)
+    if not likely:
+        expected.pop(c)
+    if list(target.shape) != expected or not (likely or target.dtype == torch.int64):
+        raise ShapeError("target does not fit", op=op, actual=(tuple(target.shape), target.dtype),
+                         expected=f"int64 classes of shape {tuple(x.shape[:c] + x.shape[c + 1:])}, or probabilities like x",
+                         next_step="pass this rank's block of the targets; class indices are global")
+    if weight is not None and tuple(weight.shape) != (x.shape[c],):
+        raise ShapeError("weight does not fit", op=op, expected=(x.shape[c],), actual=tuple(weight.shape),
+                         next_step="pass the weights of this rank's classes")
+
+
+# ---------------------------------------------------------------- element by element
+
+
+def _pointwise(op, losses, x, y, P, reduction, weight=None):
+    """Any loss that is a function ``losses(x, y)`` of single elements."""
+    batchmean = ("batchmean",) if op == "dist_kl_div" else ()
+    _check_reduction(op, reduction, *batchmean)
+    where = partition_of(P)
+    if not where.active:
+        return nothing((0, *x.shape[1:]), x, y) if reduction == "none" and where.ndim else zero_loss(x, y)
+    check_block(op, x, P)
+    if x.shape != y.shape:
+        raise ShapeError("prediction and target have different shapes", op=op, expected=tuple(x.shape), actual=tuple(y.shape),
+                         next_step="pass blocks of one layout; nothing is broadcast")
+    values = losses(wide(x), wide(y))
+    if weight is not None:
+        values = values * weight
+    if reduction == "none":
+        return values.to(x.dtype)
+    if reduction == "mean":
+        return dist_mean(values, P).to(x.dtype)
+    count = None
+    if reduction == "batchmean" and not isinstance(P, Layout):
+        count = x.shape[0] if not any(where.index()[1:]) else 0  # every batch element once
+    total, batch = summed(values.sum(), count, where, None)
+    if reduction == "batchmean":
+        total = total / (P.shape[0] if batch is None else batch)
+    return total.to(x.dtype)
+
+
+_POINTWISE = """
+
+    Args:
+        x, y: prediction and target, this rank's blocks over ``P``, of one shape; both are differentiable.{args}
+
+    Returns:
+        A scalar, invariant over ``P``; for ``"none"`` this rank's block of the losses, varying.
+
+    Messages: one all-reduce of 2 elements for ``"mean"``{more} (1 with a Layout), 1 for ``"sum"``, none for ``"none"``; none backward.
+    """
+
+
+def _documented(args="", more=""):
+    """Append what all pointwise losses share to a docstring."""
+
+    def add(function):
+        function.__doc__ = function.__doc__.rstrip() + _POINTWISE.format(args=args and "\n        " + args, more=more)
+        return function
+
+    return add
+
+
+@_documented()
+def dist_mse_loss(x, y, P, reduction="mean"):
+    """Squared error (x - y)²."""
+    return _pointwise("dist_mse_loss", lambda x, y: (x - y).square(), x, y, P, reduction)
+
+
+@_documented()
+def dist_l1_loss(x, y, P, reduction="mean"):
+    """Absolute error |x - y|."""
+    return _pointwise("dist_l1_loss", lambda x, y: (x - y).abs(), x, y, P, reduction)
+
+
+def _huber(delta):
+    def losses(x, y):
+        d = x - y
+        near = d.abs() <= delta
+        # The square is given 0 where it is not taken, so that it cannot overflow into the derivative.
+        return torch.where(near, torch.where(near, d, 0).square() / 2, delta * (d.abs() - delta / 2))
+
+    return losses
+
+
+@_documented("delta: where the square ends.")
+def dist_huber_loss(x, y, P, reduction="mean", delta=1.0):
+    """Huber's loss: d²/2 where d = |x - y| is at most ``delta``, else delta (d - delta / 2)."""
+    return _pointwise("dist_huber_loss", _huber(delta), x, y, P, reduction)
+
+
+@_documented("beta: where the square ends; 0 makes it the absolute error.")
+def dist_smooth_l1_loss(x, y, P, reduction="mean", beta=1.0):
+    """Huber's loss divided by ``beta``: d²/(2 beta) where d = |x - y| is at most beta, else d - beta / 2."""
+    if beta == 0:
+        return dist_l1_loss(x, y, P, reduction)
+    huber = _huber(beta)
+    return _pointwise("dist_smooth_l1_loss", lambda x, y: huber(x, y) / beta, x, y, P, reduction)
+
+
+@_documented("weight: a factor for each element, broadcast against this rank's block.")
+def dist_bce_loss(x, y, P, reduction="mean", weight=None):
+    """Binary cross-entropy -(y log x + (1 - y) log(1 - x)) of probabilities x, with logarithms of at least -100.
+
+    Inside (0, 1) all derivatives equal torch's. At x = 0 and x = 1 they are those of the clamped logarithm, where torch's
+    rule is (x - y) / 1e-12.
+    """
+
+    def log(p):
+        zero = p == 0
+        return torch.where(zero, -100.0, torch.where(zero, 1, p).log().clamp(min=-100))
+
+    return _pointwise("dist_bce_loss", lambda x, y: -(y * log(x) + (1 - y) * log(1 - x)), x, y, P, reduction, weight)
+
+
+@_documented("weight, pos_weight: factors for each element, and for the positive part, broadcast against this rank's block.")
+def dist_bce_with_logits_loss(x, y, P, reduction="mean", weight=None, pos_weight=None):
+    """Binary cross-entropy of ``sigmoid(x)``, without overflow: (1 - y) x - (1 + (pos_weight - 1) y) log sigmoid(x)."""
+
+    def bce(x, y):
+        positive = 1 if pos_weight is None else 1 + (pos_weight - 1) * y
+        return (1 - y) * x - positive * local.logsigmoid(x)
+
+    return _pointwise("dist_bce_with_logits_loss", bce, x, y, P, reduction, weight)
+
+
+@_documented("log_target: y holds logarithms too.", ' or ``"batchmean"`` (the sum by the size of dim 0)')
+def dist_kl_div(x, y, P, reduction="mean", log_target=False):
+    """Kullback-Leibler divergence, element by element: y (log y - x), with x a logarithm of probabilities; 0 where y = 0."""
+
+    def divergence(x, y):
+        return y.exp() * (y - x) if log_target else torch.xlogy(y, y) - y * x
+
+    return _pointwise("dist_kl_div", divergence, x, y, P, reduction)
+
+
+@_documented("log_input: x is the logarithm of the rate. full: add Stirling's approximation of log y!. eps: added to a rate x.")
+def dist_poisson_nll_loss(x, y, P, reduction="mean", log_input=True, full=False, eps=1e-8):
+    """Negative log likelihood of counts y under Poisson's law: exp(x) - y x, or x - y log(x + eps) of a rate x."""
+
+    def nll(x, y):
+        loss = x.exp() - y * x if log_input else x - y * (x + eps).log()
+        if full:
+            many = torch.where(y > 1, y, 1)
+            loss = loss + torch.where(y > 1, many * many.log() - many + (2 * math.pi * many).log() / 2, 0)
+        return loss
+
+    return _pointwise("dist_poisson_nll_loss", nll, x, y, P, reduction)
