@@ -3,19 +3,17 @@
 ``import distdl as dd; import distdl.functional as F``. Importing starts neither MPI nor CUDA.
 """
 
-from . import errors, func, functional, maps, testing
+from . import errors, func, functional, init, maps, nn, testing
 from .halo import HaloSpec
-try:
-    from .launch import launch
-except ModuleNotFoundError:
-    launch = None
+from .launch import launch
 from .linear_map import LinearMap, linear_map
 from .partition import Layout, Partition
+from .remat import remat
 from .world import Topology, World, world
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "HaloSpec", "Layout", "LinearMap", "Partition", "Topology", "World", "errors", "func", "functional", "launch", "linear_map", "maps",
-    "testing", "world",
+    "HaloSpec", "Layout", "LinearMap", "Partition", "Topology", "World", "errors", "func", "functional", "init", "launch",
+    "linear_map", "maps", "nn", "remat", "testing", "world",
 ]  # fmt: skip

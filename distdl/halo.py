@@ -77,11 +77,11 @@ class HaloSpec(_Value):
     __hash__ = _Value.__hash__
 
     def __init__(self, P: Partition | Layout, shape=None, left=None, right=None, *, boundary="none"):
-        if isinstance(P, Layout):
-            if left is None:  # HaloSpec(layout, left)
-                shape, left = P.shape, shape
-            elif shape is not None and tuple(per_dim(shape, P.ndim, "shape")) != P.shape:  # HaloSpec(layout, left, right)
-                shape, left, right = P.shape, shape, left
+        if isinstance(P, Layout) and shape is not None:  # HaloSpec(layout, left, right): the shape is left out
+            if right is not None:
+                raise PartitionError("a Layout has a shape already", op="HaloSpec", partitions=P, expected="left and right",
+                                     actual=(shape, left, right))
+            left, right = shape, left
         layout = P if isinstance(P, Layout) else Layout(P, shape)
         try:
             lefts = tuple(as_int(n) for n in per_dim(left, layout.ndim, "left"))

@@ -133,7 +133,8 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
         if not _torch.transforms_active() and target.device.type == "cpu" and bool((valid & ~known).any()):
             raise ShapeError("a target is no class", op=op, partitions=P, actual=target[valid & ~known][0].item(),
                              expected=f"0 <= target < {classes}, or ignore_index = {ignore_index}")
-        losses = torch.where(valid, torch.where(known, q * log_sum - dot, math.nan), 0)
+        spoil = torch.where(known | ~valid, 1.0, math.nan)  # a factor, so that derivatives are NaN too
+        losses = torch.where(valid, (q * log_sum - dot) * spoil.to(dot.dtype), 0)
         count = torch.where(valid, chosen, 0).sum()
     return _reduced(losses, count, reduction, where, rest, dtype)
 
@@ -257,11 +258,13 @@ def dist_bce_loss(x, y, P, reduction="mean", weight=None):
     rule is (x - y) / 1e-12.
     """
 
-    def log(p):
-        zero = p == 0
-        return torch.where(zero, -100.0, torch.where(zero, 1, p).log().clamp(min=-100))
+    def log(function, p, zero):
+        return torch.where(zero, -100.0, function(torch.where(zero, 0.5, p)).clamp(min=-100))
 
-    return _pointwise("dist_bce_loss", lambda x, y: -(y * log(x) + (1 - y) * log(1 - x)), x, y, P, reduction, weight)
+    def bce(x, y):
+        return -(y * log(torch.log, x, x == 0) + (1 - y) * log(torch.log1p, -x, x == 1))
+
+    return _pointwise("dist_bce_loss", bce, x, y, P, reduction, weight)
 
 
 @_documented("weight, pos_weight: factors for each element, and for the positive part, broadcast against this rank's block.")

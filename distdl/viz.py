@@ -1,0 +1,158 @@
+"""Pictures of partitions, layouts, halos and plans: for teaching, and to see why a movement sends what it sends.
+
+:func:`draw` and :func:`spy` use matplotlib where it is installed, and print :func:`text` where it is not. Everything is worked out
+in this process, from plans: no message is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import torch
+
+from .halo import HaloSpec, _source
+from .partition import Layout, Partition
+
+__all__ = ["draw", "matrix", "messages", "spy", "text"]
+
+
+def _plan(A):
+    return getattr(A, "plan", A)  # a LinearMap's, or the plan itself
+
+
+def matrix(plan, dtype=torch.float64):
+    """The dense matrix of a plan or LinearMap: a row for each wanted element, a column for each held one, rank after rank.
+
+    Built from the images of the basis vectors, so ``matrix(A.T)`` equals ``matrix(A).T`` only where the adjoint is right.
+    """
+    plan = _plan(plan)
+    shapes = [plan.held.local_shape(r) for r in plan.held.partition.ranks]
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = torch.eye(sum(sizes), dtype=dtype).split(sizes, 1)
+    images = plan.simulate([part.reshape(len(part), *shape) for part, shape in zip(parts, shapes)])  # the basis as one batch
+    return torch.cat([image.reshape(len(image), math.prod(image.shape[1:])) for image in images], 1).T
+
+
+def messages(plan) -> list[tuple[int, int, int]]:
+    """(source rank, destination rank, elements) of every message; what a rank keeps comes with source = destination."""
+    plan, found = _plan(plan), []
+    for r in plan.ranks:
+        view = plan.view(r)
+        found += [(r, m.peer, m.volume) for m in (*view.sends, *([view.kept] if view.kept else []))]
+    return sorted(found)
+
+
+def text(what) -> str:
+    """A partition, layout, halo specification, plan or LinearMap as text."""
+    if isinstance(what, Partition):
+        return repr(what)
+    if isinstance(what, Layout):
+        return _layout_text(what)
+    if isinstance(what, HaloSpec):
+        return "\n".join(_halo_text(what, d) for d in range(what.in_layout.ndim))
+    return "\n".join(f"rank {a} {'keeps' if a == b else f'-> rank {b}:'} {n}" for a, b, n in messages(what))
+
+
+def _layout_text(L: Layout) -> str:
+    """Up to two dims: the rank of every element. More: every rank's box."""
+    if L.ndim not in (1, 2) or max(L.shape) > 64:
+        return "\n".join(f"rank {r}: {L.box(r)}" for r in L.partition.ranks)
+    owner = torch.empty(L.shape, dtype=torch.int64)
+    for r in L.partition.ranks:
+        owner[L.slices(r)] = r
+    width = len(str(max(L.partition.ranks)))
+    rows = owner.reshape(-1, L.shape[-1]).tolist()
+    empty = [r for r in L.partition.ranks if 0 in L.local_shape(r)]
+    return "\n".join([" ".join(f"{r:>{width}}" for r in row) for row in rows] + [f"rank {r}: empty" for r in empty])
+
+
+def _halo_text(spec: HaloSpec, d: int) -> str:
+    """For each coordinate of dim ``d``: the index that every place of its window shows, its own block in brackets, zeros as dots."""
+    L, n, boundary, rows = spec.in_layout, spec.in_layout.shape[d], spec.boundary[d], []
+    lo, width = min(w0 for w0, _ in spec.windows[d]), len(str(n)) + 1
+    for c, ((w0, w1), (b0, b1)) in enumerate(zip(spec.windows[d], L.blocks(d))):
+        row = " " * (width + 1) * (w0 - lo)
+        for i in range(w0, w1):
+            shown = i if 0 <= i < n else "." if boundary == "zeros" else _source(boundary, i, n)
+            row += f"{'[' * (i == b0) + str(shown):>{width}}" + ("]" if i == b1 - 1 else " ")
+        rows.append(f"dim {d}, block {c}:{row}".rstrip())
+    return "\n".join(rows)
+
+
+def _axes(ax, title):
+    """matplotlib axes to draw on, or ``None`` without matplotlib."""
+    if ax is None:
+        try:
+            from matplotlib import pyplot
+        except ImportError:
+            return None
+        ax = pyplot.subplots(layout="constrained")[1]
+    if title is not None:
+        ax.set_title(title)
+    return ax
+
+
+def draw(what, ax=None, title=None):
+    """Draw a partition, a layout or halo specification of one or two dims, or the messages of a plan or LinearMap.
+
+    ``ax``: matplotlib axes, default a new figure's. Returns the axes; without matplotlib prints :func:`text`, returns ``None``.
+    """
+    if isinstance(what, Partition):
+        what = Layout(what, what.shape)
+    dims = getattr(getattr(what, "in_layout", what), "ndim", None)
+    ax = _axes(ax, title) if dims in (None, 1, 2) else None
+    if ax is None:
+        print(text(what))
+    elif isinstance(what, (Layout, HaloSpec)):
+        _draw_boxes(what, ax)
+    else:
+        _draw_messages(_plan(what), ax)
+    return ax
+
+
+def _draw_boxes(what, ax):
+    """Each rank's block, and the window that it wants, dotted."""
+    from matplotlib.patches import Rectangle
+
+    L = getattr(what, "in_layout", what)
+    for r, block in product(L.partition.ranks, (True, False) if isinstance(what, HaloSpec) else (True,)):
+        box = L.box(r) if block else what.window_box(r)
+        (y0, y1), (x0, x1) = box if len(box) == 2 else ((0, 1), box[0])
+        e = 0 if block else 0.03 * (r % 5 + 1)  # so that edges on one line can be told apart
+        style = {"alpha": 0.3} if block else {"fill": False, "lw": 2, "ls": ":"}
+        ax.add_patch(Rectangle((x0 + e, y0 + e), x1 - x0 - 2 * e, y1 - y0 - 2 * e, color=f"C{r % 10}", **style))
+        if block and x1 > x0 and y1 > y0:
+            ax.text((x0 + x1) / 2, (y0 + y1) / 2, f"rank {r}", ha="center", va="center")
+    ax.autoscale_view()
+    ax.invert_yaxis()
+    ax.set_aspect("equal")
+
+
+def _draw_messages(plan, ax):
+    """Holders above, takers below, a line for each message with its number of elements."""
+    for a, b, n in messages(plan):
+        ax.annotate("", (b, 0.1), (a, 0.9), arrowprops={"arrowstyle": "->", "color": f"C{a % 10}", "lw": 1.5})
+        ax.text(a + 0.3 * (b - a), 0.66, str(n), ha="center", va="center", backgroundcolor="white", fontsize=8, color=f"C{a % 10}")
+    for side, y in ((plan.held, 0.95), (plan.wanted, 0.05)):
+        for r in side.partition.ranks:
+            ax.text(r, y, f"rank {r}", ha="center", va="center")
+    ax.set(xlim=(min(plan.ranks) - 0.5, max(plan.ranks) + 0.5), ylim=(0, 1))
+    ax.axis("off")
+
+
+def spy(plan, ax=None, title=None):
+    """The dense matrix of a plan or LinearMap as an image; lines separate the ranks. Without matplotlib it is printed."""
+    plan, ax = _plan(plan), _axes(ax, title)
+    dense = matrix(plan)
+    if ax is None:
+        print("\n".join(" ".join(f"{v:g}" if v else "." for v in row) for row in dense.tolist()))
+        return None
+    ax.imshow(dense.numpy(), cmap="gray_r", interpolation="nearest", vmin=0)
+    for side, line in ((plan.held, ax.axvline), (plan.wanted, ax.axhline)):
+        ends = 0
+        for r in side.partition.ranks[:-1]:
+            ends += math.prod(side.local_shape(r))
+            line(ends - 0.5, color="C3", lw=1)
+    ax.set(xlabel="held", ylabel="wanted", xticks=[], yticks=[])
+    return ax
