@@ -1,0 +1,21 @@
+"""Settings of all tests."""
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(1)  # ranks share the cores
+
+# The same examples on every rank and in every run; a slow machine is no failure.
+hypothesis.settings.register_profile("distdl", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("distdl")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    for marker in item.iter_markers("mpi"):
+        import distdl as dd  # only now: tests of other kinds start no MPI
+
+        if dd.world().size < marker.args[0]:
+            pytest.skip(f"needs {marker.args[0]} ranks")

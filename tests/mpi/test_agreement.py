@@ -1,0 +1,145 @@
+"""Ranks that disagree get the same kind of error on every rank, naming rank and difference: never a hang (case 37)."""
+
+import pytest
+import torch
+from registry import needs, raises_everywhere
+from torch.func import grad, jvp
+
+import distdl as dd
+import distdl.functional as F
+from distdl.errors import AgreementError, DistdlError, ShapeError
+
+pytestmark = needs(2)
+
+
+def world():
+    n = dd.world().size
+    return n, dd.world().rank, dd.Partition((n,)), dd.Partition((n, 1)), dd.Partition((1, n))
+
+
+def test_blocks_do_not_fit():
+    n, r, P, rows, columns = world()
+    x = torch.ones(2, 3 + (r == n - 1))
+    raises_everywhere(AgreementError, lambda: F.repartition(x, rows, columns), f"rank {n - 1}", "dim 1", "3", "4")
+    raises_everywhere(DistdlError, lambda: F.all_gather(x, rows, 0), "dim 1")
+    raises_everywhere(DistdlError, lambda: F.sum_reduce(x, P, dd.Partition((1,))), f"rank {n - 1}")
+
+
+def test_dtype():
+    n, r, P, rows, columns = world()
+    x = torch.ones(2, 3, dtype=torch.float32 if r else torch.float64)
+    for call in (lambda: F.repartition(x, rows, columns), lambda: F.all_gather(x, rows), lambda: F.permute(x, P, [(0, 1)]),
+                 lambda: F.sum_reduce(x, P, dd.Partition((1,))), lambda: F.gather(x, rows)):  # fmt: skip
+        raises_everywhere(AgreementError, call, "dtype", "rank 0: torch.float64", "torch.float32")
+
+
+def test_operator():
+    n, r, P, rows, columns = world()
+    x = torch.ones(2, 3)
+    raises_everywhere(AgreementError, lambda: F.repartition(x, rows, columns) if r else F.all_gather(x, rows),
+                      "operator", "rank 0: all_gather", "repartition")  # fmt: skip
+
+
+def test_partitions():
+    n, r, P, rows, columns = world()
+    x = torch.ones(2, 3)
+    raises_everywhere(AgreementError, lambda: F.repartition(x, rows, columns if r else rows), "partitions")
+
+
+def test_number_of_tensors_and_dims():
+    n, r, P, rows, columns = world()
+    x = torch.ones(2, 3)
+    raises_everywhere(AgreementError, lambda: F.repartition([x] * (2 if r else 1), rows, columns), "number of tensors")
+    raises_everywhere(AgreementError, lambda: F.permute(x if r else x[0], P, [(0, 1)]), "number of dims")
+
+
+def test_a_local_failure_travels():
+    """What only one rank can see is raised on all: a tensor of another ndim, or no tensor at all."""
+    n, r, P, rows, columns = world()
+    raises_everywhere(AgreementError, lambda: F.repartition(torch.ones(2, 3) if r else torch.ones(2), rows, columns), "rank 0", "2 dims")
+    raises_everywhere(AgreementError, lambda: F.repartition(torch.ones(2, 3) if r else None, rows, columns), "rank 0", "NoneType")
+
+
+def test_requires_grad_is_joined():
+    """Case 38: one rank's input does not require grad; with plain backward every rank's output is connected all the same."""
+    n, r, P, rows, columns = world()
+    for call, shape in ((lambda x: F.repartition(x, rows, columns), (2, n)), (lambda x: F.all_gather(x, rows), (2, 3)),
+                        (lambda x: F.permute(x, P, [(0, 1), (1, 0)]), (2,)),
+                        (lambda x: F.gather(x, rows), (1, 2)), (lambda x: F.sum_reduce(x, P, dd.Partition((1,))), (2,))):  # fmt: skip
+        x = torch.ones(shape, dtype=torch.float64, requires_grad=r == n - 1)
+        y = call(x)
+        assert y.requires_grad
+        (y**2).sum().backward()
+        assert (x.grad is not None) == (r == n - 1)
+        if r == n - 1:
+            z = torch.ones(shape, dtype=torch.float64, requires_grad=True)
+        else:
+            z = torch.ones(shape, dtype=torch.float64)
+        with torch.no_grad():
+            assert not call(z).requires_grad
+
+
+def test_placeholder_without_grad():
+    """An inactive rank passes an ordinary zero-volume tensor: backward completes."""
+    n, r, P, rows, columns = world()
+    src, dst = dd.Partition((1, 1)), dd.Partition((1, n))
+    x = torch.ones(2, n, dtype=torch.float64, requires_grad=True) if r == 0 else torch.zeros(0, n)
+    y = F.repartition(x, src, dst)
+    assert y.requires_grad and y.dtype == torch.float64
+    ((r + 1) * y.sum()).backward()
+    if r == 0:
+        assert torch.equal(x.grad, torch.arange(1.0, n + 1).expand(2, n).double())
+
+
+def test_requires_grad_inside_torch_func():
+    """There connections cannot be joined: a difference is an error on every rank."""
+    n, r, P, rows, columns = world()
+    fixed = torch.ones(2, n, dtype=torch.float64)
+
+    def f(x):
+        return F.repartition(x if r else fixed, rows, columns).sum()
+
+    raises_everywhere(AgreementError, lambda: grad(f)(fixed), "torch.func")
+    raises_everywhere(AgreementError, lambda: jvp(f, (fixed,), (fixed,)), "torch.func")
+    connected = lambda x: F.repartition(x if r else fixed + 0 * x, rows, columns).pow(2).sum()  # noqa: E731
+    assert torch.equal(grad(connected)(fixed), 2 * fixed if r else 0 * fixed)
+
+
+def test_shape_changes_on_one_rank_only():
+    """Case 23: global size 10 -> 11 on 2 ranks between two calls."""
+    n, r, P, rows, columns = world()
+    for size in (5 * n, 5 * n + 1, 5 * n):
+        L = dd.Layout(P, (size,))
+        X = torch.arange(float(size))
+        assert torch.equal(F.all_gather(L.shard(X), P), X)
+        assert torch.equal(F.gather(L.shard(X), P), X) or r > 0
+
+
+def test_errors_do_not_spoil_the_next_call():
+    n, r, P, rows, columns = world()
+    for _ in range(3):
+        raises_everywhere(AgreementError, lambda: F.repartition(torch.ones(2, 3).to(torch.float64 if r else torch.int8), rows, columns))
+        assert F.all_sum_reduce(torch.ones(1), P).item() == n
+
+
+def test_message_of_another_length():
+    """A promise broken (Layouts, another dtype on one rank): a short or long message is an error where it arrives, not garbage."""
+    n, r, P, rows, columns = world()
+    if r > 1:
+        return
+    pair = dd.Partition((2,))
+    from distdl.errors import TransportError
+
+    for mine in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
+        x = torch.ones(4, dtype=mine[0] if r == 0 else mine[1])
+        with pytest.raises(TransportError, match="MPI failed|another length"):
+            F.shift(x, pair, 0)
+    assert F.shift(torch.full((2,), float(r)), pair, 0).tolist() == [1.0 - r] * 2
+
+
+def test_wait_twice():
+    n, r, P, rows, columns = world()
+    pending = F.start(dd.maps.shift(P, 0, 1, True, (2,)), torch.ones(2))
+    F.wait(pending)
+    with pytest.raises(ShapeError, match="already"):
+        F.wait(pending)

@@ -1,0 +1,64 @@
+"""Bad input: an error on every rank that could see it, saying operator, expected, actual and what to do; messages stay matched."""
+
+import pytest
+import torch
+from registry import needs
+
+import distdl as dd
+import distdl.functional as F
+from distdl.errors import DistdlError, PartitionError, ShapeError
+from distdl.testing import count_messages
+
+
+def world():
+    n = dd.world().size
+    return n, dd.Partition((n, 1)), dd.Partition((1, n)), dd.Layout(dd.Partition((n, 1)), (2 * n, 3))
+
+
+BAD = {
+    "wrong local shape": (ShapeError, lambda n, P, Q, L: F.repartition(torch.ones(2, 4), L, Q)),
+    "wrong local shape, shape=": (ShapeError, lambda n, P, Q, L: F.gather(torch.ones(1, 1), P, shape=(2 * n, 3))),
+    "wrong ndim": (DistdlError, lambda n, P, Q, L: F.repartition(torch.ones(2), P, Q)),
+    "partitions of different ndim": (PartitionError, lambda n, P, Q, L: F.repartition(torch.ones(2, 3), L, dd.Partition((n,)))),
+    "bare partitions of different ndim": (PartitionError, lambda n, P, Q, L: F.repartition(torch.ones(2, 3), P, dd.Partition((n,)))),
+    "layouts of different shapes": (PartitionError, lambda n, P, Q, L: F.repartition(torch.ones(2, 3), L, dd.Layout(Q, (2 * n, 4)))),
+    "more ranks than the world": (PartitionError, lambda n, P, Q, L: F.all_sum_reduce(torch.ones(1), dd.Partition((n + 1,)))),
+    "more ranks, negotiated": (PartitionError, lambda n, P, Q, L: F.repartition(torch.ones(2, 3), P, dd.Partition((1, n + 1)))),
+    "rank out of the world": (PartitionError, lambda n, P, Q, L: F.shift(torch.ones(1), dd.Partition((1,), (n + 3,)), 0)),
+    "root out of the world": (PartitionError, lambda n, P, Q, L: F.scatter(torch.ones(2, 3), L, root=n)),
+    "partitions do not broadcast": (PartitionError, lambda n, P, Q, L: F.broadcast(torch.ones(1), P, dd.Partition((n, n + 1)) if n == 1 else Q)
+                                    if n > 1 else F.broadcast(torch.ones(1), dd.Partition((1, 1)), dd.Partition((1,)))),
+    "no such partition dim": (PartitionError, lambda n, P, Q, L: F.all_sum_reduce(torch.ones(1), P, dims=2)),
+    "no such gather dim": (PartitionError, lambda n, P, Q, L: F.all_gather(torch.ones(1, 1), P, dims={5: 0})),
+    "permute to a rank outside": (PartitionError, lambda n, P, Q, L: F.permute(torch.ones(1), P, [(0, n)])),
+    "permute twice to one rank": (PartitionError, lambda n, P, Q, L: F.permute(torch.ones(1), P, [(0, 0), (n - 1, 0)])),
+    "sum of uneven blocks": (PartitionError, lambda n, P, Q, L: F.all_sum_reduce(torch.ones(2), dd.Layout(dd.Partition((2,)), (3,)))),
+    "leaf of another shape": (ShapeError, lambda n, P, Q, L: F.repartition([torch.ones(2, 3), torch.ones(1, 3)], L, Q)),
+    "shape against the layout": (ShapeError, lambda n, P, Q, L: F.repartition(torch.ones(2, 3), L, Q, shape=(1, 1))),
+    "halo input": (ShapeError, lambda n, P, Q, L: F.halo_exchange(torch.ones(5, 5), dd.HaloSpec(L, 1))),
+    "start": (ShapeError, lambda n, P, Q, L: F.start(dd.maps.repartition(L, Q), torch.ones(7, 7))),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(what):
+    n, P, Q, L = world()
+    kind, call = BAD[what]
+    if what == "sum of uneven blocks" and n < 2:
+        pytest.skip("needs 2 ranks")
+    with count_messages() as sent, pytest.raises(kind) as caught:
+        call(n, P, Q, L)
+    assert not sent.of("send") and not sent.of("all_reduce"), "an error before any tensor is sent"
+    error = caught.value
+    assert error.op and error.op in str(error)
+    assert error.expected is not None or error.actual is not None or error.next_step or error.partitions
+    assert F.all_sum_reduce(torch.ones(1), P).item() == n, "the next call is matched"
+
+
+@needs(2)
+def test_device_kinds_differ():
+    """A CPU tensor where another rank has a CUDA one; here the meta device stands in for it."""
+    n, P, Q, L = world()
+    x = torch.ones(2, 3, device="meta" if dd.world().rank == 0 else "cpu")
+    with pytest.raises(DistdlError, match="device"):
+        F.repartition(x, P, Q)

@@ -1,0 +1,182 @@
+"""Random numbers, dropout and initialisation: one global tensor, whatever the partition, and good numbers."""
+
+import math
+
+import pytest
+import torch
+from serial import check_layer, layouts, randn
+
+import distdl as dd
+import distdl.functional as F
+from distdl.functional import random
+
+WORLD = dd.world()
+
+
+def alone(shape):
+    """The layout of a serial program: all of it, here."""
+    return dd.Layout(dd.Partition((1,) * len(shape), (WORLD.rank,)), shape)
+
+
+# ---------------------------------------------------------------- the generator
+
+
+def test_known_numbers():
+    """They must not change from version to version, nor with the number of ranks (CASES 36)."""
+    assert random.bits(((0, 3),), (3,), 7, None, lambda h: h).tolist() == [6852928946515631446, 5933224447974257582, 8110854435423833988]
+    assert F.fold_in(7, 1) == -4196405110082178282
+
+
+def test_blocks_are_those_of_one_tensor():
+    shape = (5, 1, 6, 7)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for draw in (F.uniform, F.normal):
+            X = draw(alone(shape), 11, dtype)
+            for L in layouts(shape).values():
+                x = draw(L, 11, dtype)
+                assert x.dtype == dtype and x.shape == L.local_shape()
+                assert not L.active or torch.equal(x, L.shard(X))
+
+
+def test_chunks_do_not_show(monkeypatch):
+    whole = [F.normal(L, 3) for L in layouts((4, 5, 6)).values()]
+    monkeypatch.setattr(random, "_CHUNK", 7)
+    assert all(torch.equal(a, F.normal(L, 3)) for a, L in zip(whole, layouts((4, 5, 6)).values()))
+
+
+def test_statistics():
+    """Six standard deviations; the seeds are fixed, so that this cannot fail by chance."""
+    n = 200_000
+    draws = [F.uniform(alone((n,)), seed, torch.float64) for seed in (0, 1, 2, -1, 2**40, F.fold_in(0, 0), F.fold_in(0, 1))]
+    for u in draws:
+        assert 0 <= float(u.min()) and float(u.max()) < 1
+        assert abs(float(u.mean()) - 0.5) < 6 / math.sqrt(12 * n)
+        counts = torch.histc(u, 500, 0, 1)
+        assert abs(float(((counts - n / 500) ** 2 / (n / 500)).sum()) - 499) < 6 * math.sqrt(2 * 499)
+        for lag in (1, 2, 64, 1000):
+            assert abs(float(torch.corrcoef(torch.stack([u[lag:], u[:-lag]]))[0, 1])) < 6 / math.sqrt(n)
+    assert float((torch.corrcoef(torch.stack(draws)) - torch.eye(len(draws))).abs().max()) < 6 / math.sqrt(n)
+    bits = random.bits(((0, n),), (n,), 5, None, lambda h: h)
+    for i in range(63):
+        assert abs(float(((bits >> i) & 1).double().mean()) - 0.5) < 6 / math.sqrt(4 * n)
+    z = F.normal(alone((n,)), 4, torch.float64, mean=2.0, std=3.0)
+    z = (z - 2) / 3
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs(float((z**power).mean()) - moment) < 6 * math.sqrt(variance / n)
+
+
+def test_seeds_as_tensors_and_under_vmap():
+    seeds = torch.tensor([1, 2, 3])
+    L = alone((4,))
+    batch = torch.vmap(lambda s: F.uniform(L, s))(seeds)
+    assert torch.equal(batch, torch.stack([F.uniform(L, s) for s in (1, 2, 3)]))
+    assert int(F.fold_in(seeds[0], 5)) == F.fold_in(1, 5) != F.fold_in(5, 1)
+    with pytest.raises(dd.errors.ShapeError):
+        F.uniform(L, torch.tensor([1, 2]))
+
+
+# ---------------------------------------------------------------- dropout
+
+
+@pytest.mark.parametrize("dropout", [F.dist_dropout, F.dist_feature_dropout])
+def test_same_mask_on_any_partition(dropout):
+    X = randn(4, 6, 5)
+    for p in (0.3, 1.0):
+        for name, L in layouts(X.shape).items():
+            check_layer(lambda x: dropout(x, L, p, 9), lambda x: dropout(x, alone(X.shape), p, 9), [X], [L], L, name=name)  # noqa: B023
+            if not L.splits:
+                assert torch.equal(dropout(L.shard(X), L.partition, p, 9, shape=X.shape), dropout(L.shard(X), L, p, 9))
+
+
+def test_dropout_is_torchs():
+    n = 100_000
+    x = torch.full((n,), 3.0)
+    L = alone((n,))
+    y = F.dist_dropout(x, L, 0.25, 1)
+    kept = (y != 0).double().mean()
+    assert abs(float(kept) - 0.75) < 6 * math.sqrt(0.25 * 0.75 / n) and torch.equal(y[y != 0].unique(), torch.tensor([4.0]))
+    assert torch.equal(y != 0, F.dist_dropout(x.double(), L, 0.25, 1) != 0)  # the mask knows no dtype
+    assert torch.equal(x, F.dist_dropout(x, L, 0.25, 1, training=False)) and torch.equal(x, F.dist_dropout(x, L, 0.0, 1))
+    images = alone((40, 50, 3, 3))
+    mask = F.dist_feature_dropout(torch.ones(images.shape), images, 0.5, 2) != 0
+    assert torch.equal(mask, mask[:, :, :1, :1].expand_as(mask)) and abs(float(mask.double().mean()) - 0.5) < 0.07
+    with pytest.raises(dd.errors.PartitionError):
+        F.dist_dropout(x, L, 1.5, 1)
+    with pytest.raises(dd.errors.ShapeError):
+        F.dist_dropout(x[1:], L, 0.5, 1)
+
+
+def test_dropout_over_a_bare_partition():
+    X = randn(5, 6)
+    P = dd.Partition((WORLD.size, 1))
+    assert torch.equal(F.dist_dropout(P.shard(X), P, 0.5, 3), P.shard(F.dist_dropout(X, alone(X.shape), 0.5, 3)))
+
+
+# ---------------------------------------------------------------- initialisation
+
+INITS = {
+    "kaiming_uniform": ({}, torch.nn.init.kaiming_uniform_), "kaiming_normal": ({"fan": "out"}, torch.nn.init.kaiming_normal_),
+    "xavier_uniform": ({}, torch.nn.init.xavier_uniform_), "xavier_normal": ({"gain": 2.0}, torch.nn.init.xavier_normal_),
+    "trunc_normal": ({"std": 2.0}, torch.nn.init.trunc_normal_), "uniform": ({"low": -1.0}, None), "normal": ({}, torch.nn.init.normal_),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INITS)
+def test_same_parameters_on_any_partition(name):
+    kwargs, reference = INITS[name]
+    init, shape = getattr(dd.init, name), (12, 7, 3)
+    X = init(alone(shape), 5, **kwargs)
+    for L in layouts(shape).values():
+        x = init(L, 5, **kwargs)
+        assert not L.active or torch.equal(x, L.shard(X))
+    if reference is not None:
+        shape = (300, 200, 3)
+        kwargs = {{"fan": "mode"}.get(k, k): {"out": "fan_out"}.get(v, v) if k == "fan" else v for k, v in kwargs.items()}
+        wanted = reference(torch.empty(shape, dtype=torch.float64), **kwargs)
+        found = init(alone(shape), 5, dtype=torch.float64, **INITS[name][0])
+        assert abs(float(found.std() / wanted.std()) - 1) < 0.02 and abs(float(found.mean())) < 0.02 * float(found.std())
+        assert abs(float(found.abs().max() / wanted.abs().max()) - 1) < (0.3 if "normal" in name else 0.01)
+
+
+def test_bias_constants_and_fans():
+    shape = (6, 8, 3, 3)
+    b = dd.init.bias_uniform(alone((4000,)), 1, shape)
+    bound = 1 / math.sqrt(72)
+    assert dd.init.fans(shape) == (72, 54) and 0.99 * bound < float(b.abs().max()) <= bound
+    for L in layouts((4, 3)).values():
+        assert torch.equal(dd.init.zeros(L), torch.zeros(L.local_shape())) and torch.equal(dd.init.ones(L), torch.ones(L.local_shape()))
+    w = dd.init.kaiming_uniform(alone((9, 4)), 0, a=math.sqrt(5))
+    assert float(w.abs().max()) <= 0.5  # torch.nn.Linear's 1 / √(fan in)
+    for call in (lambda: dd.init.fans((3,)), lambda: dd.init.kaiming_normal(alone((2, 2)), 1, fan="both")):
+        with pytest.raises(dd.errors.PartitionError):
+            call()
+
+
+def test_parameter_layout():
+    """A parameter split over some dims of a layer's partition: copies are equal, blocks are those of the whole."""
+    n = WORLD.size
+    for P in (dd.Partition((n, 1, 1)), dd.Partition((1, n, 1)), dd.Partition((1, 1, n)), *([dd.Partition((2, 1, 2))] if n == 4 else [])):
+        L = dd.init.parameter_layout(P, (5, 7), (1, 2))
+        whole = dd.init.normal(alone((5, 7)), 3)
+        rows, columns = dd.Layout(P, (1, 5, 7)).slices()[1:]
+        assert torch.equal(dd.init.normal(L, 3), whole[rows, columns])
+        bias = dd.init.parameter_layout(P, (5,), (None,))
+        assert bias.local_shape() == (5,) and WORLD.rank in bias.partition.ranks
+    with pytest.raises(dd.errors.PartitionError):
+        dd.init.parameter_layout(P, (5, 7), (2, 1))
+
+
+def test_memory_is_a_block_and_one_more():
+    """Every tensor that drawing makes is a part of the block, or the block."""
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            y = func(*args, **(kwargs or {}))
+            sizes.extend([y.numel()] if isinstance(y, torch.Tensor) else [])
+            return y
+
+    L = dd.Layout(dd.Partition((WORLD.size, 1)), (1200, 400))
+    with Watch():
+        dd.init.kaiming_normal(L, 1)
+    assert max(sizes) <= math.prod(L.local_shape()) and sum(n > random._CHUNK for n in sizes) <= 3

@@ -1,0 +1,101 @@
+"""Activation checkpointing: the same gradients, the forward movements once more, on every rank."""
+
+import pytest
+import torch
+from serial import layouts, messages, randn
+
+import distdl as dd
+import distdl.functional as F
+
+WORLD = dd.world()
+FIRST = dd.Partition((1, 1), (0,))
+
+
+def network(L):
+    """Convolution, ReLU and convolution; on a rank with an empty block little or nothing is saved."""
+
+    def run(x, w):
+        y = F.dist_conv(x, w, L, padding=1, params="invariant").relu()
+        return F.dist_conv(y, w, L, padding=1, params="invariant")
+
+    return run
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_same_gradients_and_messages(rows):
+    """With one or two rows and more ranks, some ranks are empty; all count the same: forward, and forward + backward again."""
+    X, W = randn(1, 2, rows, 4), randn(2, 2, 3, 3)
+    for L in layouts(X.shape, (2,)).values():
+        grads, counts = [], []
+        for wrap in (lambda f: f, dd.remat):
+            x, w = L.shard(X).clone().requires_grad_(), W.clone().requires_grad_()
+            got = []
+            forward = messages(lambda: got.append(wrap(network(L))(x, w)))  # noqa: B023
+            backward = messages(lambda: got[0].square().sum().backward())  # noqa: B023
+            grads.append((got[0].detach(), x.grad, w.grad))
+            counts.append((forward, backward))
+        if L.active:
+            assert all(torch.equal(a, b) for a, b in zip(*grads))
+        (forward, backward), (again, longer) = counts
+        assert forward == again and longer == tuple(a + b for a, b in zip(forward, backward))
+
+
+def test_a_rank_that_saves_nothing():
+    """Rank 0 squares, the others do nothing that torch would save: all of them recompute."""
+    P = dd.Partition((WORLD.size,))
+    L = dd.Layout(P, (WORLD.size + 3,))
+
+    def f(x):
+        y = F.repartition(x, L, dd.Layout(dd.Partition((1,)), L.shape))
+        F.repartition(x.detach(), L, dd.Layout(dd.Partition((1,), (WORLD.size - 1,)), L.shape))  # only a forward message
+        return y.sin() if WORLD.rank == 0 else F.tie(2 * y, x)
+
+    for create_graph in (False, True):
+        x = L.shard(randn(*L.shape)).clone().requires_grad_()
+        y = dd.remat(f)(x)
+        g = torch.autograd.grad(y.sum(), x, create_graph=create_graph)[0]
+        assert torch.allclose(g, L.shard(randn(*L.shape).cos()))
+        if create_graph:
+            g.square().sum().backward()
+            assert torch.allclose(x.grad, L.shard(-2 * randn(*L.shape).cos() * randn(*L.shape).sin()))
+
+
+def test_two_regions_and_two_backwards():
+    P = dd.Partition((WORLD.size,))
+
+    @dd.remat
+    def f(x, scale):
+        """Doc."""
+        return {"a": F.invariant_sum(x * scale, P).exp(), "b": [x * 2, torch.arange(2)]}
+
+    assert f.__name__ == "f" and f.__doc__ == "Doc."
+    x = torch.tensor([0.1, 0.2], requires_grad=True)
+    first = f(x, scale=0.5)
+    second = f(first["a"], scale=0.25)
+    loss = second["a"].sum() + (second["b"][0] + first["b"][0]).sum()
+    loss.backward(retain_graph=True)
+    g = x.grad.clone()
+    loss.backward()
+    plain = x.detach().clone().requires_grad_()
+    first, f = f.__wrapped__(plain, 0.5), f.__wrapped__
+    second = f(first["a"], 0.25)
+    (second["a"].sum() + (second["b"][0] + first["b"][0]).sum()).backward()
+    assert torch.allclose(g, plain.grad) and torch.allclose(x.grad, 2 * g)
+
+
+def test_module_random_state_and_inputs_without_gradient():
+    torch.manual_seed(WORLD.rank)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
+    x = randn(4, 3, dtype=torch.float32)
+    y = dd.remat(model)(x)  # only parameters have gradients
+    kept = y.detach() != 0
+    y.sum().backward()
+    assert torch.allclose(model[0].bias.grad, 2 * kept.sum(0).float())
+    with torch.no_grad():
+        assert not dd.remat(model)(x).requires_grad
+
+
+def test_not_inside_torch_func():
+    for transform in (torch.func.grad, torch.vmap, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))):
+        with pytest.raises(dd.errors.DistdlError, match="torch.func"):
+            transform(dd.remat(lambda x: x.sin().sum()))(torch.ones(3))

@@ -1,0 +1,58 @@
+"""F.start / F.wait: the same values and derivatives as the call, with other work in between."""
+
+import torch
+from registry import each_case, integers, needs, randn
+from torch.func import grad, jvp, vmap
+
+import distdl as dd
+import distdl.functional as F
+from distdl.testing import count_messages
+
+
+@each_case()
+def test_value_and_gradient(case):
+    X = integers(case.shape)
+    x = case.smooth(X).requires_grad_()
+    with count_messages() as whole:
+        wanted = case.map(x)
+    with count_messages() as split:
+        pending = F.start(case.map, x)
+        elsewhere = torch.ones(3).exp().sum()
+        y = F.wait(pending)
+    assert torch.equal(y, wanted) and split == whole and elsewhere > 0
+    case.loss(y).backward()
+    z = case.smooth(X).requires_grad_()
+    case.loss(case.map(z)).backward()
+    assert torch.equal(x.grad, z.grad)
+
+
+@each_case(lambda name: name in ("halo_circular", "all_sum", "repartition_disjoint", "mark_varying", "repartition_identity"))
+def test_transforms(case):
+    X, V = randn(case.shape, 1), randn(case.shape, 2)
+    f = lambda x: case.loss(F.wait(F.start(case.map, x.tanh())))  # noqa: E731
+    g = lambda x: case.loss(case.map(x.tanh()))  # noqa: E731
+    x, v = case.smooth(X), case.smooth(V)
+    assert torch.equal(jvp(grad(f), (x,), (v,))[1], jvp(grad(g), (x,), (v,))[1])
+    assert torch.equal(vmap(f)(torch.stack([x, v])), vmap(g)(torch.stack([x, v])))
+
+
+def test_two_under_way():
+    """Messages of two movements between the same ranks do not mix."""
+    n, r = dd.world().size, dd.world().rank
+    P = dd.Partition((n,))
+    A, B = dd.maps.shift(P, 0, 1, True, (2,)), dd.maps.shift(P, 0, 1, True, (3,))
+    first, second = F.start(A, torch.full((2,), float(r))), F.start(B, torch.full((3,), float(r) + 10))
+    assert F.wait(first).tolist() == [float((r - 1) % n)] * 2
+    assert F.wait(second).tolist() == [float((r - 1) % n) + 10] * 3
+    first, second = F.start(A, torch.full((2,), float(r))), F.start(A, torch.full((2,), float(r) + 10))
+    assert F.wait(second).tolist() == [float((r - 1) % n) + 10] * 2  # waited for in another order
+    assert F.wait(first).tolist() == [float((r - 1) % n)] * 2
+
+
+@needs(2)
+def test_a_chain_is_started_too():
+    n = dd.world().size
+    rows, columns = dd.Layout(dd.Partition((n, 1)), (5, 4)), dd.Layout(dd.Partition((1, n)), (5, 4))
+    A = dd.maps.repartition(columns, rows) @ dd.maps.repartition(rows, columns)
+    X = randn((5, 4), 1)
+    assert torch.equal(F.wait(F.start(A, rows.shard(X))), rows.shard(X))

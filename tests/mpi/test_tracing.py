@@ -1,0 +1,89 @@
+"""make_fx and torch.func.linearize record movements; the raw operator alone refuses to be differentiated."""
+
+import pytest
+import torch
+from registry import each_case, needs, randn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.func import grad, jvp, linearize
+
+import distdl as dd
+import distdl.functional as F
+from distdl.errors import AgreementError
+from distdl.testing import count_messages
+
+CHOSEN = ("repartition_rows_to_columns", "halo_circular", "all_sum", "invariant_sum", "mark_varying", "broadcast_all", "all_gather_line",
+          "repartition_disjoint", "shift_uneven")  # fmt: skip
+
+
+def moves(graph_module):
+    return [n for n in graph_module.graph.nodes if n.op == "call_function" and "distdl" in str(n.target)]
+
+
+@each_case(lambda name: name in CHOSEN)
+def test_make_fx(case):
+    """The traced gradient shows both movements, runs again on other values, and sends what the function itself sends."""
+    x, x2 = case.smooth(randn(case.shape, 1)), case.smooth(randn(case.shape, 2))
+    f = grad(lambda x: case.loss(case.map(x.tanh())))
+    with count_messages() as direct:
+        wanted = f(x2)
+    graph = make_fx(f)(x)
+    assert len(moves(graph)) == (0 if case.map(x) is x else 2)
+    with count_messages() as sent:
+        got = graph(x2)
+    assert torch.equal(got, wanted) and sent == direct
+
+
+@each_case(lambda name: name in CHOSEN)
+def test_linearize(case):
+    X, V = randn(case.shape, 1), randn(case.shape, 2)
+    f = lambda x: case.map(x.tanh()).exp()  # noqa: E731
+    y, push = linearize(f, case.smooth(X))
+    wanted = jvp(f, (case.smooth(X),), (case.smooth(V),))
+    assert torch.allclose(y, wanted[0]) and torch.allclose(push(case.smooth(V)), wanted[1], rtol=1e-12, atol=1e-12)
+
+
+@needs(2)
+def test_an_unused_movement_stays_in_the_graph():
+    """FX must not drop a movement whose result is unused on one rank: the peers count on its messages."""
+    n, r = dd.world().size, dd.world().rank
+    P = dd.Partition((n,))
+
+    def f(x):
+        y = F.shift(x, P, 0)
+        return x * 2 if r == 0 else y * 2
+
+    graph = make_fx(f)(torch.ones(3))
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    assert len(moves(graph)) == 1
+    assert graph(torch.full((3,), float(r))).tolist() == [2.0 * (r - 1) if r else 0.0] * 3
+
+
+def raw():
+    """A recorded movement, called as the bare operator."""
+    P = dd.Partition((dd.world().size,))
+    graph = make_fx(lambda x: F.shift(x, P, 0, periodic=False))(torch.ones(2))
+    if not moves(graph):
+        pytest.skip("a world of one rank moves nothing")
+    name = moves(graph)[0].args[1]
+    return lambda x: torch.ops.distdl.move([x], name)[0]
+
+
+def test_raw_operator_has_no_silent_derivative():
+    move = raw()
+    x = torch.ones(2, dtype=torch.float64)
+    move(x)
+    for attempt in (lambda: move(x.clone().requires_grad_()), lambda: grad(lambda x: move(x).sum())(x),
+                    lambda: jvp(move, (x,), (x,)), lambda: grad(lambda x: jvp(move, (x,), (x,))[1].sum())(x)):  # fmt: skip
+        with pytest.raises((AgreementError, RuntimeError, NotImplementedError)):
+            attempt()
+    import torch.autograd.forward_ad as fwAD
+
+    with fwAD.dual_level(), pytest.raises((AgreementError, RuntimeError, NotImplementedError)):
+        move(fwAD.make_dual(x, x))
+
+
+def test_raw_operator_is_silent_only_where_nothing_is_differentiated():
+    move = raw()
+    with torch.no_grad():
+        move(torch.ones(2, requires_grad=True))

@@ -1,0 +1,150 @@
+"""Run every ```python block of README.md and docs/*.md, so that they stay true.
+
+A block whose first line is ``# ranks: 2`` runs on two ranks, others in one process. Each has a namespace of its own. A ```text block
+that follows one directly is what it prints, rank by rank. All blocks of one world size share one launch::
+
+    python -m distdl run -n 2 tests/test_docs.py            # the blocks for two ranks
+    python -m distdl run -n 2 tests/test_docs.py tour.md    # of one page
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import traceback
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TIMEOUT = 240  # seconds for the blocks of one world size
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some code of a page. ``line`` is that of its first line; ``printed`` what it should print, ``None`` where the page is silent."""
+
+    path: str
+    line: int
+    code: str
+    ranks: int
+    printed: str | None
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """All ```python blocks of a page, in order."""
+    found, text = [], page.read_text(encoding="utf-8")
+    for match in re.finditer(r"^```python\n(.*?)^```$\n*(?:^```text\n(.*?)^```$)?", text, re.MULTILINE | re.DOTALL):
+        ranks = re.match(r"# ranks: (\d+)", match[1])
+        line = text.count("\n", 0, match.start(1)) + 1
+        found.append(Block(str(page.relative_to(ROOT)), line, match[1], int(ranks[1]) if ranks else 1, match[2]))
+    return found
+
+
+def by_ranks() -> dict[int, list[Block]]:
+    """The blocks of all pages for each world size."""
+    found = defaultdict(list)
+    for page in PAGES:
+        for block in blocks_of(page):
+            found[block.ranks].append(block)
+    return dict(sorted(found.items()))
+
+
+@pytest.mark.parametrize("n", by_ranks())
+def test_blocks_run(n):
+    """Every block for this number of ranks runs, and prints what its page says."""
+    command = [sys.executable, "-m", "distdl", "run", "-n", str(n), "--timeout", str(TIMEOUT), __file__]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    assert f"{len(by_ranks()[n])} blocks" in done.stdout
+
+
+def test_only_runnable_fences():
+    """Code is python, which is run, or text and sh, which are read: no other kind could slip past."""
+    for page in PAGES:
+        kinds = re.findall(r"^```(\w*)$", page.read_text(encoding="utf-8"), re.MULTILINE)[::2]
+        assert set(kinds) <= {"python", "text", "sh"}, (page.name, set(kinds))
+
+
+def test_links_between_pages():
+    """Relative links lead to files, and their fragments to headings."""
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)\s]*)\)", page.read_text(encoding="utf-8")):
+            name, _, fragment = target.partition("#")
+            path = (page.parent / name) if name else page
+            assert path.exists(), (page.name, target)
+            if fragment:
+                headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+                slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", h.lower()).strip()) for h in headings}
+                assert fragment in slugs, (page.name, target, sorted(slugs))
+
+
+def test_reference_renders(monkeypatch):
+    """docs/api.md names modules that exist, and every public name of distdl.functional has a documented entry."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import gen_api
+
+    import distdl.functional as F
+
+    page = gen_api.expand((ROOT / "docs" / "api.md").read_text(encoding="utf-8"))
+    missing = [name for name in F.__all__ if f"### {name}\n" not in page.replace("\\_", "_")]
+    assert not missing
+
+
+# ---------------------------------------------------------------- on the ranks
+
+
+def run_block(block: Block, world) -> str | None:
+    """Run a block; returns what is wrong with it. An exception is reported with the page's own line and ends the job."""
+    from distdl.testing import gather_objects
+
+    printed, where = io.StringIO(), f"{block.path}:{block.line}"
+    code = "\n" * (block.line - 1) + block.code
+    try:
+        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for of_torch in ("`torch.jit", "Attempted to insert a get_attr", "Converting a tensor with requires_grad"):  # from jvp and linearize, serial ones too
+                warnings.filterwarnings("ignore", of_torch)
+            exec(compile(code, str(ROOT / block.path), "exec"), {"__name__": "__docs__"})  # noqa: S102
+    except BaseException:
+        sys.stderr.write(f"{where}: the block failed on rank {world.rank}\n{traceback.format_exc()}")
+        raise
+    together = "".join(gather_objects(printed.getvalue())) if world.size > 1 else printed.getvalue()
+    if block.printed is not None and together.split() != block.printed.split():
+        return f"{where}: printed\n{together}instead of\n{block.printed}"
+    return None
+
+
+def main() -> int:
+    """Run the blocks for this job's number of ranks, of all pages or of those named on the command line."""
+    import torch
+
+    import distdl as dd
+
+    torch.set_num_threads(1)
+    world = dd.world()
+    worlds = sys.modules["distdl.world"]._worlds
+    mine = [b for b in by_ranks().get(world.size, []) if not sys.argv[1:] or Path(b.path).name in sys.argv[1:]]
+    wrong = []
+    for block in mine:
+        if world.rank == 0:
+            sys.stderr.write(f"{block.path}:{block.line}\n")
+        torch.manual_seed(0)
+        wrong.append(run_block(block, world))
+        worlds["default"] = world  # a block may have made a world of its own
+    if world.rank == 0:
+        print("\n".join([*filter(None, wrong), f"{len(mine)} blocks"]), flush=True)
+    return int(any(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Halo specifications, all ranks in one process, against torch.nn.functional.pad and slicing, and windows against torch's own."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as tF
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import distdl as dd
+from distdl.errors import PartitionError
+from distdl.exchange import simulate
+
+MODES = {"zeros": "constant", "circular": "circular", "reflect": "reflect", "replicate": "replicate"}
+
+
+def pad(X, d, lo, hi, boundary):
+    """torch's padding of one dim (circular by repetition where torch refuses to go round more than once)."""
+    if boundary in ("zeros", "none"):
+        return tF.pad(X.movedim(d, -1), (lo, hi)).movedim(-1, d)
+    if boundary == "circular" and max(lo, hi) > X.shape[d]:
+        times = max(lo, hi) // X.shape[d] + 1
+        around = torch.cat([X] * (2 * times + 1), d)
+        return around.narrow(d, times * X.shape[d] - lo, X.shape[d] + lo + hi)
+    flat = X.movedim(d, -1)
+    return tF.pad(flat.reshape(1, -1, flat.shape[-1]), (lo, hi), mode=MODES[boundary]).reshape(*flat.shape[:-1], -1).movedim(-1, d)
+
+
+def blocks(n, p, splits):
+    stops = np.cumsum(splits if splits is not None else [len(b) for b in np.array_split(np.arange(n), p)])
+    return list(zip([0, *stops[:-1]], stops))
+
+
+def windows(X, grid, splits, lefts, rights, boundaries):
+    """Every rank's window, by padding the whole tensor and slicing."""
+    tables = [blocks(n, p, s) for n, p, s in zip(X.shape, grid, splits)]
+    for d, boundary in enumerate(boundaries):
+        X = pad(X, d, lefts[d], rights[d], boundary)
+    for coords in itertools.product(*map(range, grid)):
+        y = X
+        for d, c in enumerate(coords):
+            a, b = (int(v) for v in tables[d][c])
+            n = tables[d][-1][1]
+            lo, hi = a - lefts[d], b + rights[d]
+            if boundaries[d] == "none":
+                lo, hi = max(lo, 0), min(hi, int(n))
+            y = y.narrow(d, lo + lefts[d], hi - lo) if a < b else y.narrow(d, 0, 0)
+        yield y
+
+
+@st.composite
+def halos(draw):
+    ndim = draw(st.integers(1, 3))
+    dims = []
+    for _ in range(ndim):
+        p, n = draw(st.integers(1, 4 if ndim < 3 else 2)), draw(st.integers(1, 8))
+        boundary = draw(st.sampled_from(["none", "zeros", "circular", "reflect", "replicate"]))
+        widest = n - 1 if boundary == "reflect" else 2 * n + 1 if ndim == 1 else 4
+        cuts = draw(st.one_of(st.none(), st.lists(st.integers(0, n), min_size=p - 1, max_size=p - 1).map(sorted)))
+        splits = None if cuts is None else tuple(int(v) for v in np.diff([0, *cuts, n]))
+        dims.append((p, n, boundary, draw(st.integers(0, widest)), draw(st.integers(0, widest)), splits))
+    return tuple(zip(*dims))
+
+
+@settings(max_examples=400, deadline=None)
+@given(halos())
+def test_windows_against_pad(case):
+    grid, shape, boundaries, lefts, rights, splits = case
+    X = torch.arange(1.0, np.prod(shape) + 1).reshape(shape)
+    L = dd.Layout(dd.Partition(grid), shape, splits)
+    spec = dd.HaloSpec(L, lefts, rights, boundary=boundaries)
+    got = simulate(spec.plan(), [L.shard(X, r).clone() for r in L.partition.ranks])
+    for r, (y, wanted) in enumerate(zip(got, windows(X, grid, splits, lefts, rights, boundaries), strict=True)):
+        assert torch.equal(y, wanted), r
+        assert tuple(b - a for a, b in spec.window_box(r)) == tuple(wanted.shape)
+
+
+@st.composite
+def kernels(draw):
+    p, n = draw(st.integers(1, 4)), draw(st.integers(1, 14))
+    k, s, d = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    lo, hi = draw(st.integers(0, 5)), draw(st.integers(0, 5))
+    return p, n, k, s, d, lo, hi
+
+
+@settings(max_examples=400, deadline=None)
+@given(kernels())
+def test_window_against_unfold(case):
+    """Each rank's local convolution of its window is its block of the serial one, wherever halos reach (case 26)."""
+    p, n, k, s, d, lo, hi = case
+    span = d * (k - 1) + 1
+    P = dd.Partition((1, 1, p))
+    if n + lo + hi < span:
+        with pytest.raises(PartitionError):
+            dd.HaloSpec.window(P, (1, 2, n), k, s, ((lo, hi),), d)
+        return
+    spec = dd.HaloSpec.window(P, (1, 2, n), k, s, ((lo, hi),), d)
+    X, w = torch.arange(2.0 * n).reshape(1, 2, n) + 1, torch.arange(1.0, 3 * 2 * k + 1).reshape(3, 2, k)
+    serial = tF.conv1d(tF.pad(X, (lo, hi)), w, stride=s, dilation=d)
+    assert spec.out_layout.shape[2] == serial.shape[2]
+    got = simulate(spec.plan(), [dd.Layout(P, X.shape).shard(X, r).clone() for r in range(p)])
+    for r, window in enumerate(got):
+        out = spec.out_layout.slices(r)[2]
+        wanted = serial[:, :, out]
+        if wanted.shape[2]:
+            assert torch.equal(tF.conv1d(window, w, stride=s, dilation=d), wanted)
+        else:
+            assert window.numel() == 0, "an empty block wants nothing"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 15), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2), st.integers(1, 2), st.integers(1, 4))
+def test_ceil_mode(n, k, s, padding, d, p):
+    if 2 * padding > k or n + 2 * padding < d * (k - 1) + 1:
+        return
+    try:
+        wanted = tF.max_pool1d(torch.zeros(1, 1, n), k, s, padding, d, ceil_mode=True).shape[2]
+    except RuntimeError:
+        return
+    spec = dd.HaloSpec.window(dd.Partition((1, 1, p)), (1, 1, n), k, s, padding, d, ceil_mode=True)
+    assert spec.out_layout.shape[2] == wanted
+
+
+def test_window_in_two_dims_with_pairs_and_defaults():
+    P = dd.Partition((1, 1, 2, 2))
+    spec = dd.HaloSpec.window(P, (1, 1, 9, 8), 3, stride=(2, 1), padding=((1, 0), 1))
+    assert spec.out_layout.shape == (1, 1, 4, 8) and spec.boundary == ("zeros",) * 4
+    assert spec.window_box(0) == ((0, 1), (0, 1), (-1, 4), (-1, 5)) and spec.window_box(3) == ((0, 1), (0, 1), (3, 8), (3, 9))
+    assert spec.window_box(9) is None and spec.out_box == spec.window_box(0)
+    unsplit = dd.Layout(P, (1, 1, 9, 8), (None, None, (2, 7), (1, 7)))
+    assert dd.HaloSpec.window(unsplit, None, 3, padding=1).out_layout == unsplit, "splits stay where the size does"
+
+
+def test_needs():
+    """The windows of any operation: here the reversal of a dim."""
+    P, n = dd.Partition((3,)), 7
+    spec = dd.HaloSpec.needs(P, (n,), (n,), lambda d, a, b: (n - b, n - a))
+    X = torch.arange(float(n))
+    L = dd.Layout(P, (n,))
+    got = simulate(spec.plan(), [L.shard(X, r).clone() for r in range(3)])
+    assert torch.equal(torch.cat([y.flip(0) for y in got]), X.flip(0))
+
+
+@pytest.mark.parametrize("make", [
+    lambda P: dd.HaloSpec(P, (6,), -1), lambda P: dd.HaloSpec(P, (6,), 1, -2), lambda P: dd.HaloSpec(P, (6,), 1, boundary="wrap"),
+    lambda P: dd.HaloSpec(P, (6,), (1, 1)), lambda P: dd.HaloSpec(P, (6,), 6, boundary="reflect"), lambda P: dd.HaloSpec(P, (6,), 1.5),
+    lambda P: dd.HaloSpec(dd.Layout(P, (6,)), (6,), 1, 1), lambda P: dd.HaloSpec(P, (6, 6), 1), lambda P: dd.HaloSpec(P, (6,)),
+    lambda P: dd.HaloSpec(P, (1,), 1, boundary="reflect"),
+    lambda P: dd.HaloSpec.window(P, (6,), 7), lambda P: dd.HaloSpec.window(P, (6,), 0), lambda P: dd.HaloSpec.window(P, (6,), 3, 0),
+    lambda P: dd.HaloSpec.window(P, (6,), 3, padding=-1), lambda P: dd.HaloSpec.window(P, (6,), (3, 3)),
+])  # fmt: skip
+def test_errors(make):
+    with pytest.raises(PartitionError) as caught:
+        make(dd.Partition((2,)))
+    assert caught.value.op and (caught.value.expected or caught.value.actual)
+
+
+def test_widest_reflection_is_legal():
+    assert dd.HaloSpec(dd.Partition((2,)), (6,), 5, boundary="reflect").window_box(0) == ((-5, 8),)
+
+
+def test_spellings():
+    P, L = dd.Partition((2, 1)), dd.Layout(dd.Partition((2, 1)), (5, 4))
+    spec = dd.HaloSpec(P, (5, 4), (1, 2), (1, 2))
+    assert spec == dd.HaloSpec(L, (1, 2)) == dd.HaloSpec(L, left=(1, 2)) == dd.HaloSpec(L, (1, 2), (1, 2)) == dd.HaloSpec(P, (5, 4), (1, 2))
+    assert dd.HaloSpec(L, (5, 4), (1, 2)) == dd.HaloSpec(P, (5, 4), (5, 4), (1, 2)), "widths that look like the shape are widths"
+    assert spec.in_layout == spec.out_layout == L
+    assert dd.HaloSpec(L, 1, 2) == dd.HaloSpec(L, (1, 1), (2, 2))

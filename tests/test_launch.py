@@ -1,0 +1,268 @@
+"""Starting ranks: results in order, exceptions, exit codes, time limits, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import distdl as dd
+from distdl.launch import RankError, environment, find_launcher, find_mpi
+
+pytestmark = pytest.mark.skipif(find_mpi() is None, reason="needs mpi4py and an MPI library")
+
+
+def command(*args):
+    return [sys.executable, "-m", "distdl", *map(str, args)]
+
+
+def run(*args, **options):
+    """Run the command line; returns (exit code, stdout, stderr)."""
+    done = subprocess.run(command(*args), capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, **options)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Write a script; ``rank``, ``size`` and ``world`` are there."""
+
+    def write(body):
+        path = tmp_path / "program.py"
+        head = "import os, sys, time\nfrom mpi4py.MPI import COMM_WORLD as world\nrank, size = world.rank, world.size\n"
+        path.write_text(head + textwrap.dedent(body))
+        return path
+
+    return write
+
+
+def alive(pid):
+    """Whether a process runs; one that is dead but not yet waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pids, within=10.0):
+    """Wait until none of the processes runs."""
+    until = time.monotonic() + within
+    while any(map(alive, pids)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return not any(map(alive, pids))
+
+
+# ---------------------------------------------------------------- dd.launch
+
+
+class OwnError(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def work(value, *, fail=None, at=None):
+    """Returns what this rank is; or fails on rank ``at`` while the others wait for it."""
+    from mpi4py.MPI import COMM_WORLD as world
+
+    if fail is not None and world.rank == at:
+        raise fail
+    world.Barrier()
+    return world.rank, world.size, value
+
+
+def test_results_come_in_rank_order():
+    assert dd.launch(work, 3)("x") == [(0, 3, "x"), (1, 3, "x"), (2, 3, "x")]
+
+
+def test_closures_and_tensors_travel():
+    import torch
+
+    x = torch.arange(3.0)
+    (y,) = dd.launch(lambda: 2 * x, 1)()
+    assert torch.equal(y, 2 * x)
+
+
+def test_exception_is_raised_with_rank_and_traceback():
+    began = time.monotonic()
+    with pytest.raises(KeyError, match="lost") as caught:
+        dd.launch(work, 3)(0, fail=KeyError("lost"), at=2)
+    assert time.monotonic() - began < 60  # the other two wait forever
+    cause = str(caught.value.__cause__)
+    assert "rank 2 of 3 failed" in cause
+    assert "in work" in cause and "raise fail" in cause
+
+
+@pytest.mark.parametrize("error", [OwnError(1, 2), SystemExit(0), SystemExit("no")], ids=repr)
+def test_exception_that_cannot_travel_is_told(error):
+    def fail():
+        raise error
+
+    with pytest.raises(RankError, match="rank 0 of 1 failed"):
+        dd.launch(fail, 1)()
+
+
+def test_a_rank_that_dies_ends_the_job():
+    def die():
+        import mpi4py.MPI
+
+        if mpi4py.MPI.COMM_WORLD.rank == 1:
+            os._exit(3)
+        mpi4py.MPI.COMM_WORLD.Barrier()
+
+    with pytest.raises(RankError, match="exit code"):
+        dd.launch(die, 2, timeout=60)()
+
+
+def test_timeout_leaves_no_process(tmp_path):
+    def hang():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(tmp_path, str(os.getpid())).touch()
+        while True:
+            time.sleep(1)
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="within 10 s"):
+        dd.launch(hang, 2, timeout=10)()
+    assert time.monotonic() - began < 40
+    pids = [path.name for path in tmp_path.iterdir()]
+    assert len(pids) == 2
+    assert gone(pids)
+
+
+def test_environment_reaches_the_ranks():
+    def read():
+        return os.environ["OMP_NUM_THREADS"], os.environ["MINE"]
+
+    assert dd.launch(read, 2, env={"MINE": "1", "OMP_NUM_THREADS": "2"})() == [("2", "1")] * 2
+
+
+def test_without_cloudpickle(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    assert dd.launch(work, 1)("x") == [(0, 1, "x")]
+    with pytest.raises(dd.errors.TransportError, match="needs cloudpickle"):
+        dd.launch(lambda: 1, 1)()
+
+
+# ---------------------------------------------------------------- python -m distdl run
+
+
+def test_script_sees_its_arguments_and_folder(script):
+    path = script("print(rank, size, sys.argv[1:], sys.path[0], __name__)")
+    code, out, err = run("run", "-n", 2, path, "-m", "x", "--n=3")
+    assert code == 0, err
+    assert sorted(out.splitlines()) == [f"{r} 2 ['-m', 'x', '--n=3'] {path.parent} __main__" for r in range(2)]
+
+
+def test_module_and_one_rank_without_mpi(tmp_path):
+    (tmp_path / "program.py").write_text("import sys\nprint(sys.argv[1:], 'mpi4py' in sys.modules)\n")
+    code, out, err = run("run", "-m", "program", "-n", "5", cwd=tmp_path)
+    assert (code, out) == (0, "['-n', '5'] False\n"), err
+
+
+def test_uncaught_exception_ends_all_and_comes_last(script):
+    began = time.monotonic()
+    code, _, err = run("run", "-n", 3, script("if rank == 1: raise ValueError('broken')\nworld.Barrier()"))
+    assert code == 1
+    assert time.monotonic() - began < 60  # the other two wait forever
+    lines = err.splitlines()
+    assert lines[-1] == "[rank 1] ValueError: broken"
+    assert lines[-3].startswith("[rank 1]   File") and "_rank.py" not in lines[-3]
+    assert "Traceback" not in err[: err.index("[rank 1]")]
+
+
+def test_failure_before_mpi_is_used(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text("import os\nif os.path.exists(os.environ['LOCK']):\n    import time\n    time.sleep(600)\nopen(os.environ['LOCK'], 'w')\n1 / 0\n")
+    code, _, err = run("run", "-n", 2, path, env={**os.environ, "LOCK": str(tmp_path / "lock")})
+    assert code == 1 and "ZeroDivisionError" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_exit_code_passes(script, n):
+    code, _, err = run("run", "-n", n, script("if rank == size - 1: sys.exit(7)\nworld.Barrier()"))
+    assert code == 7
+    assert err.splitlines()[-1].endswith("exit code 7")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+def test_signals_end_the_ranks(script, sent, tmp_path):
+    path = script("open(f'pid{rank}', 'w').write(str(os.getpid())); world.Barrier()\nif rank: time.sleep(600)\nworld.Barrier()")
+    job = subprocess.Popen(command("run", "-n", 2, path), cwd=tmp_path, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    until = time.monotonic() + 60
+    while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(1)
+    job.send_signal(sent)
+    assert job.wait(30) == 128 + sent
+    assert gone([f.read_text() for f in files])
+
+
+def test_killed_launcher_leaves_no_rank(script, tmp_path):
+    body = "signal = __import__('signal'); signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'pid{rank}', 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    code, _, err = run("run", "-n", 2, "--timeout", 8, script(body), cwd=tmp_path)
+    assert code == 124 and "within 8 s" in err
+    assert gone([(tmp_path / f"pid{r}").read_text() for r in range(2)])
+
+
+def test_launch_inside_a_rank(script):
+    """A job may start another: what its launcher told it is not handed on."""
+    path = script("""
+        import distdl as dd
+        def inner(x):
+            from mpi4py.MPI import COMM_WORLD as world
+            return world.rank + 10 * world.size + x
+        if rank == 0:
+            print(dd.launch(inner, 2, timeout=60)(100))
+        world.Barrier()
+    """)
+    code, out, err = run("run", "-n", 2, path)
+    assert (code, out) == (0, "[120, 121]\n"), err
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["run", "-n", "2"], "which script"),
+        (["run", "-n", "2", "no/such.py"], "no such file: no/such.py"),
+        (["run", "-n", "0", __file__], "not a number of ranks"),
+        (["fly"], "invalid choice"),
+    ],
+)
+def test_bad_command_line(args, says):
+    code, _, err = run(*args)
+    assert code == 2 and says in err
+
+
+# ---------------------------------------------------------------- what is found
+
+
+def test_info_starts_nothing(tmp_path):
+    code, out, err = run("info")
+    assert code == 0, err
+    for name in ("python", "torch", "mpi4py", "MPI", "launcher", "CUDA devices"):
+        assert name in out
+    assert find_mpi().vendor in out
+
+
+def test_launcher_belongs_to_the_library():
+    says = subprocess.run([find_launcher(), "--version"], capture_output=True, text=True).stdout
+    assert find_mpi().version in says
+
+
+def test_users_variables_stay(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setenv("PMI_RANK", "3")
+    found = environment(4, "Open MPI")
+    assert found["OMP_NUM_THREADS"] == "5" and found["MKL_NUM_THREADS"] == "1"
+    assert found["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
+    assert "PMI_RANK" not in found
+
+
+def test_importing_launch_loads_neither_mpi_nor_torch():
+    source = Path(sys.modules["distdl.launch"].__file__)
+    code = f"import runpy, sys; runpy.run_path({str(source)!r}); print([m for m in ('torch', 'mpi4py') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

@@ -1,0 +1,165 @@
+"""Partitions and layouts: plain values; blocks cover the tensor exactly once."""
+
+import copy
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import distdl as dd
+from distdl.errors import PartitionError, ShapeError
+from distdl.partition import balanced
+
+
+def test_ranks_and_index():
+    P = dd.Partition((2, 3), ranks=(7, 1, 4, 0, 9, 2))
+    assert (P.shape, P.size, P.ndim) == ((2, 3), 6, 2)
+    table = np.array(P.ranks).reshape(P.shape)
+    for coords in itertools.product(*map(range, P.shape)):
+        assert P.index(int(table[coords])) == coords and P.rank_at(coords) == table[coords]
+    assert P.index(3) is None
+    assert dd.Partition((2, 2)).ranks == (0, 1, 2, 3)
+    assert dd.Partition(()).ranks == (0,) and dd.Partition(()).index(0) == ()
+    assert dd.Partition((1,), (5,)).index() is None and not dd.Partition((1,), (5,)).active
+
+
+def test_take_and_along():
+    ranks = tuple(np.random.default_rng(0).permutation(40)[:24])
+    P, table = dd.Partition((2, 3, 4), ranks), np.array(ranks).reshape(2, 3, 4)
+    for dim in range(-3, 3):
+        for i in range(-P.shape[dim], P.shape[dim]):
+            taken = np.take(table, i, dim)
+            assert P.take(dim, i) == dd.Partition(taken.shape, taken.ravel())
+            kept = np.expand_dims(taken, dim % 3)
+            assert P.take(dim, i, keepdim=True) == dd.Partition(kept.shape, kept.ravel())
+    for coords in itertools.product(range(2), range(3), range(4)):
+        rank = int(table[coords])
+        for dims in (None, (), 0, -1, (0, 2), (1,), [2, 1]):
+            free = (0, 1, 2) if dims is None else tuple(d % 3 for d in ([dims] if isinstance(dims, int) else dims))
+            fibre = table[tuple(slice(None) if d in free else slice(c, c + 1) for d, c in enumerate(coords))]
+            assert P.along(dims, rank) == dd.Partition(fibre.shape, fibre.ravel())
+    assert P.along(0, rank=99) is None
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: dd.Partition((0, 2)), lambda: dd.Partition((2,), (1, 1)), lambda: dd.Partition((2,), (0,)),
+             lambda: dd.Partition((2,), (0, -1)), lambda: dd.Partition((2.5,)), lambda: dd.Partition(3), lambda: dd.Partition((2,), 3),
+             lambda: dd.Partition((2, 2)).take(2, 0), lambda: dd.Partition((2, 2)).take(0, 2), lambda: dd.Partition((2,)).along(1),
+             lambda: dd.Layout(dd.Partition((2,)), (3, 3)), lambda: dd.Layout(dd.Partition((2,)), (-1,)),
+             lambda: dd.Layout(dd.Partition((2,)), (4,), ((1, 2),)), lambda: dd.Layout(dd.Partition((2,)), (4,), ((5, -1),)),
+             lambda: dd.Layout(dd.Partition((2,)), (4,), ((1, 1, 2),)), lambda: dd.Layout(dd.Partition((2,)), (4,), (None, None)),
+             ])  # fmt: skip
+def test_errors(make):
+    with pytest.raises(PartitionError) as caught:
+        make()
+    error = caught.value
+    assert error.op and str(error).startswith(error.op) and isinstance(error, ValueError)
+
+
+def test_errors_carry_all_their_parts():
+    with pytest.raises(ShapeError) as caught:
+        dd.Layout(dd.Partition((2,)), (4,)).shard(torch.ones(5))
+    error = caught.value
+    assert (error.expected, error.actual, error.op) == ((4,), (5,), "Layout.shard") and "Partition((2,))" in str(error)
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and again.expected == (4,) and type(again) is ShapeError
+    with pytest.raises(PartitionError) as caught:
+        dd.Partition((3,), (0, 0, 1))
+    assert caught.value.next_step and "next step" in str(caught.value)
+
+
+def test_values():
+    """Frozen, hashable, picklable, comparable; numpy's and torch's integers are integers."""
+    P = dd.Partition((2, 2), ranks=(3, 1, 0, 2))
+    L = dd.Layout(P, (5, 7), (None, (0, 7)))
+    for value in (P, L, dd.HaloSpec(L, 1)):
+        hash(value)
+        for other in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+            assert other == value and hash(other) == hash(value) and repr(other) == repr(value)
+        with pytest.raises(AttributeError):
+            value.shape = (1,)
+    assert dd.Partition(np.array([2, 2]), torch.tensor([3, 1, 0, 2])) == P
+    assert dd.Partition((4,)) != dd.Partition((2, 2)) and dd.Partition((2,)) != dd.Partition((2,), (1, 0))
+    assert dd.Partition((2,), world="other") != dd.Partition((2,))
+    assert len({dd.Layout(P, (4, 4)), dd.Layout(P, (4, 4), ((2, 2), None)), dd.Layout(P, (4, 4), ((1, 3), None))}) == 2
+    assert b"_hash" not in pickle.dumps(P), "hashes differ between processes"
+
+
+def test_repr():
+    assert repr(dd.Partition((2, 2))) == "Partition((2, 2))\n  [0 1]\n  [2 3]"
+    assert repr(dd.Partition((3,), (1, 10, 2))) == "Partition((3,), ranks=(1, 10, 2))\n  [ 1 10  2]"
+    assert repr(dd.Partition(())) == "Partition(())" and "\n" not in repr(dd.Partition((10, 20)))
+    assert repr(dd.Partition((2, 1, 2))) == "Partition((2, 1, 2))"
+    assert len(repr(dd.Partition((100,), range(1, 101)))) < 80
+    assert repr(dd.Layout(dd.Partition((2,)), (5,), ((1, 4),))) == "Layout(Partition((2,)), (5,), splits=((1, 4),))"
+
+
+@given(st.integers(0, 200), st.integers(1, 40))
+def test_balanced(n, p):
+    sizes = balanced(n, p)
+    assert sizes == tuple(len(b) for b in np.array_split(np.arange(n), p))
+    assert sizes == tuple(n // p + (i < n % p) for i in range(p))
+
+
+@st.composite
+def layouts(draw, max_ranks=12):
+    ndim = draw(st.integers(0, 3))
+    grid = tuple(draw(st.lists(st.integers(1, 4), min_size=ndim, max_size=ndim)))
+    size = int(np.prod(grid))
+    ranks = draw(st.permutations(range(size + 3)))[:size]
+    splits = []
+    for p in grid:
+        splits.append(draw(st.one_of(st.none(), st.lists(st.integers(0, 5), min_size=p, max_size=p).map(tuple))))
+    shape = tuple(sum(s) if s is not None else draw(st.sampled_from([0, 1, 2, 3, 5, 7, 11])) for s in splits)
+    return dd.Layout(dd.Partition(grid, ranks), shape, splits)
+
+
+@given(layouts())
+def test_blocks_cover_exactly_once(L):
+    """Brute force: every element has one owner; boxes, shapes, slices and shards agree; empty blocks lie at the end (case 20)."""
+    owners = torch.zeros(L.shape, dtype=torch.int64)
+    X = torch.arange(owners.numel()).reshape(L.shape)
+    for r in L.partition.ranks:
+        owners[L.slices(r)] += 1
+        box = L.box(r)
+        assert L.local_shape(r) == tuple(b - a for a, b in box) == tuple(L.shard(X, r).shape)
+        assert torch.equal(L.shard(X, r), X[tuple(slice(a, b) for a, b in box)])
+        for d, (a, b) in enumerate(box):
+            assert a < b or (a, b) == (L.shape[d],) * 2
+    assert torch.equal(owners, torch.ones_like(owners))
+    stranger = max(L.partition.ranks) + 1
+    first = L.local_shape(L.partition.ranks[0])
+    assert L.box(stranger) is None and L.local_shape(stranger) == (0, *first[1:])
+    assert tuple(L.shard(X, stranger).shape) == L.local_shape(stranger)
+    for d in range(L.ndim):
+        assert L.sizes(d) == tuple(b - a for a, b in L.blocks(d)) and sum(L.sizes(d)) == L.shape[d]
+    assert L.shard(X, L.partition.ranks[0]).untyped_storage().data_ptr() == X.untyped_storage().data_ptr(), "a view"
+
+
+def test_dtensor_splits_and_with_shape():
+    L = dd.Layout(dd.Partition((4,)), (10,), ((3, 3, 3, 1),))
+    assert [L.box(r) for r in range(4)] == [((0, 3),), ((3, 6),), ((6, 9),), ((9, 10),)]
+    assert L.with_shape((10,)) == L and L.with_shape((8,)) == dd.Layout(L.partition, (8,))
+    P = dd.Partition((4,))
+    assert P.box((10,), 3) == ((8, 10),) and P.local_shape((10,), 0) == (3,)
+    assert dd.Partition((2,)).shard(torch.arange(5)).tolist() == [0, 1, 2]  # alone, a process is rank 0
+
+
+def test_many_ranks_are_quick():
+    """Index and hash of thousands of ranks are look-ups (an O(P) search made planning take seconds)."""
+    import time
+
+    P = dd.Partition((64, 64), range(4095, -1, -1))
+    P.index(0), hash(P)
+
+    def once():
+        start = time.perf_counter()
+        for r in range(0, 4096, 8):
+            P.index(r), hash(P)
+        return time.perf_counter() - start
+
+    assert min(once() for _ in range(5)) < 0.02

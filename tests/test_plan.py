@@ -1,0 +1,176 @@
+"""Plans, all ranks in one process: random layouts against slicing, transposes as matrices, and the cost of planning."""
+
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import distdl as dd
+from distdl.errors import ShapeError, TransportError
+from distdl.exchange import simulate
+from distdl.plan import Plan, Side
+
+SIZES = st.sampled_from([0, 1, 2, 3, 5, 6, 7, 11])
+
+
+@st.composite
+def layout_of(draw, shape, pool=9):
+    """A random layout of ``shape``: any grid, a subset of ranks in any order, perhaps splits."""
+    grid, splits = [], []
+    for n in shape:
+        p = draw(st.integers(1, 3 if len(shape) > 1 else 6))
+        grid.append(p)
+        cuts = draw(st.one_of(st.none(), st.lists(st.integers(0, n), min_size=p - 1, max_size=p - 1).map(sorted)))
+        splits.append(None if cuts is None else tuple(int(v) for v in np.diff([0, *cuts, n])))
+    size = int(np.prod(grid))
+    ranks = draw(st.permutations(range(max(pool, size))))[:size]
+    return dd.Layout(dd.Partition(grid, ranks), shape, splits)
+
+
+@st.composite
+def two_layouts(draw):
+    shape = tuple(draw(st.lists(SIZES, max_size=3)))
+    return draw(layout_of(shape)), draw(layout_of(shape))
+
+
+def shards(L, X):
+    """By hand: sizes, cumulated."""
+    blocks = {}
+    for coords in itertools.product(*map(range, L.partition.shape)):
+        y = X
+        for d, c in enumerate(coords):
+            sizes = L.splits[d] if L.splits and L.splits[d] else [len(b) for b in np.array_split(np.arange(L.shape[d]), L.partition.shape[d])]
+            y = y.split(list(sizes), d)[c]
+        blocks[L.partition.rank_at(coords)] = y
+    return [blocks[r] for r in L.partition.ranks]
+
+
+@settings(max_examples=300, deadline=None)
+@given(two_layouts())
+def test_repartition(pair):
+    L, M = pair
+    X = torch.arange(float(np.prod(L.shape))).reshape(L.shape)
+    plan = Plan(Side.of(L), Side.of(M))
+    got = plan.simulate([x.clone() for x in shards(L, X)])
+    for r, y, wanted in zip(M.partition.ranks, got, shards(M, X), strict=True):
+        assert torch.equal(y, wanted)
+        assert plan.view(r).out_shape == tuple(wanted.shape)
+    assert plan.T.T is plan and plan.T == Plan(Side.of(M), Side.of(L))
+    assert plan.is_identity() == (L == M)
+    for r in plan.ranks:  # what r sends to s is what s expects of r, in size and order
+        for message in plan.view(r).sends:
+            twin = next(m for m in plan.view(message.peer).received if m.peer == r)
+            assert [s for _, s in message.boxes] == [s for _, s in twin.boxes] and message.volume == twin.volume > 0
+    moved = sum(plan.volume(r) for r in plan.ranks)
+    assert moved <= X.numel() and plan.messages(L.partition.ranks[0]) == len(plan.view(L.partition.ranks[0]).sends)
+    both = plan.simulate([torch.stack([x, x + 1]) for x in shards(L, X)])  # one leading batch axis
+    assert all(torch.equal(y, torch.stack([w, w + 1])) for y, w in zip(both, shards(M, X)))
+
+
+def matrix(plan):
+    """The dense matrix of a plan, by basis vectors: from all held elements to all wanted ones."""
+    ins = [plan.held.local_shape(r) for r in plan.held.partition.ranks]
+    sizes = [int(np.prod(s)) for s in ins]
+    basis = torch.eye(sum(sizes), dtype=torch.float64)
+    parts = basis.split(sizes, 1)
+    out = plan.simulate([p.reshape(len(basis), *s) for p, s in zip(parts, ins)])
+    return torch.cat([y.reshape(len(basis), math.prod(y.shape[1:])) for y in out], 1).T
+
+
+@settings(max_examples=100, deadline=None)
+@given(two_layouts())
+def test_transpose_is_the_matrix_transpose(pair):
+    plan = Plan(Side.of(pair[0]), Side.of(pair[1]))
+    assert torch.equal(matrix(plan.T), matrix(plan).T)
+
+
+HALOS = st.tuples(st.sampled_from(["none", "zeros", "circular", "reflect", "replicate"]), st.integers(1, 4), st.integers(2, 7),
+                  st.integers(0, 9), st.integers(0, 9))  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(HALOS, HALOS)
+def test_transpose_of_halos_is_the_matrix_transpose(a, b):
+    (kinds, grid, shape, left, right) = zip(a, b)
+    limit = [n - 1 if k == "reflect" else 9 for k, n in zip(kinds, shape)]
+    left, right = ([min(w, m) for w, m in zip(ws, limit)] for ws in (left, right))
+    try:
+        plan = dd.HaloSpec(dd.Partition(grid), shape, tuple(left), tuple(right), boundary=kinds).plan()
+    except dd.errors.PartitionError:
+        pytest.fail("a legal halo was refused")
+    assert torch.equal(matrix(plan.T), matrix(plan).T)
+
+
+def test_digest_is_equal_in_every_process():
+    import subprocess
+    import sys
+
+    code = "import distdl as dd; from distdl.plan import *; L = dd.Layout(dd.Partition((3,)), (7,)); print(Plan(Side.of(L), Side.of(L)).digest)"
+    runs = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(2)}  # two processes, two hash seeds
+    assert len(runs) == 1 and len(runs.pop().strip()) == 16
+
+
+def test_summing_group_and_identity():
+    from distdl.plan import key, whole
+
+    P = dd.Partition((2, 2), (3, 1, 0, 2))
+    x = whole(5)
+    everyone, rows = Side(P, (x,)), Side(P, (key(0, range(2)), x))
+    alone = Side(P, (key(0, range(2)), key(1, range(2)), x))
+    assert Plan(everyone, everyone).summing_group(0) == (0, 1, 2, 3)
+    assert Plan(rows, rows).summing_group(3) == (1, 3) and Plan(rows, rows).summing_group(2) == (0, 2)
+    assert Plan(alone, alone).summing_group(0) is None and Plan(alone, alone).is_identity()
+    assert not Plan(rows, rows).is_identity() and not Plan(everyone, everyone).is_identity()
+
+
+def test_simulate_checks_its_input():
+    L = dd.Layout(dd.Partition((2,)), (4,))
+    plan = Plan(Side.of(L), Side.of(dd.Layout(dd.Partition((2,)), (4,), ((1, 3),))))
+    with pytest.raises(ShapeError):
+        plan.simulate([torch.ones(2)])
+    with pytest.raises(ShapeError):
+        plan.simulate([torch.ones(2), torch.ones(3)])
+
+
+def test_local_transport_checks_lengths():
+    from distdl.transport.local import LocalTransport
+
+    boxes = LocalTransport(0, 2).mailboxes
+    a, b = LocalTransport(0, 2, boxes), LocalTransport(1, 2, boxes)
+    x, y = torch.ones(2), torch.zeros(3)
+    a.post([(1, x.data_ptr(), 8)], [])
+    with pytest.raises(TransportError, match="length"):
+        b.wait(b.post([], [(0, y.data_ptr(), 12)]))
+    with pytest.raises(TransportError, match="nothing was sent"):
+        b.wait(b.post([], [(0, y.data_ptr(), 12)]))
+    assert y.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("what", ["repartition", "halo"])
+def test_planning_4096_ranks(what):
+    """A rank's plan costs what its own messages cost: below 10 ms (best of several) on a 16x16x16 grid."""
+    P, Q, shape = dd.Partition((16, 16, 16)), dd.Partition((16, 16, 16), range(4095, -1, -1)), (500, 400, 333)
+    if what == "halo":
+        plan = dd.HaloSpec(P, shape, 2, boundary="circular").plan()
+    else:
+        plan = Plan(Side.of(dd.Layout(P, shape)), Side.of(dd.Layout(Q, shape, (None, None, (33, *(20,) * 15)))))
+    plan.view(0)  # the shared tables
+    took = []
+    for rank in (77, 2048, 4095, 1234, 9, 3333, 700, 2222):
+        start = time.perf_counter()
+        view = plan.view(rank)
+        took.append(time.perf_counter() - start)
+        assert len(view.received) >= 1
+    assert min(took) < 0.010, took
+
+
+def test_simulate_reproduces_itself():
+    L = dd.Layout(dd.Partition((4,)), (6,))
+    plan = dd.HaloSpec(L, 5, boundary="circular").plan().T
+    xs = [torch.rand(plan.held.local_shape(r)) for r in range(4)]
+    assert all(torch.equal(a, b) for a, b in zip(simulate(plan, xs), simulate(plan, xs)))

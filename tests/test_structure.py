@@ -1,0 +1,140 @@
+"""What importing does, which way imports run, and life without MPI."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import distdl as dd
+import distdl.functional as F
+
+PACKAGE = Path(dd.__file__).parent
+LAUNCHER_VARIABLES = ("OMPI_", "PMI", "PRTE_", "MPI_LOCAL", "HYDRA")
+
+
+def run(code):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    env["PYTHONPATH"] = str(PACKAGE.parent)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_starts_neither_mpi_nor_cuda():
+    code = """
+import sys, distdl, distdl.functional
+assert "mpi4py" not in sys.modules and "mpi4py.MPI" not in sys.modules
+import torch
+assert not torch.cuda.is_initialized()
+P = distdl.Partition((2,)); L = distdl.Layout(P, (5,))
+from distdl.plan import Plan, Side
+plan = Plan(Side.of(L), Side.of(distdl.Layout(P, (5,), ((1, 4),))))
+print([y.tolist() for y in plan.simulate([torch.arange(3.), torch.arange(3., 5.)])])
+assert "mpi4py" not in sys.modules, "plans and simulate need no MPI"
+"""
+    assert run(code) == "[[0.0], [1.0, 2.0, 3.0, 4.0]]"
+
+
+def test_one_rank_without_mpi4py():
+    """Every movement works in a single process without mpi4py, and a launched one says what is missing."""
+    code = """
+import sys
+sys.modules["mpi4py"] = None
+import torch, distdl as dd, distdl.functional as F
+P = dd.Partition((1, 1)); L = dd.Layout(P, (3, 4)); x = torch.arange(12.).reshape(3, 4).requires_grad_()
+y = F.halo_exchange(F.repartition(x, P, P), dd.HaloSpec(L, 1, boundary="circular"))
+y = F.all_sum_reduce(F.all_gather(F.reduce_scatter(y[1:-1, 1:-1], L), P), P)
+loss = F.invariant_sum((F.shift(F.mark_varying(y, P), P, 0) ** 2).sum(), P)
+loss.backward()
+assert torch.equal(x.grad, 2 * x.detach())
+assert torch.equal(torch.func.hessian(lambda x: (F.broadcast(x, P, P, shape=(3, 4)) ** 2).sum())(x.detach()).reshape(12, 12), 2 * torch.eye(12))
+print(dd.world())
+import os
+os.environ["PMI_SIZE"] = "2"
+dd.world().close()
+try:
+    dd.world()
+except dd.errors.TransportError as error:
+    print("launcher" in str(error), error.next_step)
+"""
+    first, second = run(code).splitlines()
+    assert first == "World(rank 0 of 1, name='default', LocalTransport)" and second.startswith("True pip install")
+
+
+# A module may import those of its own line and above, in functional/ and nn/ also its siblings.
+ORDER = [
+    {"errors"}, {"partition"}, {"plan"}, {"halo", "_torch", "transport"}, {"exchange"}, {"world"}, {"linear_map"}, {"maps"}, {"agree"},
+    {"functional", "init"}, {"func", "testing"}, {"nn", "parallel", "viz", "checkpoint", "remat", "checking"}, {"launch", "demo"}, {"__init__"},
+    {"__main__"},
+]  # fmt: skip
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
+
+
+def imported(path):
+    """Top-level names inside distdl that a file imports at module level."""
+    package = path.relative_to(PACKAGE).parts[:-1]
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = (*package[: len(package) - node.level + 1], *(node.module or "").split("."))
+            base = tuple(b for b in base if b)
+            yield from ([base[0]] if base else [a.name for a in node.names])
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("distdl"):
+            yield (node.module.split(".") + ["__init__"])[1]
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    mine = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert mine in LEVEL, f"give {mine} a place in ORDER"
+    for name in imported(path):
+        if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists():
+            assert name == mine or LEVEL[name] <= LEVEL[mine], f"{mine} imports {name}, which stands above it"
+            assert name == mine or LEVEL[name] < LEVEL[mine] or mine in ("testing", "func"), f"{mine} and {name} stand on one line"
+
+
+def test_one_autograd_function():
+    """DESIGN: there is one torch.autograd.Function in the library."""
+    found = [p.name for p in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(p.read_text()))
+             if isinstance(node, ast.ClassDef) and any(ast.unparse(b).endswith("autograd.Function") for b in node.bases)]  # fmt: skip
+    assert found == ["linear_map.py"]
+
+
+def test_public_names():
+    for module in (dd, F, dd.func, dd.testing):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            assert not callable(thing) or thing.__doc__, f"{name} has no docstring"
+
+
+def test_executor_through_counting_and_null_transports():
+    """What the executor hands to a transport: flat buffers in peer order, of exactly the planned bytes."""
+    from distdl import exchange
+    from distdl.transport.local import LocalTransport, NullTransport
+
+    posted = []
+
+    class Counting(NullTransport):
+        def post(self, sends, receives):
+            posted.append(([(p, n) for p, _, n in sends], [(p, n) for p, _, n in receives]))
+            return super().post(sends, receives)
+
+    L, M = dd.Layout(dd.Partition((4, 1)), (8, 8)), dd.Layout(dd.Partition((1, 4)), (8, 8))
+    plan = dd.maps.Plan(dd.maps.Side.of(L), dd.maps.Side.of(M))
+    x = torch.arange(16.0).reshape(2, 8)
+    (y,) = exchange.run((plan,), [x], Counting(1, 4))
+    assert posted == [([(0, 16), (2, 16), (3, 16)], [(0, 16), (2, 16), (3, 16)])]
+    assert y.shape == (8, 2) and torch.equal(y[2:4], x[:, 2:4]), "what stays is copied without the transport"
+    posted.clear()
+    exchange.run((plan,), [torch.stack([x] * 3)], Counting(1, 4))
+    assert posted[0][0] == [(0, 48), (2, 48), (3, 48)]
+    alone = dd.maps.Plan(dd.maps.Side.of(dd.Layout(dd.Partition((1,)), (3,))), dd.maps.Side.of(dd.Layout(dd.Partition((1,)), (3,))))
+    posted.clear()
+    exchange.run((alone,), [torch.ones(3)], Counting(0, 1))
+    assert not posted
+    with pytest.raises(dd.errors.ShapeError):
+        exchange.run((plan,), [torch.ones(3, 3)], Counting(1, 4))
+    assert LocalTransport().all_gather(b"x", (0,)) == [b"x"]
