@@ -106,7 +106,8 @@ def report(path: str, code: int, text: str, error: BaseException) -> None:
 def main(reports: str, *argv: str) -> None:
     """Run; on failure report, then end every rank."""
     watch_parent()
-    sys.stdout.reconfigure(line_buffering=True)  # whole lines, also from a job that is killed
+    # Whole lines, also from a job that is killed, and where PYTHONUNBUFFERED would have ranks interleave within a line.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     rank, size = start()
     try:
         if argv[0] == "--call":

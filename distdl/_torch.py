@@ -15,9 +15,18 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
+# A tensor of a transform that has ended (a pullback's memory, say) as the plain tensor that it now is.
+unwrap_if_dead = _functorch.unwrap_if_dead
+
+
 def forward_mode_active() -> bool:
     """Whether a forward-mode level (torch.autograd.forward_ad) is open."""
     return forward_ad._current_level >= 0
+
+
+def has_tangent(tensor) -> bool:
+    """Whether forward mode is differentiating with respect to ``tensor`` right here (not inside a Function's forward)."""
+    return forward_mode_active() and torch._C._is_fwd_grad_enabled() and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def fast_apply(function):

@@ -19,7 +19,7 @@ class DistdlError(Exception):
         if rank is not None:
             parts.append(f"on rank {rank}")
         if partitions is not None:
-            parts.append(f"partitions: {partitions}")
+            parts.append(f"partitions: {_one_line(partitions)}")
         if next_step is not None:
             parts.append(f"next step: {next_step}")
         super().__init__("; ".join(parts))
@@ -27,6 +27,13 @@ class DistdlError(Exception):
     def __reduce__(self):
         # Exceptions cross processes (dd.launch); the default would call __init__ with the joined message only.
         return _rebuild, (type(self), self.__dict__.copy())
+
+
+def _one_line(value) -> str:
+    """A partition without its drawing, or several with arrows."""
+    if isinstance(value, (tuple, list)):
+        return " -> ".join(map(_one_line, value))
+    return str(value).splitlines()[0] if str(value) else ""
 
 
 def _rebuild(cls, state):

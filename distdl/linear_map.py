@@ -69,11 +69,11 @@ class LinearMap:
 
     def __post_init__(self):
         where = world(self.plan.held.partition.world)
-        where.check(str(self), self.plan.held.partition, self.plan.wanted.partition)
         view = self.plan.view(where.rank)
         cache = self.__dict__
         cache["world"], cache["in_shape"], cache["out_shape"] = where, view.in_shape, view.out_shape
         cache["active"] = self.plan.held.partition.index(where.rank) is not None
+        cache["_fits"] = max(self.plan.ranks) < where.size
         cache["_identity"] = self.plan.is_identity() and self.adjoint.is_identity()
         cache["_single"], cache["_plans"] = (self,), (self.plan,)
 
@@ -102,6 +102,8 @@ class LinearMap:
         Raises:
             ShapeError: ``x`` is not a tensor of shape :attr:`in_shape` (where this rank holds something).
         """
+        if not self._fits:
+            self.world.check(str(self), self.plan.held.partition, self.plan.wanted.partition)
         if self.active:
             if x.shape != self.in_shape:
                 raise ShapeError("the local tensor has the wrong shape", op=str(self), partitions=self.partitions,
@@ -331,7 +333,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        (s,) = ctx.saved_tensors
+        s = _torch.unwrap_if_dead(ctx.saved_tensors[0])
         *found, tie = apply([ctx.maps[i].T for i in ctx.smooth], [grads[i] for i in ctx.smooth], (s, grads[-1]))
         x_grads = [None] * ctx.n
         for i, g in zip(ctx.smooth, found):
@@ -340,7 +342,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, _maps, _pending, _n, *tangents):
-        (s,) = ctx.saved_tensors
+        s = _torch.unwrap_if_dead(ctx.saved_tensors[0])
         ties = [t for t in tangents[ctx.n :] if t is not None]
         *found, tie = apply([ctx.maps[i] for i in ctx.smooth], [tangents[i] for i in ctx.smooth], (s, *ties))
         y_tangents = [None] * ctx.n
@@ -454,7 +456,7 @@ def _move_fake(xs, movement):
 
 def _move_autograd(xs, movement):
     # Alone the operator would have gradient zero and tangent zero, silently: only the Function above may call it.
-    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+    if (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or any(_torch.has_tangent(x) for x in xs):
         raise AgreementError("distdl::move has no derivative of its own", op="move", actual=movement,
                              next_step="call the map (or the function in distdl.functional) instead")
     with _torch.below_autograd():

@@ -161,8 +161,8 @@ def check_grads(f, x, *, order: int = 2, out_weight: float = 1.0, in_weight: flo
     w = _random(y.shape, y.dtype, seed + 3, where.rank if out_weight == 1 else 0)
 
     def first(g, x, v, w, weight, what):
-        tangent = jvp(g, (x,), (v,))[1]
-        difference = (g(x + step * v) - g(x - step * v)) / (2 * step)
+        tangent = jvp(g, (x,), (v,))[1].detach()
+        difference = ((g(x + step * v) - g(x - step * v)) / (2 * step)).detach()
         scale = max([1.0, *gather_objects(float(difference.abs().max()) if difference.numel() else 0.0, ranks)])
         error = float((tangent - difference).abs().max()) / scale if difference.numel() else 0.0
         collective_assert(error <= tol, f"{what}: jvp and differences differ by {error:.1e}", ranks)

@@ -22,10 +22,8 @@ def _plan(A):
 
 
 def matrix(plan, dtype=torch.float64):
-    """The dense matrix of a plan or LinearMap: a row for each wanted element, a column for each held one, rank after rank.
-
-    Built from the images of the basis vectors, so ``matrix(A.T)`` equals ``matrix(A).T`` only where the adjoint is right.
-    """
+    """The dense matrix of a plan or LinearMap, from the images of basis vectors: a row for each wanted element, a column for each
+    held one, rank after rank. So ``matrix(A.T)`` equals ``matrix(A).T`` only where the adjoint is right."""
     plan = _plan(plan)
     shapes = [plan.held.local_shape(r) for r in plan.held.partition.ranks]
     sizes = [math.prod(shape) for shape in shapes]
@@ -36,11 +34,8 @@ def matrix(plan, dtype=torch.float64):
 
 def messages(plan) -> list[tuple[int, int, int]]:
     """(source rank, destination rank, elements) of every message; what a rank keeps comes with source = destination."""
-    plan, found = _plan(plan), []
-    for r in plan.ranks:
-        view = plan.view(r)
-        found += [(r, m.peer, m.volume) for m in (*view.sends, *([view.kept] if view.kept else []))]
-    return sorted(found)
+    views = {r: _plan(plan).view(r) for r in _plan(plan).ranks}
+    return sorted((r, m.peer, m.volume) for r, view in views.items() for m in (*view.sends, view.kept) if m)
 
 
 def text(what) -> str:
@@ -62,13 +57,12 @@ def _layout_text(L: Layout) -> str:
     for r in L.partition.ranks:
         owner[L.slices(r)] = r
     width = len(str(max(L.partition.ranks)))
-    rows = owner.reshape(-1, L.shape[-1]).tolist()
-    empty = [r for r in L.partition.ranks if 0 in L.local_shape(r)]
-    return "\n".join([" ".join(f"{r:>{width}}" for r in row) for row in rows] + [f"rank {r}: empty" for r in empty])
+    rows = [" ".join(f"{r:>{width}}" for r in row) for row in owner.reshape(L.shape[0] ** (L.ndim - 1), L.shape[-1]).tolist()]
+    return "\n".join(rows + [f"rank {r}: empty" for r in L.partition.ranks if 0 in L.local_shape(r)])
 
 
 def _halo_text(spec: HaloSpec, d: int) -> str:
-    """For each coordinate of dim ``d``: the index that every place of its window shows, its own block in brackets, zeros as dots."""
+    """For each block of dim ``d`` the index that every place of its window shows; itself in brackets, zeros as dots."""
     L, n, boundary, rows = spec.in_layout, spec.in_layout.shape[d], spec.boundary[d], []
     lo, width = min(w0 for w0, _ in spec.windows[d]), len(str(n)) + 1
     for c, ((w0, w1), (b0, b1)) in enumerate(zip(spec.windows[d], L.blocks(d))):
@@ -82,22 +76,18 @@ def _halo_text(spec: HaloSpec, d: int) -> str:
 
 def _axes(ax, title):
     """matplotlib axes to draw on, or ``None`` without matplotlib."""
-    if ax is None:
-        try:
-            from matplotlib import pyplot
-        except ImportError:
-            return None
-        ax = pyplot.subplots(layout="constrained")[1]
-    if title is not None:
-        ax.set_title(title)
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        return None
+    ax = pyplot.subplots(layout="constrained")[1] if ax is None else ax
+    ax.set_title(title or "")
     return ax
 
 
 def draw(what, ax=None, title=None):
-    """Draw a partition, a layout or halo specification of one or two dims, or the messages of a plan or LinearMap.
-
-    ``ax``: matplotlib axes, default a new figure's. Returns the axes; without matplotlib prints :func:`text`, returns ``None``.
-    """
+    """Draw a partition, a layout or halo specification of one or two dims, or the messages of a plan or LinearMap, on matplotlib
+    axes ``ax`` (default: a new figure's), and return the axes. Without matplotlib, print :func:`text` and return ``None``."""
     if isinstance(what, Partition):
         what = Layout(what, what.shape)
     dims = getattr(getattr(what, "in_layout", what), "ndim", None)
@@ -125,15 +115,16 @@ def _draw_boxes(what, ax):
         if block and x1 > x0 and y1 > y0:
             ax.text((x0 + x1) / 2, (y0 + y1) / 2, f"rank {r}", ha="center", va="center")
     ax.autoscale_view()
-    ax.invert_yaxis()
-    ax.set_aspect("equal")
+    ax.set(aspect="equal", ylim=ax.get_ylim()[::-1])
 
 
 def _draw_messages(plan, ax):
     """Holders above, takers below, a line for each message with its number of elements."""
+    t = 1 / (len(plan.ranks) + 1)  # where along its line a number stands: there, the lines of all holders lie apart
     for a, b, n in messages(plan):
         ax.annotate("", (b, 0.1), (a, 0.9), arrowprops={"arrowstyle": "->", "color": f"C{a % 10}", "lw": 1.5})
-        ax.text(a + 0.3 * (b - a), 0.66, str(n), ha="center", va="center", backgroundcolor="white", fontsize=8, color=f"C{a % 10}")
+        ax.text(a + t * (b - a), 0.9 - 0.8 * t, str(n), ha="center", va="center", color=f"C{a % 10}",
+                bbox={"fc": "white", "ec": "none", "pad": 1}, fontsize=8)  # fmt: skip
     for side, y in ((plan.held, 0.95), (plan.wanted, 0.05)):
         for r in side.partition.ranks:
             ax.text(r, y, f"rank {r}", ha="center", va="center")

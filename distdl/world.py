@@ -42,10 +42,14 @@ class World:
         return self.host
 
     def check(self, op: str, *partitions) -> None:
-        """Raise PartitionError where a partition names a rank that this world does not have."""
+        """Raise PartitionError where a partition is of another world, or names a rank that this one does not have."""
         for P in partitions:
+            if P.world != self.name:
+                raise PartitionError("the partitions belong to different worlds", op=op, partitions=partitions,
+                                     expected=self.name, actual=P.world, next_step="make both in one world")
             if max(P.ranks) >= self.size:
-                raise PartitionError(f"the world has {self.size} ranks", op=op, partitions=P, expected=f"< {self.size}",
+                ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+                raise PartitionError(f"the world has {ranks}", op=op, partitions=P, expected=f"< {self.size}",
                                      actual=f"rank {max(P.ranks)}", next_step=f"start with -n {max(P.ranks) + 1}")
 
     def all_gather(self, data: bytes, ranks) -> list[bytes]:

@@ -43,15 +43,16 @@ def is_own(value, module) -> bool:
 
 def entry(name: str, value) -> list[str]:
     """Heading, signature and documentation; for a class its public members too."""
-    lines = [f"### {escaped(name)}", "", "```text", signature(name, value), "```", "", *documentation(inspect.getdoc(value) or "")]
-    if inspect.isclass(value) and not issubclass(value, BaseException):
-        lines += ["", "**Members**:", ""]
-        for member, found in vars(value).items():
-            text = inspect.getdoc(getattr(value, member))
-            if member.startswith("_") or not text or not (callable(found) or isinstance(found, (property, classmethod, staticmethod))):
-                continue
+    lines = [f"#### {escaped(name)}", "", "```text", signature(name, value), "```", "", *documentation(inspect.getdoc(value) or "")]
+    members = []
+    for member, found in vars(value).items() if inspect.isclass(value) and not issubclass(value, BaseException) else ():
+        text = inspect.getdoc(getattr(value, member))
+        described = callable(found) or isinstance(found, (property, classmethod, staticmethod))
+        if text and described and not member.startswith("_"):
             call = member if isinstance(found, property) else signature(member, getattr(value, member))
-            lines += [f"- **`{call}`**: {' '.join(map(escaped, text.split(chr(10) * 2)[0].split(chr(10))))}"]
+            members.append(f"- **`{call}`**: {escaped(' '.join(text.split(chr(10) * 2)[0].split()))}")
+    if members:
+        lines += ["", "**Members**:", "", *members]
     return [*lines, ""]
 
 

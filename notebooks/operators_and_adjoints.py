@@ -14,10 +14,11 @@
 # %% [markdown]
 # # Operators and adjoints, by picture
 #
-# Everything here runs in **one process**. A movement of `distdl` is a *plan*: who holds which boxes, who wants which. Plans are
-# plain values, so one process can play all ranks (`simulate`) and draw what they do. No MPI is needed.
+# Everything here runs in **one process**. A movement of `distdl` is a *plan*: who holds which boxes, who wants which. Plans
+# are plain values, so one process can play all ranks (`simulate`) and draw what they do. No MPI is needed.
 #
-# The question of this notebook: *what is the gradient of a message?* The answer, every time: the transpose of a matrix with ones in it.
+# The question of this notebook: *what is the gradient of a message?* The answer, every time: the transpose of a matrix with
+# ones in it.
 
 # %%
 import torch
@@ -42,9 +43,9 @@ def row(*drawings, height=3.2, width=4):
 # %% [markdown]
 # ## Partitions and layouts
 #
-# A **partition** is a grid of ranks. A **layout** lays a global shape over it. Blocks differ by one at most, the larger ones first; if
-# there are more ranks than elements, the last blocks are empty. Below: a 2 × 3 grid, a 5 × 7 tensor over it, and the same tensor over
-# four ranks with row blocks of chosen sizes.
+# A **partition** is a grid of ranks. A **layout** lays a global shape over it. Blocks differ by one at most, the larger ones
+# first; if there are more ranks than elements, the last blocks are empty. Below: a 2 × 3 grid, a 5 × 7 tensor over it, and
+# the same tensor over four ranks with row blocks of chosen sizes.
 
 # %%
 P = dd.Partition((2, 3))
@@ -61,8 +62,8 @@ print([M.local_shape(r) for r in M.partition.ranks])
 # %% [markdown]
 # ## Who sends what to whom
 #
-# A repartition takes blocks of one layout to blocks of another. Where a held box meets a wanted box, there is a message (or, on the same
-# rank, a copy). Numbers are elements.
+# A repartition takes blocks of one layout to blocks of another. Where a held box meets a wanted box, there is a message (or,
+# on the same rank, a copy). Numbers are elements.
 
 # %%
 rows, columns = dd.Layout(dd.Partition((4, 1)), (5, 6)), dd.Layout(dd.Partition((1, 3)), (5, 6))
@@ -73,8 +74,8 @@ print(viz.text(A))
 # %% [markdown]
 # ## The matrix of a movement
 #
-# Put the blocks of all ranks end to end: that is one vector. A movement is then a matrix of zeros and ones, found by sending every
-# basis vector. A repartition loses nothing and copies nothing: its matrix is a permutation. Red lines separate ranks.
+# Put the blocks of all ranks end to end: that is one vector. A movement is then a matrix of zeros and ones, found by sending
+# every basis vector. A repartition loses nothing and copies nothing: its matrix is a permutation. Red lines separate ranks.
 
 # %%
 row((viz.spy, A, "repartition"), (viz.spy, A.T, "its adjoint"))
@@ -83,8 +84,8 @@ assert torch.equal(viz.matrix(A.T), a.T)
 assert torch.equal(a.T @ a, torch.eye(30, dtype=torch.float64))
 
 # %% [markdown]
-# `viz.matrix(A.T)` was not made by transposing: it is what the *adjoint movement* does to basis vectors. That the two agree is the fact
-# that reverse mode rests on.
+# `viz.matrix(A.T)` was not made by transposing: it is what the *adjoint movement* does to basis vectors. That the two agree
+# is the fact that reverse mode rests on.
 #
 # ## Broadcast and sum-reduce
 #
@@ -116,8 +117,8 @@ assert torch.equal(viz.matrix(dd.maps.reduce_scatter(dd.Layout(three, (7,)))), v
 # %% [markdown]
 # ## Halo exchange, with each boundary
 #
-# Every rank wants its block and some of its neighbours'. A boundary condition says which real element a ghost beyond the edge shows; it
-# is one index function, and nothing else in the library knows of it. Brackets: a rank's own block. Dots: zeros.
+# Every rank wants its block and some of its neighbours'. A boundary condition says which real element a ghost beyond the edge
+# shows; it is one index function, and nothing else in the library knows of it. Brackets: a rank's own block. Dots: zeros.
 
 # %%
 Q = dd.Partition((3,))
@@ -130,16 +131,17 @@ row(*((viz.spy, spec.plan(), boundary) for boundary, spec in halos.items()), wid
 row(*((viz.spy, spec.plan().T, f"{boundary}, adjoint") for boundary, spec in halos.items()), width=3, height=2.4)
 
 # %% [markdown]
-# Columns with several entries are elements that several ranks see. The adjoint *adds* what they send back: a ghost's cotangent goes to its
-# owner. Replicated edges add twice, on the same rank. Counting the ones of each column says how often an element is used:
+# Columns with several entries are elements that several ranks see. The adjoint *adds* what they send back: a ghost's
+# cotangent goes to its owner. Replicated edges add twice, on the same rank. Counting the ones of each column says how often
+# an element is used:
 
 # %%
 for boundary, spec in halos.items():
     print(f"{boundary:>10}: {viz.matrix(spec.plan()).sum(0).int().tolist()}")
 
 # %% [markdown]
-# In two dims corners come directly from the rank that has them, in the same single set of messages. A halo wider than a neighbour's
-# block needs more messages, and no other code.
+# In two dims corners come directly from the rank that has them, in the same single set of messages. A halo wider than a
+# neighbour's block needs more messages, and no other code.
 
 # %%
 K = dd.Layout(dd.Partition((2, 2)), (6, 6))
@@ -150,8 +152,8 @@ row((viz.draw, near, "dotted: windows of width 1"), (viz.draw, near.plan(), "mes
 # %% [markdown]
 # ## The dot test
 #
-# ⟨A x, y⟩ = ⟨x, Aᵀ y⟩ for random x and y is the cheapest test of an adjoint. Here by hand, for every movement above; on real ranks
-# it is `dd.testing.dot_test(A)`.
+# ⟨A x, y⟩ = ⟨x, Aᵀ y⟩ for random x and y is the cheapest test of an adjoint. Here by hand, for every movement above; on real
+# ranks it is `dd.testing.dot_test(A)`.
 
 
 # %%
@@ -192,6 +194,6 @@ print("dot test:", "below 1e-14" if dot_test(E) < 1e-14 else "failed")
 # %% [markdown]
 # ## What follows
 #
-# Since each movement is a matrix, reverse mode multiplies by its transpose, forward mode by the matrix itself, and second derivatives by
-# one and then the other. `torch.func` composes these in any order. What a *copy* means, and so what the gradient of a replicated loss
-# is, is the one thing left to choose: see *The cotangent convention* in the documentation.
+# Since each movement is a matrix, reverse mode multiplies by its transpose, forward mode by the matrix itself, and second
+# derivatives by one and then the other. `torch.func` composes these in any order. What a *copy* means, and so what the
+# gradient of a replicated loss is, is the one thing left to choose: see *The cotangent convention* in the documentation.

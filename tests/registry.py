@@ -8,9 +8,9 @@ what rank r must end with, by ordinary torch functions. So any derivative has a 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Callable
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
 """Run every ```python block of README.md and docs/*.md, so that they stay true.
 
-A block whose first line is ``# ranks: 2`` runs on two ranks, others in one process. Each has a namespace of its own. A ```text block
-that follows one directly is what it prints, rank by rank. All blocks of one world size share one launch::
+A block whose first line is ``# ranks: 2`` runs on two ranks, others in one process. Each has a namespace of its own. A ```text
+block that follows one directly is what it prints, rank by rank. All blocks of one world size share one launch::
 
     python -m distdl run -n 2 tests/test_docs.py            # the blocks for two ranks
     python -m distdl run -n 2 tests/test_docs.py tour.md    # of one page
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -26,11 +27,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TIMEOUT = 240  # seconds for the blocks of one world size
+FROM_TORCH = (
+    "`torch.jit",
+    "Attempted to insert a get_attr",
+    "Converting a tensor with requires_grad",
+)  # warnings by jvp, linearize
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some code of a page. ``line`` is that of its first line; ``printed`` what it should print, ``None`` where the page is silent."""
+    """Some code of a page; ``line`` is that of its first line, ``printed`` what it should print (``None``: the page is silent)."""
 
     path: str
     line: int
@@ -58,12 +64,18 @@ def by_ranks() -> dict[int, list[Block]]:
     return dict(sorted(found.items()))
 
 
+def run(program, **variables):
+    """Run a Python program that finds this checkout, whether or not it is installed."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, **variables}
+    command = [sys.executable, *program]
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=TIMEOUT + 30)
+
+
 @pytest.mark.parametrize("n", by_ranks())
 def test_blocks_run(n):
     """Every block for this number of ranks runs, and prints what its page says."""
-    command = [sys.executable, "-m", "distdl", "run", "-n", str(n), "--timeout", str(TIMEOUT), __file__]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    done = run(["-m", "distdl", "run", "-n", str(n), "--timeout", str(TIMEOUT), __file__])
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     assert f"{len(by_ranks()[n])} blocks" in done.stdout
 
@@ -96,8 +108,22 @@ def test_reference_renders(monkeypatch):
     import distdl.functional as F
 
     page = gen_api.expand((ROOT / "docs" / "api.md").read_text(encoding="utf-8"))
-    missing = [name for name in F.__all__ if f"### {name}\n" not in page.replace("\\_", "_")]
+    missing = [name for name in F.__all__ if f"#### {name}\n" not in page.replace("\\_", "_")]
     assert not missing
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "notebooks").glob("*.py")), ids=lambda path: path.stem)
+def test_notebook(script):
+    """A notebook holds its script's cells and their outputs, without an error; and the script runs."""
+    pytest.importorskip("matplotlib")
+    cells = [c for c in json.loads(script.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+    assert all(o["output_type"] != "error" for c in cells for o in c["outputs"])
+    assert all(c["execution_count"] for c in cells)
+    parts = re.split(r"^# %%(.*)\n", script.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    code = [text.strip() for kind, text in zip(parts[1::2], parts[2::2]) if not kind]
+    assert ["".join(c["source"]).strip() for c in cells] == code
+    done = run([str(script)], MPLBACKEND="Agg", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # ---------------------------------------------------------------- on the ranks
@@ -112,9 +138,9 @@ def run_block(block: Block, world) -> str | None:
     try:
         with contextlib.redirect_stdout(printed), warnings.catch_warnings():
             warnings.simplefilter("error")
-            for of_torch in ("`torch.jit", "Attempted to insert a get_attr", "Converting a tensor with requires_grad"):  # from jvp and linearize, serial ones too
-                warnings.filterwarnings("ignore", of_torch)
-            exec(compile(code, str(ROOT / block.path), "exec"), {"__name__": "__docs__"})  # noqa: S102
+            for text in FROM_TORCH:
+                warnings.filterwarnings("ignore", text)
+            exec(compile(code, str(ROOT / block.path), "exec"), {"__name__": "__docs__"})
     except BaseException:
         sys.stderr.write(f"{where}: the block failed on rank {world.rank}\n{traceback.format_exc()}")
         raise

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import distdl as dd
+from distdl.__main__ import main
 from distdl.launch import RankError, environment, find_launcher, find_mpi
 
 pytestmark = pytest.mark.skipif(find_mpi() is None, reason="needs mpi4py and an MPI library")
@@ -95,10 +96,10 @@ def test_exception_is_raised_with_rank_and_traceback():
     assert "in work" in cause and "raise fail" in cause
 
 
-@pytest.mark.parametrize("error", [OwnError(1, 2), SystemExit(0), SystemExit("no")], ids=repr)
-def test_exception_that_cannot_travel_is_told(error):
+@pytest.mark.parametrize(("kind", "args"), [(OwnError, (1, 2)), (SystemExit, (0,)), (SystemExit, ("no",))])
+def test_exception_that_cannot_travel_is_told(kind, args):
     def fail():
-        raise error
+        raise kind(*args)
 
     with pytest.raises(RankError, match="rank 0 of 1 failed"):
         dd.launch(fail, 1)()
@@ -169,13 +170,13 @@ def test_uncaught_exception_ends_all_and_comes_last(script):
     assert time.monotonic() - began < 60  # the other two wait forever
     lines = err.splitlines()
     assert lines[-1] == "[rank 1] ValueError: broken"
-    assert lines[-3].startswith("[rank 1]   File") and "_rank.py" not in lines[-3]
-    assert "Traceback" not in err[: err.index("[rank 1]")]
+    assert sum("File" in line for line in lines) == 1 and "_rank.py" not in err  # the user's code only
 
 
 def test_failure_before_mpi_is_used(tmp_path):
+    """One rank fails at once, the other sleeps and never calls MPI."""
     path = tmp_path / "program.py"
-    path.write_text("import os\nif os.path.exists(os.environ['LOCK']):\n    import time\n    time.sleep(600)\nopen(os.environ['LOCK'], 'w')\n1 / 0\n")
+    path.write_text("import os, time\ntry: os.mkdir(os.environ['LOCK'])\nexcept OSError: time.sleep(600)\n1 / 0\n")
     code, _, err = run("run", "-n", 2, path, env={**os.environ, "LOCK": str(tmp_path / "lock")})
     assert code == 1 and "ZeroDivisionError" in err.splitlines()[-1]
 
@@ -202,8 +203,13 @@ def test_signals_end_the_ranks(script, sent, tmp_path):
 
 
 def test_killed_launcher_leaves_no_rank(script, tmp_path):
-    body = "signal = __import__('signal'); signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'pid{rank}', 'w').write(str(os.getpid()))\ntime.sleep(600)"
-    code, _, err = run("run", "-n", 2, "--timeout", 8, script(body), cwd=tmp_path)
+    path = script("""
+        import signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open(f"pid{rank}", "w").write(str(os.getpid()))
+        time.sleep(600)
+    """)
+    code, _, err = run("run", "-n", 2, "--timeout", 8, path, cwd=tmp_path)
     assert code == 124 and "within 8 s" in err
     assert gone([(tmp_path / f"pid{r}").read_text() for r in range(2)])
 
@@ -232,15 +238,16 @@ def test_launch_inside_a_rank(script):
         (["fly"], "invalid choice"),
     ],
 )
-def test_bad_command_line(args, says):
-    code, _, err = run(*args)
-    assert code == 2 and says in err
+def test_bad_command_line(args, says, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(args)
+    assert says in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- what is found
 
 
-def test_info_starts_nothing(tmp_path):
+def test_info():
     code, out, err = run("info")
     assert code == 0, err
     for name in ("python", "torch", "mpi4py", "MPI", "launcher", "CUDA devices"):

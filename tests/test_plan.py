@@ -60,7 +60,7 @@ def test_repartition(pair):
     for r, y, wanted in zip(M.partition.ranks, got, shards(M, X), strict=True):
         assert torch.equal(y, wanted)
         assert plan.view(r).out_shape == tuple(wanted.shape)
-    assert plan.T.T is plan and plan.T == Plan(Side.of(M), Side.of(L))
+    assert plan.T.T is plan and Plan(Side.of(M), Side.of(L)) == plan.T
     assert plan.is_identity() == (L == M)
     for r in plan.ranks:  # what r sends to s is what s expects of r, in size and order
         for message in plan.view(r).sends:
@@ -126,6 +126,17 @@ def test_summing_group_and_identity():
     assert Plan(rows, rows).summing_group(3) == (1, 3) and Plan(rows, rows).summing_group(2) == (0, 2)
     assert Plan(alone, alone).summing_group(0) is None and Plan(alone, alone).is_identity()
     assert not Plan(rows, rows).is_identity() and not Plan(everyone, everyone).is_identity()
+
+
+def test_copies_of_a_sum_are_bitwise_equal():
+    """Every rank adds in grid order, whichever terms are its own: here the order decides the float32 result."""
+    from distdl.plan import whole
+
+    everyone = Side(dd.Partition((5,), (3, 0, 4, 1, 2)), (whole(1),))
+    terms = [torch.tensor([v]) for v in (1e8, 3.0, -1e8, 0.3, 1e-7)]
+    got = Plan(everyone, everyone).simulate(terms)
+    in_order = terms[0] + terms[1] + terms[2] + terms[3] + terms[4]
+    assert all(torch.equal(y, in_order) for y in got)
 
 
 def test_simulate_checks_its_input():

@@ -153,7 +153,7 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
         elsewhere; output channels as w's blocks are.
 
     Messages: one halo exchange (from each rank that holds some of the window, 1 message of just that part), and its transpose in
-    backward; with ``params="invariant"`` one all-reduce of |w| and one of |bias| in backward. The general form adds those of
+    backward; with ``params="invariant"`` one all-reduce of |w| + |bias| in backward. The general form adds those of
     :func:`dist_linear`.
 
     y[b,o,p] = bias[o] + Σ_{c,k} w[o,c,k] x[b, c, stride·p - padding + dilation·k]; Hewett & Grady, arXiv:2006.03108, section 4.

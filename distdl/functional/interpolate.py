@@ -59,10 +59,10 @@ def interpolate_layout(L, size=None, scale_factor=None):
 def _taps(mode, n, m, scale, align, kernel):
     """Tables of one dim, n inputs to m outputs: (index, weight), of shape (taps, m); float64 weights, or ``None``.
 
-    ``kernel`` says how torch rounds: (dtype of the scale, whether it multiplies and adds in one rounding, whether equal and
-    doubled sizes are copied whatever the scale).
+    ``kernel`` says how torch rounds: (dtype of the scale, whether it multiplies and adds in one rounding, whether doubling is
+    exact whatever the scale).
     """
-    dtype, fused, shortcuts = kernel
+    dtype, fused, doubles = kernel
     exact, place = mode == "nearest-exact", torch.arange(m)
     if align:
         ratio = torch.tensor(float(n - 1), dtype=dtype) / (m - 1) if m > 1 else torch.tensor(0.0, dtype=dtype)
@@ -75,15 +75,12 @@ def _taps(mode, n, m, scale, align, kernel):
         return ((place.to(dtype) + 0.5).to(wider) * ratio.to(wider) - 0.5).to(dtype)
 
     if _MODES[mode][1] == 1:
-        if shortcuts and not exact and m in (n, 2 * n):
-            return (place // (m // n))[None], None
-        if not exact:
-            at = place.to(dtype) * ratio
-        else:
-            at = centred() + 0.5 if fused else (place.to(dtype) + 0.5) * ratio
+        if doubles and not exact and m == 2 * n:
+            return (place // 2)[None], None
+        at = (place.to(dtype) + (0.5 if exact else 0.0)) * ratio
+        if exact and fused:
+            at = centred() + 0.5
         return at.float().floor().long().clamp(max=n - 1)[None], None
-    if _MODES[mode][1] == 2 and n == m:
-        return place[None], None  # torch copies, whatever the scale factor
     at = place.to(dtype) * ratio if align else centred()
     if _MODES[mode][1] == 2:
         at = at.clamp(min=0)
@@ -102,11 +99,26 @@ def _taps(mode, n, m, scale, align, kernel):
     return index, torch.stack([far(t + 1), near(t), near(1 - t), far(2 - t)])
 
 
+def _small(sizes):
+    """Whether torch takes its vectorised CPU kernel."""
+    return len(sizes) == 2 and sum(sizes) <= 128
+
+
+def _copied(x, mode, space, sizes):
+    """Which dims torch copies, whatever the scale factor: some of those whose size stays."""
+    same, taps = [n == m for n, m in zip(space, sizes)], _MODES[mode][1]
+    if x.is_cuda and taps > 1:
+        return [all(same)] * len(same)
+    if (x.is_cuda and len(same) == 2) or (not x.is_cuda and (taps == 2 or (mode == "nearest" and _small(sizes)))):
+        return same
+    return [False] * len(same)
+
+
 def _kernel(x, sizes, nearest):
     """How torch would round for the whole tensor, contiguous: its kernels differ in the last bit of an index."""
     if nearest and x.is_cuda:
         return torch.float32, False, False
-    if nearest and len(sizes) == 2 and sum(sizes) <= 128:  # the vectorised CPU kernel for small pictures
+    if nearest and _small(sizes):
         return torch.float32, False, True
     return torch.float64 if x.dtype == torch.float64 else torch.float32, True, False
 
@@ -139,7 +151,7 @@ def dist_interpolate(x, P, size=None, scale_factor=None, mode="nearest", align_c
     Returns:
         This rank's block, of layout :func:`interpolate_layout`: splits stay in dims whose size does, and are balanced elsewhere.
         Half precision is interpolated in float32, as in torch. The nearest modes choose the elements that torch chooses for a
-        contiguous tensor of the global shape, which in float64 may differ between its kernels; the gradient is the exact adjoint
+        contiguous tensor of the global shape (CPU and CUDA differ for some sizes); the gradient is the exact adjoint
         of that choice (torch's own is not, for some float64 sizes).
 
     Messages: one halo exchange; its transpose in backward. "area": see :func:`dist_adaptive_avg_pool`.
@@ -165,7 +177,9 @@ def dist_interpolate(x, P, size=None, scale_factor=None, mode="nearest", align_c
             y = dist_adaptive_avg_pool(x, L, sizes)
             return y if L.active else nothing(L.with_shape((*L.shape[:2], *sizes)).local_shape(), y)
         kernel = _kernel(x, sizes, taps == 1)
-        tables = [_taps(mode, n, m, s, bool(align_corners), kernel) for n, m, s in zip(L.shape[2:], sizes, scales)]
+        copied = _copied(x, mode, L.shape[2:], sizes)
+        tables = [_taps(mode, n, m, s, bool(align_corners), kernel) if not same else (torch.arange(n)[None], None)
+                  for n, m, s, same in zip(L.shape[2:], sizes, scales, copied)]
 
         def need(d, o0, o1):  # indices rise with o
             if d < 2:

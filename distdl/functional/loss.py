@@ -1,4 +1,4 @@
-"""Losses over partitioned tensors. All return an *invariant* value: ``.backward()`` and ``torch.func.grad`` are right as they stand.
+"""Losses over partitioned tensors: *invariant* values, of which ``.backward()`` and ``torch.func.grad`` are right as they stand.
 
 ``P`` (a Partition or a Layout) partitions the prediction, and the target with it. ``reduction`` is torch's: ``"mean"`` divides by
 exact global counts, never averaging averages; ``"none"`` returns this rank's block of the losses. On a rank outside ``P`` a
@@ -51,7 +51,7 @@ def dist_cross_entropy(logits, target, P, weight=None, *, ignore_index=-100, red
 
         loss = Σ_c q_c (log Σ_j exp(x_j) − x_c),    q_c = w_c ((1 − ε) t_c + ε / C)
 
-    Only Σ exp and Σ q x pass between the ranks of the class dim (Megatron-LM's vocabulary-parallel form, arXiv:1909.08053, section 3).
+    Only Σ exp and Σ q x pass between the ranks of the class dim (Megatron-LM's form, arXiv:1909.08053, section 3).
 
     Args:
         logits: this rank's (batch, class, *space) block over ``P``; with a one-dim partition (class,).
@@ -199,7 +199,8 @@ _POINTWISE = """
     Returns:
         A scalar, invariant over ``P``; for ``"none"`` this rank's block of the losses, varying.
 
-    Messages: one all-reduce of 2 elements for ``"mean"``{more} (1 with a Layout), 1 for ``"sum"``, none for ``"none"``; none backward.
+    Messages: one all-reduce of 2 elements for ``"mean"``{more} (1 with a Layout), of 1 for ``"sum"``; none for ``"none"``, and
+    none backward.
     """
 
 

@@ -86,13 +86,14 @@ def _normalised(x, mean, var, eps, weight, bias, dtype):
 # ---------------------------------------------------------------- arguments
 
 
-def _enter(op, x, P, least):
-    """(x, its layout), or (a placeholder, ``None``) on a rank that takes no part."""
+def _enter(op, x, P, least, *parameters):
+    """(x, its layout), or (a placeholder that depends on x and the parameters, ``None``) on a rank that takes no part."""
     where = partition_of(P)
     if where.ndim < least:
         raise PartitionError("too few dims", op=op, partitions=P, expected=f"at least {least}", actual=where.ndim)
     if not where.active:
-        return nothing((0, *x.shape[1:]) if x.dim() == where.ndim else (0,) * where.ndim, x), None
+        shape = (0, *x.shape[1:]) if x.dim() == where.ndim else (0,) * where.ndim
+        return nothing(shape, x, *(t for t in parameters if t is not None)), None
     check_block(op, x, P)
     (x,), (L,) = resolve(op, (x,), P)
     if not x.is_floating_point():
@@ -146,7 +147,7 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
     Messages, with C channels on this rank: training, one all-gather of 2C; backward one reduce-scatter. Evaluation: none.
     """
     op = "dist_batch_norm"
-    x, L = _enter(op, x, P, 2)
+    x, L = _enter(op, x, P, 2, weight, bias)
     if L is None:
         return x, running_mean, running_var
     dims = tuple(d for d in range(L.ndim) if d != 1)
@@ -182,7 +183,7 @@ def dist_instance_norm(x, P, weight=None, bias=None, eps=1e-5, *, params="varyin
 
     Messages, with b examples and C channels on this rank, and space split: one all-gather of 2bC; backward one reduce-scatter.
     """
-    x, L = _enter("dist_instance_norm", x, P, 3)
+    x, L = _enter("dist_instance_norm", x, P, 3, weight, bias)
     if L is None:
         return x
     weight, bias = _parameters("dist_instance_norm", params, L, [d for d in range(L.ndim) if d != 1], (x.shape[1],), weight, bias)
@@ -204,7 +205,7 @@ def dist_layer_norm(x, P, normalized_shape, weight=None, bias=None, eps=1e-5, *,
     Messages, with N sets of statistics on this rank (its leading sizes), where trailing dims are split: one all-gather of 2N;
     backward one reduce-scatter.
     """
-    x, L = _enter("dist_layer_norm", x, P, 1)
+    x, L = _enter("dist_layer_norm", x, P, 1, weight, bias)
     if L is None:
         return x
     dims = _trailing("dist_layer_norm", L, normalized_shape)
@@ -224,7 +225,7 @@ def dist_rms_norm(x, P, normalized_shape, weight=None, eps=None, *, params="vary
 
     Messages, with N sets on this rank (its leading sizes), where trailing dims are split: one all-reduce of N; backward another.
     """
-    x, L = _enter("dist_rms_norm", x, P, 1)
+    x, L = _enter("dist_rms_norm", x, P, 1, weight)
     if L is None:
         return x
     dims = _trailing("dist_rms_norm", L, normalized_shape)
@@ -247,7 +248,7 @@ def dist_group_norm(x, P, num_groups, weight=None, bias=None, eps=1e-5, *, param
     2bG; backward one reduce-scatter.
     """
     op = "dist_group_norm"
-    x, L = _enter(op, x, P, 2)
+    x, L = _enter(op, x, P, 2, weight, bias)
     if L is None:
         return x
     if num_groups < 1 or L.shape[1] % num_groups:

@@ -236,10 +236,7 @@ def dist_norm(x, P, dim=None, keepdim=False, *, ord=2):
     x, dtype = wide(x), x.abs().dtype
     if ord == 0:
         return invariant_sum((x != 0).to(x.abs().dtype).sum(dims, keepdim), where, dims).to(dtype)
-    if ord == 2 and not x.is_complex():
-        terms = x.square()
-    else:
-        terms = _power(x.abs(), ord)
+    terms = x.square() if ord == 2 and not x.is_complex() else _power(x.abs(), ord)
     return _power(invariant_sum(terms.sum(dims, keepdim), where, dims), 1 / ord).to(dtype)
 
 
@@ -256,7 +253,7 @@ def dist_argmax(x, P, dim=None, keepdim=False):
 
     NaN counts as largest, as in torch. A bare partition is negotiated, as the global index needs every block's offset.
 
-    Messages: one all-gather of N values and N indices, as one message set.
+    Messages: one all-gather of N values and N indices, in one message to each peer.
 
     Raises:
         ShapeError: the reduced dims have no element.

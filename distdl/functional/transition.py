@@ -189,7 +189,7 @@ def _pads(op, L, pad):
 
 
 def pad_layout(L, pad) -> Layout:
-    """The layout of :func:`dist_pad`'s result for an x of layout ``L``: splits stay where ``pad`` is 0, and are balanced elsewhere."""
+    """The layout of :func:`dist_pad`'s result for an x of layout ``L``: splits stay where sizes do, else balanced."""
     return L.with_shape([n + a + b for n, (a, b) in zip(L.shape, _pads("pad_layout", L, pad))])
 
 
@@ -292,7 +292,7 @@ def _several(op, xs, P, shapes):
     if shapes is not None:
         layouts = [maps.layout_over(Q, tuple(shape), op) for Q, shape in zip(layouts, shapes)]
     if not all(isinstance(Q, Layout) for Q in layouts):
-        if any(Q != layouts[0] for Q in layouts):
+        if any(layouts[0] != Q for Q in layouts):
             raise PartitionError("tensors lie over one partition", op=op, expected=layouts[0], actual=layouts)
         xs, layouts = resolve(op, xs, layouts[0])
     return xs, layouts

@@ -13,6 +13,7 @@ import pytest
 import distdl as dd
 
 
+@pytest.hookimpl(trylast=True)  # after the terminal reporter is there
 def pytest_configure(config):
     if dd.world().size > 1:
         config.pluginmanager.register(OneReport(config, dd.world()))

@@ -23,7 +23,8 @@ def alone(shape):
 
 def test_known_numbers():
     """They must not change from version to version, nor with the number of ranks (CASES 36)."""
-    assert random.bits(((0, 3),), (3,), 7, None, lambda h: h).tolist() == [6852928946515631446, 5933224447974257582, 8110854435423833988]
+    known = [6852928946515631446, 5933224447974257582, 8110854435423833988]
+    assert random.bits(((0, 3),), (3,), 7, None, lambda h: h).tolist() == known
     assert F.fold_in(7, 1) == -4196405110082178282
 
 
@@ -49,7 +50,7 @@ def test_statistics():
     n = 200_000
     draws = [F.uniform(alone((n,)), seed, torch.float64) for seed in (0, 1, 2, -1, 2**40, F.fold_in(0, 0), F.fold_in(0, 1))]
     for u in draws:
-        assert 0 <= float(u.min()) and float(u.max()) < 1
+        assert float(u.min()) >= 0 and float(u.max()) < 1
         assert abs(float(u.mean()) - 0.5) < 6 / math.sqrt(12 * n)
         counts = torch.histc(u, 500, 0, 1)
         assert abs(float(((counts - n / 500) ** 2 / (n / 500)).sum()) - 499) < 6 * math.sqrt(2 * 499)
@@ -83,7 +84,7 @@ def test_same_mask_on_any_partition(dropout):
     X = randn(4, 6, 5)
     for p in (0.3, 1.0):
         for name, L in layouts(X.shape).items():
-            check_layer(lambda x: dropout(x, L, p, 9), lambda x: dropout(x, alone(X.shape), p, 9), [X], [L], L, name=name)  # noqa: B023
+            check_layer(lambda x: dropout(x, L, p, 9), lambda x: dropout(x, alone(X.shape), p, 9), [X], [L], L, name=name)
             if not L.splits:
                 assert torch.equal(dropout(L.shard(X), L.partition, p, 9, shape=X.shape), dropout(L.shard(X), L, p, 9))
 
@@ -117,7 +118,8 @@ def test_dropout_over_a_bare_partition():
 INITS = {
     "kaiming_uniform": ({}, torch.nn.init.kaiming_uniform_), "kaiming_normal": ({"fan": "out"}, torch.nn.init.kaiming_normal_),
     "xavier_uniform": ({}, torch.nn.init.xavier_uniform_), "xavier_normal": ({"gain": 2.0}, torch.nn.init.xavier_normal_),
-    "trunc_normal": ({"std": 2.0}, torch.nn.init.trunc_normal_), "uniform": ({"low": -1.0}, None), "normal": ({}, torch.nn.init.normal_),
+    "trunc_normal": ({"std": 2.0}, torch.nn.init.trunc_normal_), "normal": ({}, torch.nn.init.normal_),
+    "uniform": ({"low": -1.0}, None),
 }  # fmt: skip
 
 
@@ -144,7 +146,8 @@ def test_bias_constants_and_fans():
     bound = 1 / math.sqrt(72)
     assert dd.init.fans(shape) == (72, 54) and 0.99 * bound < float(b.abs().max()) <= bound
     for L in layouts((4, 3)).values():
-        assert torch.equal(dd.init.zeros(L), torch.zeros(L.local_shape())) and torch.equal(dd.init.ones(L), torch.ones(L.local_shape()))
+        assert torch.equal(dd.init.zeros(L), torch.zeros(L.local_shape()))
+        assert torch.equal(dd.init.ones(L), torch.ones(L.local_shape()))
     w = dd.init.kaiming_uniform(alone((9, 4)), 0, a=math.sqrt(5))
     assert float(w.abs().max()) <= 0.5  # torch.nn.Linear's 1 / √(fan in)
     for call in (lambda: dd.init.fans((3,)), lambda: dd.init.kaiming_normal(alone((2, 2)), 1, fan="both")):
@@ -155,7 +158,8 @@ def test_bias_constants_and_fans():
 def test_parameter_layout():
     """A parameter split over some dims of a layer's partition: copies are equal, blocks are those of the whole."""
     n = WORLD.size
-    for P in (dd.Partition((n, 1, 1)), dd.Partition((1, n, 1)), dd.Partition((1, 1, n)), *([dd.Partition((2, 1, 2))] if n == 4 else [])):
+    for grid in ((n, 1, 1), (1, n, 1), (1, 1, n), *([(2, 1, 2)] if n == 4 else [])):
+        P = dd.Partition(grid)
         L = dd.init.parameter_layout(P, (5, 7), (1, 2))
         whole = dd.init.normal(alone((5, 7)), 3)
         rows, columns = dd.Layout(P, (1, 5, 7)).slices()[1:]

@@ -75,7 +75,7 @@ def test_bare_partition_asks_for_rows_only_where_they_are_split():
     for P in grids():
         for splits in (None, (None, None, (N - P.shape[2] + 1, *[1] * (P.shape[2] - 1)), None)):
             L = layout(P, splits)
-            call = lambda **k: F.dist_embedding(along(L, 0, 1)(IDX), along(L, 2, 3)(W), P, y_layout="replicated", **k)  # noqa: B023, E731
+            call = lambda **k: F.dist_embedding(along(L, 0, 1)(IDX), along(L, 2, 3)(W), P, y_layout="replicated", **k)  # noqa: E731
             y = call()
             if L.active:
                 assert torch.equal(y, along(L, 0, 1, 3)(tf.embedding(IDX, W)))
@@ -153,3 +153,8 @@ def test_messages():
     assert messages(lambda: step("invariant")) == (0, 0, 1, y_size, 0)
     assert messages(lambda: got["y"].sum().backward()) == (0, 0, 0, 0, 0)
     assert messages(lambda: step("sharded")) == (1, y_size // 2, 0, 0, 0)
+    for grid, options, numbers in (((1, 1, 1, 2), {}, 0), ((1, 1, 1, 2), {"max_norm": 1.0}, IDX.numel()),
+                                   ((2, 1, 1, 1), {"scale_grad_by_freq": True}, N)):
+        L = layout(dd.Partition(grid))
+        counted = messages(lambda: F.dist_embedding(along(L, 0, 1)(IDX), along(L, 2, 3)(W), L, **options))
+        assert counted == (0, 0, int(numbers > 0), numbers, 0)

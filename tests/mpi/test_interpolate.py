@@ -28,7 +28,8 @@ def cases(n, count, seed, largest=12):
         if rng.random() < 0.5:
             kwargs["size"] = tuple(rng.randint(1, largest) for _ in range(n))
         else:
-            kwargs["scale_factor"] = tuple(max(rng.choice([0.3, 0.7, 1.2, 1.5, 2.0, 3.0, rng.uniform(0.2, 4)]), 1.01 / m) for m in space)
+            factors = [0.3, 0.7, 1.2, 1.5, 2.0, 3.0, rng.uniform(0.2, 4)]
+            kwargs["scale_factor"] = tuple(max(rng.choice(factors), 1.01 / m) for m in space)
             kwargs["recompute_scale_factor"] = rng.choice([None, True, False])
         yield space, kwargs
 
@@ -41,7 +42,7 @@ def out_layout(L, kwargs):
 def test_values_and_gradients(n):
     """Many sizes and factors; the gradient of the nearest modes is compared with that of the elements chosen, as torch's own
     backward disagrees with its forward for some float64 sizes."""
-    for seed, (space, kwargs) in enumerate(cases(n, 15, n)):
+    for seed, (space, kwargs) in enumerate(cases(n, 10, n)):
         X = randn(2, 3, *space, seed=seed)
         serial = X.clone().requires_grad_()
         y = tf.interpolate(serial, **kwargs)
@@ -62,12 +63,15 @@ def test_values_and_gradients(n):
                 assert torch.allclose(x.grad, L.shard(x_bar), rtol=1e-10, atol=1e-12), (name, space, kwargs)
 
 
-@pytest.mark.parametrize("mode, shape, size", [("linear", (2, 2, 5), 8), ("bicubic", (1, 2, 5, 3), (4, 7)), ("nearest", (2, 2, 3), 7),
-                                               ("area", (1, 2, 5, 2), (2, 3)), ("trilinear", (1, 1, 3, 2, 2), (4, 3, 2))])
+TRANSFORMED = [("linear", (2, 2, 5), 8), ("bicubic", (1, 2, 5, 3), (4, 7)), ("nearest", (2, 2, 3), 7),
+               ("area", (1, 2, 5, 2), (2, 3)), ("trilinear", (1, 1, 3, 2, 2), (4, 3, 2))]
+
+
+@pytest.mark.parametrize("mode, shape, size", TRANSFORMED)
 def test_every_transform(mode, shape, size):
     X = randn(*shape)
-    for name, L in layouts(shape, range(2, len(shape))).items():
-        check_layer(lambda x: F.dist_interpolate(x, L, size, mode=mode), lambda x: tf.interpolate(x, size, mode=mode),  # noqa: B023
+    for name, L in layouts(shape, range(2, len(shape)), grids=False).items():
+        check_layer(lambda x: F.dist_interpolate(x, L, size, mode=mode), lambda x: tf.interpolate(x, size, mode=mode),
                     [X], [L], out_layout(L, {"size": size}), name=f"{mode} {name}")
 
 

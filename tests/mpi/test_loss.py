@@ -39,7 +39,10 @@ def elementary(serial, name):
     if name == "mse":
         return lambda x, y, reduction: _reduced((x - y).square(), reduction)
     if name == "huber":
-        return lambda x, y, reduction, delta: _reduced(torch.where((x - y).abs() <= delta, (x - y) ** 2 / 2, delta * ((x - y).abs() - delta / 2)), reduction)
+        def huber(d, delta):
+            return torch.where(d <= delta, d**2 / 2, delta * (d - delta / 2))
+
+        return lambda x, y, reduction, delta: _reduced(huber((x - y).abs(), delta), reduction)
     return serial
 
 
@@ -51,7 +54,8 @@ def _reduced(losses, reduction):
 def test_pointwise(name):
     dist, serial, kind_x, kind_y, options = POINTWISE[name]
     x, y = sample(kind_x, *SHAPE, seed=1), sample(kind_y, *SHAPE, seed=2)
-    torch.testing.assert_close(elementary(serial, name)(x, y, reduction="mean", **options), serial(x, y, reduction="mean", **options))
+    mean = dict(reduction="mean", **options)
+    torch.testing.assert_close(elementary(serial, name)(x, y, **mean), serial(x, y, **mean))
     for i, L in enumerate(layouts(SHAPE).values()):
         for reduction in ("mean", "sum", "none") if i == 0 else ("mean",):
             check_layer(lambda x, y: dist(x, y, L if i % 2 else L.partition, reduction=reduction, **options),
@@ -78,7 +82,8 @@ def test_pointwise_limits():
     """Where formulas overflow: large logits, probabilities of exactly 0 and 1, targets of 0."""
     L = next(iter(layouts((4,)).values()))
     x, y = torch.tensor([-800.0, 800, 0, 30], dtype=torch.float64), torch.tensor([0.0, 1, 1, 0], dtype=torch.float64)
-    check_layer(lambda x: F.dist_bce_with_logits_loss(x, L.shard(y), L), lambda x: f.binary_cross_entropy_with_logits(x, y), [x], [L], whole)
+    check_layer(lambda x: F.dist_bce_with_logits_loss(x, L.shard(y), L), lambda x: f.binary_cross_entropy_with_logits(x, y),
+                [x], [L], whole)
     p = torch.tensor([0.0, 1, 1, 1e-60], dtype=torch.float64)
     check_layer(lambda x: F.dist_bce_loss(x, L.shard(y), L), lambda x: f.binary_cross_entropy(x, y), [p], [L], whole, orders=0)
     assert torch.func.grad(lambda x: F.dist_bce_loss(x, L.shard(y), L))(L.shard(p)).isfinite().all()
@@ -166,8 +171,8 @@ def test_low_precision():
         for L in layouts(X.shape, (1, 0)).values():
             check_layer(lambda x, t: F.dist_cross_entropy(x, t, L), f.cross_entropy, [X.to(dtype), targets()], [L, along(L, 0, 2)],
                         whole, rtol=rtol, orders=1)
-            check_layer(lambda x, y: F.dist_mse_loss(x, y, L), lambda x, y: (x - y).square().mean(), [X.to(dtype), X.cos().to(dtype)],
-                        [L, L], whole, rtol=rtol, orders=1)
+            check_layer(lambda x, y: F.dist_mse_loss(x, y, L), lambda x, y: (x - y).square().mean(),
+                        [X.to(dtype), X.cos().to(dtype)], [L, L], whole, rtol=rtol, orders=1)
 
 
 def test_loss_is_invariant():
@@ -200,7 +205,8 @@ def test_messages():
     assert messages(lambda: F.dist_cross_entropy(block, t, P))[4] == reduced
     for call, size in [(lambda: F.dist_nll_loss(block, t, L), 12), (lambda: F.dist_nll_loss(block, t, L, w), 24),
                        (lambda: F.dist_mse_loss(block, block, P), 2), (lambda: F.dist_mse_loss(block, block, L), 1),
-                       (lambda: F.dist_mse_loss(block, block, P, "sum"), 1), (lambda: F.dist_kl_div(block, block, P, "batchmean"), 2),
+                       (lambda: F.dist_mse_loss(block, block, P, "sum"), 1),
+                       (lambda: F.dist_kl_div(block, block, P, "batchmean"), 2),
                        (lambda: F.dist_mse_loss(block, block, P, "none"), 0)]:  # fmt: skip
         assert messages(call) == (0, 0, reduced if size else 0, size * reduced, 0)
     batch = dd.Layout(dd.Partition((n, 1, 1)), (4 * n, 2, 3))

@@ -60,8 +60,8 @@ def test_batch_norm_evaluation():
 
 def test_batch_norm_images_and_vectors():
     for shape in ((4, 3), (2, 3, 4, 2)):
-        sweep(lambda x, P: F.dist_batch_norm(x, P, None, None, training=True)[0], lambda x: f.batch_norm(x, None, None, training=True),
-              [], (1,), randn(*shape), second=())
+        sweep(lambda x, P: F.dist_batch_norm(x, P, None, None, training=True)[0],
+              lambda x: f.batch_norm(x, None, None, training=True), [], (1,), randn(*shape), second=())
 
 
 def test_case_34_layer_norm_over_uneven_splits():
@@ -86,7 +86,8 @@ def test_group_norm(groups):
 def test_group_norm_uneven_channels():
     """A group over three ranks, an empty block between, and channels and space split at once."""
     n = dd.world().size
-    for splits in {1: [(12,)], 2: [(5, 7), (1, 11), (0, 12)], 3: [(5, 1, 6), (2, 0, 10), (1, 2, 9)], 4: [(4, 1, 1, 6), (1, 0, 4, 7)]}[n]:
+    uneven = {2: [(5, 7), (1, 11), (0, 12)], 3: [(5, 1, 6), (2, 0, 10), (1, 2, 9)], 4: [(4, 1, 1, 6), (1, 0, 4, 7)]}
+    for splits in uneven.get(n, [None]):
         L = dd.Layout(dd.Partition((1, n, 1)), X.shape, (None, splits, None))
         part = along(L, 1)
         check_layer(lambda x, w, b: F.dist_group_norm(x, L, 3, w, b, **INVARIANT), lambda x, w, b: f.group_norm(x, 3, w, b),
@@ -106,7 +107,8 @@ def test_large_mean_in_single_precision():
     x = (randn(64, 3, 8, seed=4) + 3000).float()
     expected = f.batch_norm(x.double(), None, None, training=True)
     for L in layouts(x.shape).values():
-        y, _, var = F.dist_batch_norm(L.shard(x), L, *(torch.zeros(len(range(3)[L.slices()[1]])) for _ in range(2)), training=True, momentum=1.0)
+        zeros = along(L, 1)(torch.zeros(3))
+        y, _, var = F.dist_batch_norm(L.shard(x), L, zeros, zeros, training=True, momentum=1.0)
         if L.active:
             torch.testing.assert_close(y.double(), L.shard(expected), rtol=1e-3, atol=1e-3)
             torch.testing.assert_close(var.double(), along(L, 1)(x.double().var((0, 2))), rtol=1e-4, atol=1e-4)
@@ -120,13 +122,15 @@ def test_low_precision():
         for L in layouts(X.shape).values():
             part = along(L, 1)
             calls = {
-                "batch": (lambda x: F.dist_batch_norm(x, L, part(MEAN).float(), part(VAR).float(), training=True)[0], lambda x: f.batch_norm(x, None, None, training=True)),
+                "batch": (lambda x: F.dist_batch_norm(x, L, part(MEAN).float(), part(VAR).float(), training=True)[0],
+                          lambda x: f.batch_norm(x, None, None, training=True)),
                 "group": (lambda x: F.dist_group_norm(x, L, 3), lambda x: f.group_norm(x, 3)),
                 "layer": (lambda x: F.dist_layer_norm(x, L, 3, along(L, 2)(w).float()), lambda x: f.layer_norm(x, (3,), w)),
                 "rms": (lambda x: F.dist_rms_norm(x, L, 3, eps=1e-3), lambda x: f.rms_norm(x, (3,), eps=1e-3)),
             }
             for name, (dist, serial) in calls.items():
-                check_layer(dist, lambda x: serial(x.double()).to(dtype), [x], [L], L, rtol=rtol, orders=1 if dtype == torch.float32 else 0, name=name)
+                check_layer(dist, lambda x: serial(x.double()).to(dtype), [x], [L], L, rtol=rtol, name=name,
+                            orders=1 if dtype == torch.float32 else 0)
 
 
 def test_varying_parameters_have_partial_gradients():

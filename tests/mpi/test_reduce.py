@@ -105,14 +105,16 @@ def test_integers_and_dtypes():
     x = torch.randint(-50, 50, (7,), generator=torch.Generator().manual_seed(1))
     for L in layouts(x.shape).values():
         if L.active:
-            for dist, serial in ((F.dist_sum, torch.sum), (F.dist_max, torch.amax), (F.dist_min, torch.amin), (F.dist_argmax, torch.argmax)):
+            for dist, serial in ((F.dist_sum, torch.sum), (F.dist_max, torch.amax), (F.dist_min, torch.amin),
+                                 (F.dist_argmax, torch.argmax)):
                 y = dist(L.shard(x), L)
                 assert torch.equal(y, serial(x)) and y.dtype == serial(x).dtype
             assert torch.equal(F.dist_max(L.shard(x) > 60, L), torch.tensor(False))
     for dtype, tol in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
         z = randn(300, seed=2).to(dtype)
         for L in layouts(z.shape).values():
-            for dist, serial in ((F.dist_sum, torch.sum), (F.dist_mean, torch.mean), (F.dist_norm, torch.linalg.vector_norm), (F.dist_max, torch.amax)):
+            for dist, serial in ((F.dist_sum, torch.sum), (F.dist_mean, torch.mean), (F.dist_max, torch.amax),
+                                 (F.dist_norm, torch.linalg.vector_norm)):
                 check_layer(lambda x: dist(x, L), serial, [z], [L], whole, rtol=tol, orders=0)
 
 

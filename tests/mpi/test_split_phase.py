@@ -49,6 +49,16 @@ def test_two_under_way():
     assert F.wait(first).tolist() == [float((r - 1) % n)] * 2
 
 
+def test_two_under_way_share_no_staging_memory():
+    """Boxes that are not runs of memory wait in scratch memory: each movement's own, until it has finished."""
+    n = dd.world().size
+    P, Q = dd.Partition((n, 1)), dd.Partition((1, n))
+    L, M = dd.Layout(P, (2 * n, 3 * n)), dd.Layout(Q, (2 * n, 3 * n))
+    A, X, Y = dd.maps.repartition(L, M), randn(L.shape, 1), randn(L.shape, 2)
+    first, second = F.start(A, L.shard(X).T.contiguous().T), F.start(A, L.shard(Y).T.contiguous().T)
+    assert torch.equal(F.wait(first), M.shard(X)) and torch.equal(F.wait(second), M.shard(Y))
+
+
 @needs(2)
 def test_a_chain_is_started_too():
     n = dd.world().size

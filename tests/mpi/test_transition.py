@@ -41,10 +41,10 @@ def test_flatten_differentiated():
     shape = (2, 3, 2, 3)
     out = dd.Layout(dd.Partition((1, WORLD.size)), (2, 18))
     for name, L in layouts(shape, (1, 2, 3)).items():
-        check_layer(lambda x: F.dist_flatten(x, L, out), lambda x: x.flatten(1), [randn(*shape)], [L], out, active=True,  # noqa: B023
+        check_layer(lambda x: F.dist_flatten(x, L, out), lambda x: x.flatten(1), [randn(*shape)], [L], out, active=True,
                     name=f"flatten {name}")
     for L in (dd.Layout(dd.Partition((1, 1, WORLD.size, 1)), shape), dd.Layout(dd.Partition((1, WORLD.size, 1, 1)), shape)):
-        check_layer(lambda x: F.dist_unflatten(x, out, L, shape), lambda x: x.reshape(shape), [randn(2, 18)], [out], L)  # noqa: B023
+        check_layer(lambda x: F.dist_unflatten(x, out, L, shape), lambda x: x.reshape(shape), [randn(2, 18)], [out], L)
 
 
 def test_flatten_from_any_dim_and_bare_partitions():
@@ -56,12 +56,13 @@ def test_flatten_from_any_dim_and_bare_partitions():
         y = F.dist_flatten(P.shard(X), P, out, start)
         assert torch.equal(y, dd.Layout(out, Y.shape).shard(Y)), start
     nobody = dd.Layout(dd.Partition((1, 1, n)), (0, 2, 3))
-    assert F.dist_flatten(torch.empty(nobody.local_shape()), nobody, dd.Partition((1, n))).shape == dd.Partition((1, n)).local_shape((0, 6))
+    out = dd.Partition((1, n))
+    assert F.dist_flatten(torch.empty(nobody.local_shape()), nobody, out).shape == out.local_shape((0, 6))
     integers = torch.arange(24).reshape(1, 2, 4, 3)
     assert torch.equal(F.dist_flatten(P.shard(integers), P, dd.Partition((1, n))), dd.Partition((1, n)).shard(integers.flatten(1)))
-    for call in (lambda: F.dist_flatten(P.shard(X), dd.Layout(P, X.shape), P), lambda: F.dist_flatten(X, dd.Layout(P, X.shape), dd.Partition((1, n)), 4)):
-        with pytest.raises(dd.errors.DistdlError):
-            call()
+    for target, start in ((P, 1), (out, 4)):
+        with pytest.raises(dd.errors.PartitionError):
+            F.dist_flatten(P.shard(X), dd.Layout(P, X.shape), target, start)
 
 
 def test_flatten_holds_no_more_than_blocks():
@@ -85,7 +86,7 @@ def test_pad(pad, mode, value):
     for name, L in layouts(X.shape).items():
         out = F.pad_layout(L, pad)
         full = (*pad, *(0,) * (4 - len(pad)))
-        check_layer(lambda x: F.dist_pad(x, L, pad, mode, value), lambda x: tf.pad(x, full, mode, value or None), [X], [L], out,  # noqa: B023
+        check_layer(lambda x: F.dist_pad(x, L, pad, mode, value), lambda x: tf.pad(x, full, mode, value or None), [X], [L], out,
                     orders=2 if name in ("dim 2", "alone") else 1, name=f"pad {pad} {mode} {name}")
 
 
@@ -113,13 +114,14 @@ def test_cat(dim):
     n = WORLD.size
     for grid in {(n, 1, 1), (1, n, 1), (1, 1, n), *([(1, 2, 2)] if n == 4 else [])}:
         Ls = [dd.Layout(dd.Partition(grid), s) for s in shapes]
-        check_layer(lambda *xs: F.dist_cat(xs, Ls, dim), lambda *xs: torch.cat(xs, dim), Xs, Ls, F.cat_layout(Ls, dim), batched=(0, 2),  # noqa: B023
+        check_layer(lambda *xs: F.dist_cat(xs, Ls, dim), lambda *xs: torch.cat(xs, dim), Xs, Ls, F.cat_layout(Ls, dim),
+                    batched=(0, 2),
                     name=f"cat {grid}")
         P, want = dd.Partition(grid), F.cat_layout(Ls, dim).shard(torch.cat(Xs, dim))
         xs = [P.shard(X) for X in Xs]
         assert torch.equal(F.dist_cat(xs, P, dim), want) and torch.equal(F.dist_cat(xs, P, dim - 3, shapes=shapes), want)
         if grid[dim] == 1:
-            assert messages(lambda: F.dist_cat(xs, Ls, dim)) == (0, 0, 0, 0, 0)  # noqa: B023
+            assert messages(lambda: F.dist_cat(xs, Ls, dim)) == (0, 0, 0, 0, 0)
 
 
 def test_cat_subset_splits_and_errors():
@@ -139,9 +141,10 @@ def test_stack(dim):
     X, Y = randn(4, 3), randn(4, 3, seed=1)
     for L in layouts(X.shape).values():
         out = F.stack_layout(L, dim, 2)
-        check_layer(lambda x, y: F.dist_stack([x, y], [L, L], dim), lambda x, y: torch.stack([x, y], dim), [X, Y], [L, L], out)  # noqa: B023
+        check_layer(lambda x, y: F.dist_stack([x, y], [L, L], dim), lambda x, y: torch.stack([x, y], dim), [X, Y], [L, L], out)
     P = dd.Partition((WORLD.size, 1))
-    assert torch.equal(F.dist_stack([P.shard(X), P.shard(Y)], P, dim), F.stack_layout(dd.Layout(P, X.shape), dim, 2).shard(torch.stack([X, Y], dim)))
+    out = F.stack_layout(dd.Layout(P, X.shape), dim, 2)
+    assert torch.equal(F.dist_stack([P.shard(X), P.shard(Y)], P, dim), out.shard(torch.stack([X, Y], dim)))
 
 
 def test_lenets_transition():
