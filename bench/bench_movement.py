@@ -127,7 +127,8 @@ def main(argv=None) -> None:
     for name, nbytes, inner, candidates in cases(comm):
         times = sample(candidates, comm, rounds=options.rounds, inner=inner)
         rows.append({"movement": name, "shard, KiB": nbytes / 1024, "distdl, µs": float(np.median(times["distdl"])) * 1e6,
-                     "by hand, µs": float(np.median(times["by hand"])) * 1e6, "ratio to hand": ratio(times["distdl"], times["by hand"]),
+                     "by hand, µs": float(np.median(times["by hand"])) * 1e6,
+                     "ratio to hand": ratio(times["distdl"], times["by hand"]),
                      "ratio to clone": ratio(times["distdl"], times["clone"])})
     multiples = []
     for name, inner, candidates in transform_cases(comm):

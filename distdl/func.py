@@ -50,7 +50,7 @@ def jacrev(f, L_out: Layout, *, chunk_size: int | None = None):
     """
 
     def jacobian(x):
-        y, pull = vjp(f, x)
+        y, pull = vjp(f, x)[:2]
         rows = [vmap(lambda c: pull(c)[0])(_basis(L_out, a, b, y)) for a, b in _chunks(L_out, chunk_size)]
         return torch.cat(rows).reshape(*L_out.shape, *x.shape)
 

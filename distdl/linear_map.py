@@ -14,8 +14,9 @@ Aᵀȳ and Aẋ as inputs: dependence, without a value. A derivative of any orde
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Callable
+from functools import cached_property
 
 import torch
 
@@ -67,24 +68,49 @@ class LinearMap:
     range: Space = VARYING
     transposed: bool = False
 
-    def __post_init__(self):
-        where = world(self.plan.held.partition.world)
-        view = self.plan.view(where.rank)
-        cache = self.__dict__
-        cache["world"], cache["in_shape"], cache["out_shape"] = where, view.in_shape, view.out_shape
-        cache["active"] = self.plan.held.partition.index(where.rank) is not None
-        cache["_fits"] = max(self.plan.ranks) < where.size
-        cache["_identity"] = self.plan.is_identity() and self.adjoint.is_identity()
-        cache["_single"], cache["_plans"] = (self,), (self.plan,)
+    @cached_property
+    def world(self):
+        """The world of the map's ranks."""
+        return world(self.plan.held.partition.world)
 
-    @property
+    @cached_property
+    def in_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's input."""
+        return self.plan.view(self.world.rank).in_shape
+
+    @cached_property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's output."""
+        return self.plan.view(self.world.rank).out_shape
+
+    @cached_property
+    def active(self) -> bool:
+        """Whether this rank holds some of the input."""
+        return self.plan.held.partition.index(self.world.rank) is not None
+
+    @cached_property
+    def is_identity(self) -> bool:
+        """Whether the map and its adjoint leave every rank's tensor as it is."""
+        return self.plan.is_identity() and self.adjoint.is_identity()
+
+    @cached_property
+    def _fits(self) -> bool:
+        return max(self.plan.ranks) < self.world.size
+
+    @cached_property
+    def _single(self):
+        return (self,)
+
+    @cached_property
+    def _plans(self):
+        return (self.plan,)
+
+    @cached_property
     def T(self) -> LinearMap:
         """The adjoint."""
-        if "_transposed" not in self.__dict__:
-            other = LinearMap(self.name, self.adjoint, self.plan, self.range, self.domain, not self.transposed)
-            other.__dict__["_transposed"] = self
-            self.__dict__["_transposed"] = other
-        return self.__dict__["_transposed"]
+        other = LinearMap(self.name, self.adjoint, self.plan, self.range, self.domain, not self.transposed)
+        other.__dict__["T"] = self
+        return other
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -111,7 +137,7 @@ class LinearMap:
                                  next_step="pass this rank's block: layout.shard(x_global) or layout.local_shape()")
         elif x.shape != self.in_shape:
             x = nothing(self.in_shape, x)
-        return x if self._identity else apply(self._single, (x,))[0]
+        return x if self.is_identity else apply(self._single, (x,))[0]
 
     def __matmul__(self, other) -> LinearMap | Chain:
         return Chain(maps_of(other) + maps_of(self))
@@ -134,10 +160,6 @@ class LinearMap:
 
     def __getstate__(self):
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self.__post_init__()
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,8 @@ def permute(P: Partition, pairs, shape) -> LinearMap:
 
     ``shape`` is the local shape, or a list with one for each rank of ``P``. Adjoint: the reversed pairs.
     """
-    places, source = {r: i for i, r in enumerate(P.ranks)}, [None] * P.size
+    places = {r: i for i, r in enumerate(P.ranks)}
+    source: list[int | None] = [None] * P.size
     for a, b in pairs:
         if a not in places or b not in places or source[places[b]] is not None:
             raise PartitionError("not a permutation of the partition's ranks", op="permute", partitions=P,

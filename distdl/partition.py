@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import index as as_int
+from typing import ClassVar
 
 from .errors import PartitionError, ShapeError
 
@@ -24,6 +25,8 @@ def set_rank_source(source) -> None:
 
 class _Value:
     """Hash once: partitions and layouts are dictionary keys on every call, and may hold thousands of ranks."""
+
+    __dataclass_fields__: ClassVar[dict]
 
     @cached_property
     def _hash(self):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 
 from .partition import Layout, Partition, _Value
@@ -129,16 +130,14 @@ class Plan(_Value):
 
     __hash__ = _Value.__hash__
 
-    @property
+    @cached_property
     def T(self) -> Plan:
         """The transpose: wanted and held swapped."""
-        if "_transposed" not in self.__dict__:
-            other = Plan(self.wanted, self.held)
-            other.__dict__["_transposed"] = self
-            self.__dict__["_transposed"] = other
-        return self.__dict__["_transposed"]
+        other = Plan(self.wanted, self.held)
+        other.__dict__["T"] = self
+        return other
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks that take part, sorted."""
         return tuple(sorted({*self.held.partition.ranks, *self.wanted.partition.ranks}))
@@ -169,10 +168,14 @@ class Plan(_Value):
 
     def view(self, rank: int) -> View:
         """The part of ``rank``: its messages, and how arrivals combine. Cached."""
-        views = self.__dict__.setdefault("_views", {})
-        if rank not in views:
-            views[rank] = self._view(rank)
-        return views[rank]
+        view = self._views.get(rank)
+        if view is None:
+            view = self._views[rank] = self._view(rank)
+        return view
+
+    @cached_property
+    def _views(self) -> dict[int, View]:
+        return {}
 
     def _view(self, rank: int) -> View:
         in_shape, out_shape = self.held.local_shape(rank), self.wanted.local_shape(rank)
@@ -224,8 +227,8 @@ class Plan(_Value):
         meetings = []
         for combination in product(*candidates):
             per_axis = dict(fixed)
-            for _, found in combination:
-                per_axis.update(found)
+            for _, of_coordinate in combination:
+                per_axis.update(of_coordinate)
             meetings.append((grid.rank_at([c for c, _ in combination]), [per_axis[i] for i in range(len(per_axis))]))
         return meetings, collide and bool(meetings)
 

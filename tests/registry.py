@@ -81,7 +81,7 @@ class Case:
         return self.local(G, torch.zeros(2, 1))
 
     def voice(self, rank):
-        """The rank whose coefficients ``rank`` uses in its loss: its own, except that copies of an invariant value must be used alike."""
+        """The rank whose coefficients ``rank`` uses in its loss: its own, but copies of an invariant value must be used alike."""
         return rank if self.map.range.copies == 1 else self.voices[rank]
 
     def loss(self, y, rank=None):
@@ -131,7 +131,7 @@ def pad_index(n, lo, hi, boundary):
     return np.pad(np.arange(n), (lo, hi), mode={"circular": "wrap", "reflect": "reflect", "replicate": "edge"}[boundary])
 
 
-def window(X, ranges, boundaries, margin=40):
+def window(X, ranges, boundaries):
     """The window of ``ranges`` ((lo, hi) per dim, may lie outside) of X."""
     for d, ((lo, hi), boundary) in enumerate(zip(ranges, boundaries)):
         n = X.shape[d]
@@ -389,8 +389,8 @@ def all_sum_layout(n):
         at = coords(L.partition, r)
         return sum(cut(X, L.partition, (at[0], j)) for j in range(L.partition.shape[1]))
 
-    return dict(map=dd.maps.all_sum_reduce(L, None, (1,)), shape=L.shape, put=lambda X, r: cut(X, L.partition, coords(L.partition, r)),
-                get=get, calls={"layout": lambda x: F.all_sum_reduce(x, L, 1)})
+    return dict(map=dd.maps.all_sum_reduce(L, None, (1,)), shape=L.shape, get=get,
+                put=lambda X, r: cut(X, L.partition, coords(L.partition, r)), calls={"layout": lambda x: F.all_sum_reduce(x, L, 1)})
 
 
 def _invariant(P, X_of):
@@ -435,7 +435,8 @@ def _gathering(L, dims):
         return cut(X, P, coords(P, r), splits, kept)
 
     calls = {"layout": lambda x: F.all_gather(x, L, dims), "bare": lambda x: F.all_gather(x, P, dims)}
-    return dict(map=dd.maps.all_gather(L, dims), shape=L.shape, put=lambda X, r: cut(X, P, coords(P, r), splits), get=get, calls=calls)
+    return dict(map=dd.maps.all_gather(L, dims), shape=L.shape, get=get, calls=calls,
+                put=lambda X, r: cut(X, P, coords(P, r), splits))
 
 
 def _reduce_scatter(L, dims):
@@ -489,7 +490,8 @@ def all_gather_dict(n):
     pairs = {-1: 1}
     A = dd.maps.gathering(P, (2, p + 1), {1: 1})
     return dict(map=A, shape=(P.shape[0], 2, p + 1), put=put, get=lambda X, r: X[coords(P, r)[0]],
-                calls={"bare": lambda x: F.all_gather(x, P, pairs), "shape": lambda x: F.all_gather(x, P, pairs, shape=(2, p + 1))})
+                calls={"bare": lambda x: F.all_gather(x, P, pairs),
+                       "shape": lambda x: F.all_gather(x, P, pairs, shape=(2, p + 1))})
 
 
 @case()

@@ -145,7 +145,8 @@ def test_needs():
 
 @pytest.mark.parametrize("make", [
     lambda P: dd.HaloSpec(P, (6,), -1), lambda P: dd.HaloSpec(P, (6,), 1, -2), lambda P: dd.HaloSpec(P, (6,), 1, boundary="wrap"),
-    lambda P: dd.HaloSpec(P, (6,), (1, 1)), lambda P: dd.HaloSpec(P, (6,), 6, boundary="reflect"), lambda P: dd.HaloSpec(P, (6,), 1.5),
+    lambda P: dd.HaloSpec(P, (6,), (1, 1)), lambda P: dd.HaloSpec(P, (6,), 6, boundary="reflect"),
+    lambda P: dd.HaloSpec(P, (6,), 1.5),
     lambda P: dd.HaloSpec(dd.Layout(P, (6,)), (6,), 1, 1), lambda P: dd.HaloSpec(P, (6, 6), 1), lambda P: dd.HaloSpec(P, (6,)),
     lambda P: dd.HaloSpec(P, (1,), 1, boundary="reflect"),
     lambda P: dd.HaloSpec.window(P, (6,), 7), lambda P: dd.HaloSpec.window(P, (6,), 0), lambda P: dd.HaloSpec.window(P, (6,), 3, 0),
@@ -164,7 +165,8 @@ def test_widest_reflection_is_legal():
 def test_spellings():
     P, L = dd.Partition((2, 1)), dd.Layout(dd.Partition((2, 1)), (5, 4))
     spec = dd.HaloSpec(P, (5, 4), (1, 2), (1, 2))
-    assert spec == dd.HaloSpec(L, (1, 2)) == dd.HaloSpec(L, left=(1, 2)) == dd.HaloSpec(L, (1, 2), (1, 2)) == dd.HaloSpec(P, (5, 4), (1, 2))
+    assert spec == dd.HaloSpec(L, (1, 2)) == dd.HaloSpec(L, left=(1, 2)) == dd.HaloSpec(L, (1, 2), (1, 2))
+    assert spec == dd.HaloSpec(P, (5, 4), (1, 2))
     assert dd.HaloSpec(L, (5, 4), (1, 2)) == dd.HaloSpec(P, (5, 4), (5, 4), (1, 2)), "widths that look like the shape are widths"
     assert spec.in_layout == spec.out_layout == L
     assert dd.HaloSpec(L, 1, 2) == dd.HaloSpec(L, (1, 1), (2, 2))

@@ -47,7 +47,8 @@ def test_take_and_along():
 
 @pytest.mark.parametrize(
     "make", [lambda: dd.Partition((0, 2)), lambda: dd.Partition((2,), (1, 1)), lambda: dd.Partition((2,), (0,)),
-             lambda: dd.Partition((2,), (0, -1)), lambda: dd.Partition((2.5,)), lambda: dd.Partition(3), lambda: dd.Partition((2,), 3),
+             lambda: dd.Partition((2,), (0, -1)), lambda: dd.Partition((2.5,)), lambda: dd.Partition(3),
+             lambda: dd.Partition((2,), 3),
              lambda: dd.Partition((2, 2)).take(2, 0), lambda: dd.Partition((2, 2)).take(0, 2), lambda: dd.Partition((2,)).along(1),
              lambda: dd.Layout(dd.Partition((2,)), (3, 3)), lambda: dd.Layout(dd.Partition((2,)), (-1,)),
              lambda: dd.Layout(dd.Partition((2,)), (4,), ((1, 2),)), lambda: dd.Layout(dd.Partition((2,)), (4,), ((5, -1),)),

@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import os
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,7 +46,8 @@ def shards(L, X):
     for coords in itertools.product(*map(range, L.partition.shape)):
         y = X
         for d, c in enumerate(coords):
-            sizes = L.splits[d] if L.splits and L.splits[d] else [len(b) for b in np.array_split(np.arange(L.shape[d]), L.partition.shape[d])]
+            balanced = [len(b) for b in np.array_split(np.arange(L.shape[d]), L.partition.shape[d])]
+            sizes = L.splits[d] if L.splits and L.splits[d] else balanced
             y = y.split(list(sizes), d)[c]
         blocks[L.partition.rank_at(coords)] = y
     return [blocks[r] for r in L.partition.ranks]
@@ -110,8 +113,10 @@ def test_digest_is_equal_in_every_process():
     import subprocess
     import sys
 
-    code = "import distdl as dd; from distdl.plan import *; L = dd.Layout(dd.Partition((3,)), (7,)); print(Plan(Side.of(L), Side.of(L)).digest)"
-    runs = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(2)}  # two processes, two hash seeds
+    code = "from distdl.plan import *; s = Side.of(Layout(Partition((3,)), (7,))); print(Plan(s, s).digest)"
+    env = {**os.environ, "PYTHONPATH": str(Path(dd.__file__).parents[1])}
+    runs = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**env, "PYTHONHASHSEED": s}).stdout
+            for s in "12"}  # fmt: skip
     assert len(runs) == 1 and len(runs.pop().strip()) == 16
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from .. import maps
 from ..agree import partition_of
 from ..errors import PartitionError, ShapeError
 from ..linear_map import nothing, tie

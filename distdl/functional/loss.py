@@ -10,6 +10,7 @@ As the adjoint of ``invariant_sum`` is the identity, **no loss sends anything in
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as local
@@ -128,14 +129,14 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
     if likely:
         losses, count = mass[0] * log_sum - dot, math.prod(dot.shape)
     else:
-        chosen = mass[0] if weight is not None else 1
-        q = chosen if len(mass) < 2 else (1 - eps) * chosen + eps / classes * mass[1]
+        share: Any = mass[0] if weight is not None else 1
+        scale = share if len(mass) < 2 else (1 - eps) * share + eps / classes * mass[1]
         if not _torch.transforms_active() and target.device.type == "cpu" and bool((valid & ~known).any()):
             raise ShapeError("a target is no class", op=op, partitions=P, actual=target[valid & ~known][0].item(),
                              expected=f"0 <= target < {classes}, or ignore_index = {ignore_index}")
         spoil = torch.where(known | ~valid, 1.0, math.nan)  # a factor, so that derivatives are NaN too
-        losses = torch.where(valid, (q * log_sum - dot) * spoil.to(dot.dtype), 0)
-        count = torch.where(valid, chosen, 0).sum()
+        losses = torch.where(valid, (scale * log_sum - dot) * spoil.to(dot.dtype), 0)
+        count = torch.where(valid, share, 0).sum()
     return _reduced(losses, count, reduction, where, rest, dtype)
 
 

@@ -34,7 +34,7 @@ def _move(xs, maps_of_leaves):
             raise ShapeError("a leaf has the wrong local shape", op=str(m), partitions=m.partitions, expected=m.in_shape,
                              actual=tuple(x.shape), rank=m.world.rank)
         checked.append(x if x.shape == m.in_shape else nothing(m.in_shape, x))
-    moving = [i for i, m in enumerate(maps_of_leaves) if not m._identity]
+    moving = [i for i, m in enumerate(maps_of_leaves) if not m.is_identity]
     if moving:
         for i, y in zip(moving, apply([maps_of_leaves[i] for i in moving], [checked[i] for i in moving])):
             checked[i] = y
@@ -327,7 +327,7 @@ def start(A, x) -> _Pending:
     whole movement happens in ``wait``. Do not change ``x`` in between. Every rank must start and wait in the same order."""
     moving = None
     single = len(maps_of(A)) == 1 and not isinstance(A, UserMap)
-    if single and not A._identity and not _torch.transforms_active() and not _torch.dispatch_modes():
+    if single and not A.is_identity and not _torch.transforms_active() and not _torch.dispatch_modes():
         if A.active and x.shape != A.in_shape:
             return _Pending(A, A(x), None)  # raises the usual error
         x = x if x.shape == A.in_shape else nothing(A.in_shape, x)

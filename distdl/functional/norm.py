@@ -288,10 +288,10 @@ def _group_moments(x, L, size):
     width = max(map(len, places), default=1)
     counts = [[known[i][1] for i in p] + [0] * (width - len(p)) for p in places]
     places = [p + p[:1] * (width - len(p)) for p in places]
-    places, counts = (torch.tensor(t, device=x.device).reshape(len(mine), width) for t in (places, counts))
-    parts = parts.index_select(2, places.reshape(-1).long()).unflatten(2, (len(mine), width))
-    counts = counts.to(x.dtype).reshape(len(mine), width, *ones) * _counts(L, space, x)
-    mean, m2 = _merge(parts, counts, tuple(range(1 - L.ndim, 0))).squeeze(3)
+    index = torch.tensor(places, device=x.device, dtype=torch.int64).reshape(-1)
+    parts = parts.index_select(2, index).unflatten(2, (len(mine), width))
+    shares = torch.tensor(counts, device=x.device, dtype=x.dtype).reshape(len(mine), width, *ones) * _counts(L, space, x)
+    mean, m2 = _merge(parts, shares, tuple(range(1 - L.ndim, 0))).squeeze(3)
 
     group_of = torch.arange(start, stop, device=x.device) // size - mine.start
     n = size * math.prod(L.shape[d] for d in space)

@@ -212,7 +212,7 @@ def dist_adaptive_max_pool(x, P, output_size, *, return_indices=False, shape=Non
                            for i in indices]
                 indices.append(torch.cat([f.indices + (a + lo) for f, (a, _) in zip(found, cuts)], d))
                 window = torch.cat([f.values for f in found], d)
-            place, scale = 0, 1
+            place, scale = torch.zeros((), dtype=torch.int64, device=window.device), 1
             for index, n in zip(indices, reversed(L.shape[2:])):
                 place, scale = place + index * scale, scale * n
             places.append(place)

@@ -17,7 +17,8 @@ def convert(module, P, *, containers=()):
     """The twin of a convolutional network whose tensors are split over ``P`` = (batch, 1, *space): a copy, with its weights.
 
     Convolutions, pooling, batch, group and instance norms, upsampling and dropout become this package's; modules that act on each
-    element alone stay as they are, and Sequential, ModuleList and ModuleDict are converted inside. Weights are whole on every rank.
+    element alone stay as they are, and Sequential, ModuleList and ModuleDict are converted inside. Weights are whole on
+    every rank.
 
     Args:
         containers: your own module classes to convert inside; you promise that their ``forward`` combines children's results
@@ -47,8 +48,8 @@ def convert(module, P, *, containers=()):
 
 
 def _elementwise(module) -> bool:
-    ours = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.LogSigmoid, nn.Tanh,
-            nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Threshold, nn.Identity)
+    ours = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.LogSigmoid,
+            nn.Tanh, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Threshold, nn.Identity)
     return isinstance(module, ours)
 
 

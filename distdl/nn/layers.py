@@ -90,7 +90,7 @@ def _bias(layout, seed, weight_shape, **kind):
 
 
 class Linear(Layer):
-    """:func:`distdl.functional.dist_linear`: ``P`` is (*batch, out, in); takes its ``x_layout``, ``y_layout``, ``x_dim``, ``y_dim``."""
+    """:func:`distdl.functional.dist_linear`; ``P`` is (*batch, out, in). Takes its ``x_layout`` and so on."""
 
     def __init__(self, P, in_features, out_features, bias=True, device=None, dtype=None, **layout):
         super().__init__(P, device, dtype)
@@ -222,6 +222,10 @@ class BatchNorm(Layer):
 
     In training it updates its running statistics (buffers); inside torch.func transforms use the pure function.
     """
+
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+    num_batches_tracked: torch.Tensor
 
     def __init__(self, P, num_features, eps=1e-5, momentum=0.1, affine=True, track_running_stats=True, device=None, dtype=None):
         super().__init__(P, device, dtype)

@@ -15,28 +15,28 @@ def world():
     return n, dd.Partition((n, 1)), dd.Partition((1, n)), dd.Layout(dd.Partition((n, 1)), (2 * n, 3))
 
 
+BLOCK = torch.ones(2, 3)
 BAD = {
     "wrong local shape": (ShapeError, lambda n, P, Q, L: F.repartition(torch.ones(2, 4), L, Q)),
     "wrong local shape, shape=": (ShapeError, lambda n, P, Q, L: F.gather(torch.ones(1, 1), P, shape=(2 * n, 3))),
     "wrong ndim": (DistdlError, lambda n, P, Q, L: F.repartition(torch.ones(2), P, Q)),
-    "partitions of different ndim": (PartitionError, lambda n, P, Q, L: F.repartition(torch.ones(2, 3), L, dd.Partition((n,)))),
-    "bare partitions of different ndim": (PartitionError, lambda n, P, Q, L: F.repartition(torch.ones(2, 3), P, dd.Partition((n,)))),
-    "layouts of different shapes": (PartitionError, lambda n, P, Q, L: F.repartition(torch.ones(2, 3), L, dd.Layout(Q, (2 * n, 4)))),
+    "partitions of different ndim": (PartitionError, lambda n, P, Q, L: F.repartition(BLOCK, L, dd.Partition((n,)))),
+    "bare partitions of different ndim": (PartitionError, lambda n, P, Q, L: F.repartition(BLOCK, P, dd.Partition((n,)))),
+    "layouts of different shapes": (PartitionError, lambda n, P, Q, L: F.repartition(BLOCK, L, dd.Layout(Q, (2 * n, 4)))),
     "more ranks than the world": (PartitionError, lambda n, P, Q, L: F.all_sum_reduce(torch.ones(1), dd.Partition((n + 1,)))),
     "more ranks, negotiated": (PartitionError, lambda n, P, Q, L: F.repartition(torch.ones(2, 3), P, dd.Partition((1, n + 1)))),
     "rank out of the world": (PartitionError, lambda n, P, Q, L: F.shift(torch.ones(1), dd.Partition((1,), (n + 3,)), 0)),
     "root out of the world": (PartitionError, lambda n, P, Q, L: F.scatter(torch.ones(2, 3), L, root=n)),
-    "partitions do not broadcast": (PartitionError, lambda n, P, Q, L: F.broadcast(torch.ones(1), P, dd.Partition((n, n + 1)) if n == 1 else Q)
-                                    if n > 1 else F.broadcast(torch.ones(1), dd.Partition((1, 1)), dd.Partition((1,)))),
+    "partitions do not broadcast": (PartitionError, lambda n, P, Q, L: F.broadcast(torch.ones(1), P, dd.Partition((n,)))),
     "no such partition dim": (PartitionError, lambda n, P, Q, L: F.all_sum_reduce(torch.ones(1), P, dims=2)),
     "no such gather dim": (PartitionError, lambda n, P, Q, L: F.all_gather(torch.ones(1, 1), P, dims={5: 0})),
     "permute to a rank outside": (PartitionError, lambda n, P, Q, L: F.permute(torch.ones(1), P, [(0, n)])),
     "permute twice to one rank": (PartitionError, lambda n, P, Q, L: F.permute(torch.ones(1), P, [(0, 0), (n - 1, 0)])),
-    "sum of uneven blocks": (PartitionError, lambda n, P, Q, L: F.all_sum_reduce(torch.ones(2), dd.Layout(dd.Partition((2,)), (3,)))),
+    "sum of uneven blocks": (PartitionError, lambda n, P, Q, L: F.all_sum_reduce(torch.ones(2), dd.Layout(P, (2 * n + 1, 1)), 0)),
     "leaf of another shape": (ShapeError, lambda n, P, Q, L: F.repartition([torch.ones(2, 3), torch.ones(1, 3)], L, Q)),
     "shape against the layout": (ShapeError, lambda n, P, Q, L: F.repartition(torch.ones(2, 3), L, Q, shape=(1, 1))),
     "halo input": (ShapeError, lambda n, P, Q, L: F.halo_exchange(torch.ones(5, 5), dd.HaloSpec(L, 1))),
-    "start": (ShapeError, lambda n, P, Q, L: F.start(dd.maps.repartition(L, Q), torch.ones(7, 7))),
+    "start": (ShapeError, lambda n, P, Q, L: F.wait(F.start(dd.maps.repartition(L, Q), torch.ones(7, 7)))),
 }
 
 

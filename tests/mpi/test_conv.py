@@ -245,8 +245,8 @@ def test_bare_partitions_and_inactive_ranks():
 def test_low_precision(dtype, rtol):
     x, w, b = randn(1, 2, 8, dtype=torch.float64).to(dtype), randn(2, 2, 3, seed=1).to(dtype), randn(2, seed=2).to(dtype)
     L = dd.Layout(dd.Partition((1, 1, dd.world().size)), x.shape)
-    check_layer(lambda x, w, b: F.dist_conv(x, w, L, b, padding=1, params="invariant"), lambda x, w, b: tf.conv1d(x, w, b, padding=1),
-                [x, w, b], [L, whole, whole], L, orders=1, rtol=rtol)
+    check_layer(lambda x, w, b: F.dist_conv(x, w, L, b, padding=1, params="invariant"),
+                lambda x, w, b: tf.conv1d(x, w, b, padding=1), [x, w, b], [L, whole, whole], L, orders=1, rtol=rtol)
 
 
 def test_messages():

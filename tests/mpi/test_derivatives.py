@@ -57,7 +57,7 @@ def test_second_order(case):
     """Hessian times vector by every pair of modes, and by autograd's double backward (case 11)."""
     X, V, product = hessian_product(case)
     wanted = case.back(product)
-    call = list(case.calls.values())[0]
+    call = next(iter(case.calls.values()))
     f, x, v = composed(case, call), case.smooth(X), case.smooth(V)
 
     def double_backward():
@@ -81,8 +81,8 @@ def test_nested_jvp(case):
     X, V, W = (randn(case.shape, k) for k in (1, 2, 3))
 
     def third(call, x, v, w):
-        first = lambda x: jvp(call, (x,), (v,))[1]  # noqa: E731
-        second = lambda x: jvp(first, (x,), (w,))[1]  # noqa: E731
+        first = lambda x: jvp(call, (x,), (v,))[1]
+        second = lambda x: jvp(first, (x,), (w,))[1]
         return jvp(second, (x,), (v,))[1]
 
     got = third(lambda x: case.map(x**3) ** 3, *(case.smooth(T) for T in (X, V, W)))

@@ -27,7 +27,7 @@ def test_every_dtype(case):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sums_of_halves_are_taken_in_float32(dtype):
     """big + 1 + 1: adding in half precision loses both ones."""
-    n, r = dd.world().size, dd.world().rank
+    r = dd.world().rank
     big = {torch.float16: 2048, torch.bfloat16: 256}[dtype]
     P, x = dd.Partition((3,)), torch.tensor([big if r == 0 else 1], dtype=dtype)
     if r > 2:
@@ -46,7 +46,8 @@ def test_sums_of_halves_are_taken_in_float32(dtype):
 def test_mixed_dtypes_in_one_pytree():
     n, r = dd.world().size, dd.world().rank
     P = dd.Partition((n,))
-    tree = {"f": torch.full((2,), float(r)), "i": torch.full((3,), r), "h": torch.full((1,), r, dtype=torch.bfloat16), "b": torch.tensor([r == 0])}
+    tree = {"f": torch.full((2,), float(r)), "i": torch.full((3,), r), "h": torch.full((1,), r, dtype=torch.bfloat16),
+            "b": torch.tensor([r == 0])}  # fmt: skip
     gathered, summed = F.all_gather(tree, P), F.all_sum_reduce(tree, P)
     for name, x in tree.items():
         assert gathered[name].dtype == summed[name].dtype == x.dtype

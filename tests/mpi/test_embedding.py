@@ -75,7 +75,7 @@ def test_bare_partition_asks_for_rows_only_where_they_are_split():
     for P in grids():
         for splits in (None, (None, None, (N - P.shape[2] + 1, *[1] * (P.shape[2] - 1)), None)):
             L = layout(P, splits)
-            call = lambda **k: F.dist_embedding(along(L, 0, 1)(IDX), along(L, 2, 3)(W), P, y_layout="replicated", **k)  # noqa: E731
+            call = lambda **k: F.dist_embedding(along(L, 0, 1)(IDX), along(L, 2, 3)(W), P, y_layout="replicated", **k)
             y = call()
             if L.active:
                 assert torch.equal(y, along(L, 0, 1, 3)(tf.embedding(IDX, W)))

@@ -212,7 +212,7 @@ def test_messages():
     batch = dd.Layout(dd.Partition((n, 1, 1)), (4 * n, 2, 3))
     y = batch.shard(randn(4 * n, 2, 3)).clone().requires_grad_()
     for reduction, size in (("mean", 2), ("sum", 1), ("none", 0)):
-        call = lambda: F.dist_cross_entropy(y, t, batch.partition, reduction=reduction)  # noqa: E731
+        call = lambda: F.dist_cross_entropy(y, t, batch.partition, reduction=reduction)
         assert messages(call) == (0, 0, reduced if size else 0, size * reduced, 0)
         assert messages(call().sum().backward) == (0, 0, 0, 0, 0)
 

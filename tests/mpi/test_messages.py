@@ -105,7 +105,7 @@ def test_derivatives_send_what_mathematics_needs():
     rows, columns = layouts(n, (n, n))
     x = x_of(rows)
     one = counted(lambda: F.repartition(x, rows, columns)).sends
-    f = lambda x: F.repartition(x, rows, columns).pow(3).sum()  # noqa: E731
+    f = lambda x: F.repartition(x, rows, columns).pow(3).sum()
     assert counted(lambda: grad(f)(x)).sends == 2 * one
     assert counted(lambda: jvp(f, (x,), (x,))).sends == 2 * one
     assert counted(lambda: jvp(grad(f), (x,), (x,))).sends == 4 * one
@@ -123,7 +123,7 @@ def test_a_pytree_is_one_message_set(form):
     P = rows.partition
     sums = counted(lambda: F.all_sum_reduce({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1).double()}, P))
     assert [m[2] for m in sums] == ([20, 8] if n > 1 else [])  # one for each dtype
-    f = lambda t: sum((v.double() ** 2).sum() for v in F.repartition(t, P_in, P_out).values())  # noqa: E731
+    f = lambda t: sum((v.double() ** 2).sum() for v in F.repartition(t, P_in, P_out).values())
     assert counted(lambda: grad(f)({"a": x_of(rows), "b": x_of(rows)})).sends == 2 * (n - 1)
 
 

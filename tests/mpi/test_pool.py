@@ -48,7 +48,8 @@ def test_case_31_avg_pool(args, override):
     for L in layouts(x.shape, (2, 3, 0)).values():
         ceil = len(args) > 3 and args[3]
         check(lambda x: F.dist_avg_pool(x, L, *args, divisor_override=override),
-              lambda x: tf.avg_pool2d(x, *args, divisor_override=override), x, L, F.pool_layout(L, *args[:3], ceil_mode=ceil), name=args)
+              lambda x: tf.avg_pool2d(x, *args, divisor_override=override), x, L, F.pool_layout(L, *args[:3], ceil_mode=ceil),
+              name=args)
 
 
 @pytest.mark.parametrize("size", [1, (3, 4), (None, 2), (9, 11)])

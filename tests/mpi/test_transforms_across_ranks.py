@@ -15,7 +15,7 @@ def setting(kind):
     shape = SHAPES[kind](n)
     rows, columns = dd.Layout(dd.Partition((n, 1)), shape), dd.Layout(dd.Partition((1, n), tuple(range(n - 1, -1, -1))), shape)
     X = randn(shape, 1)
-    f = lambda x: F.repartition(x.sin(), rows, columns) ** 2  # noqa: E731
+    f = lambda x: F.repartition(x.sin(), rows, columns) ** 2
     return rows, columns, X, f, lambda X: X.sin() ** 2
 
 
@@ -36,7 +36,7 @@ def test_jacobians(kind, chunk_size):
 def test_hessian_and_products(kind):
     rows, columns, X, f, serial = setting(kind)
     C, V = randn(X.shape, 2), randn(X.shape, 3)
-    loss = lambda x: F.invariant_sum((columns.shard(C) * f(x) ** 2).sum(), columns.partition)  # noqa: E731
+    loss = lambda x: F.invariant_sum((columns.shard(C) * f(x) ** 2).sum(), columns.partition)
     H = torch.func.hessian(lambda X: (C * serial(X) ** 2).sum())(X)
     got = dd.func.hessian(loss, rows, chunk_size=2)(rows.shard(X))
     assert torch.allclose(got, H[rows.slices()], rtol=1e-12, atol=1e-12)
@@ -76,7 +76,7 @@ def test_inner():
 
 def test_linear_transpose():
     rows, columns, X, *_ = setting("uneven")
-    f = lambda x: 3 * F.repartition(x, rows, columns)  # noqa: E731
+    f = lambda x: 3 * F.repartition(x, rows, columns)
     back = dd.func.linear_transpose(f, rows.shard(X))
     assert torch.equal(back(columns.shard(X)), 3 * rows.shard(X))
     twice = dd.func.linear_transpose(back, columns.shard(X))

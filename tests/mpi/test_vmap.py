@@ -32,8 +32,8 @@ def test_any_axis(case):
 @each_case()
 def test_nested_and_with_derivatives(case):
     """Case 6: grad(vmap(f)) and vmap(grad(f)) equal the loop."""
-    call = list(case.calls.values())[0]
-    f = lambda x: case.loss(call(x.sin()))  # noqa: E731
+    call = next(iter(case.calls.values()))
+    f = lambda x: case.loss(call(x.sin()))
     xs, vs = batch(case), batch(case, lambda X: case.smooth(X.cos()))
     loop = torch.stack([grad(f)(x) for x in xs])
     close = dict(rtol=1e-12, atol=1e-12)
@@ -82,8 +82,8 @@ def test_batch_sizes_differ():
 @needs(2)
 def test_vmap_on_some_ranks_only():
     n, r, P = line()
-    call = lambda t: F.all_gather(t, P)  # noqa: E731
-    raises_everywhere(dd.errors.AgreementError, lambda: vmap(call)(torch.ones(2, 3)) if r else vmap(vmap(call))(torch.ones(2, 2, 3)))
+    once = vmap(lambda t: F.all_gather(t, P))
+    raises_everywhere(dd.errors.AgreementError, lambda: once(torch.ones(2, 3)) if r else vmap(once)(torch.ones(2, 2, 3)))
 
 
 @needs(4)
