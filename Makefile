@@ -36,14 +36,15 @@ bench: .venv/ready
 
 docs: .venv/docs
 	$(PY) -m pytest tests/test_docs.py -q
-	for notebook in notebooks/*.ipynb; do $(PY) -m nbclient --inplace "$$notebook" || exit 1; done
+	.venv/bin/jupyter execute notebooks/*.ipynb
+	$(PY) -m mkdocs build --strict --quiet
 
 format: .venv/ready
 	$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 .venv/ready: requirements/dev.txt requirements/data.txt pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -171,9 +171,14 @@ def get_case(name, n):
 needs = pytest.mark.mpi  # skips where the world has fewer ranks
 
 
-def each_case(chosen=lambda name: True):
-    """Run a test for every case that fits the world: ``@each_case() def test_x(case)``."""
+def each_case(chosen=lambda name: True, thin=False):
+    """Run a test for every case that fits the world: ``@each_case() def test_x(case)``.
+
+    ``thin``: in worlds of more than 4 ranks, which share few cores, every third case only.
+    """
     names = [n for n in CASES if chosen(n)]
+    if thin and dd.world().size > 4:
+        names = names[::3]
     return pytest.mark.parametrize("case", [pytest.param(_Lazy(n), id=n, marks=needs(CASES[n][0])) for n in names])
 
 

@@ -115,8 +115,11 @@ def test_digest_is_equal_in_every_process():
 
     code = "from distdl.plan import *; s = Side.of(Layout(Partition((3,)), (7,))); print(Plan(s, s).digest)"
     env = {**os.environ, "PYTHONPATH": str(Path(dd.__file__).parents[1])}
-    runs = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**env, "PYTHONHASHSEED": s}).stdout
-            for s in "12"}  # fmt: skip
+
+    def run(seed):
+        return subprocess.check_output([sys.executable, "-c", code], text=True, env={**env, "PYTHONHASHSEED": seed})
+
+    runs = {run("1"), run("2")}
     assert len(runs) == 1 and len(runs.pop().strip()) == 16
 
 

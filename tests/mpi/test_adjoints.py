@@ -16,7 +16,7 @@ def test_dot(case):
     assert case.map.T.T is case.map and case.map.plan.T.T is case.map.plan
 
 
-@each_case()
+@each_case(thin=True)
 def test_check_map(case):
     check_map(case.map)
     check_map(case.map.T)

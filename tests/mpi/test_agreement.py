@@ -65,7 +65,8 @@ def test_requires_grad_is_joined():
     n, r, P, rows, columns = world()
     for call, shape in ((lambda x: F.repartition(x, rows, columns), (2, n)), (lambda x: F.all_gather(x, rows), (2, 3)),
                         (lambda x: F.permute(x, P, [(0, 1), (1, 0)]), (2,)),
-                        (lambda x: F.gather(x, rows), (1, 2)), (lambda x: F.sum_reduce(x, P, dd.Partition((1,))), (2,))):  # fmt: skip
+                        (lambda x: F.gather(x, rows), (1, 2)),
+                        (lambda x: F.sum_reduce(x, P, dd.Partition((1,))), (2,))):  # fmt: skip
         x = torch.ones(shape, dtype=torch.float64, requires_grad=r == n - 1)
         y = call(x)
         assert y.requires_grad

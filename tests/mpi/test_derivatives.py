@@ -52,7 +52,7 @@ def test_jvp(case):
             assert torch.allclose(y, wanted[0], **TOLERANCE) and torch.allclose(t, wanted[1], **TOLERANCE), spelling
 
 
-@each_case()
+@each_case(thin=True)
 def test_second_order(case):
     """Hessian times vector by every pair of modes, and by autograd's double backward (case 11)."""
     X, V, product = hessian_product(case)
@@ -91,7 +91,7 @@ def test_nested_jvp(case):
         assert torch.allclose(got, wanted, rtol=1e-11, atol=1e-9)
 
 
-@each_case(lambda name: not name.startswith(("invariant", "mark")))
+@each_case(lambda name: not name.startswith(("invariant", "mark")), thin=True)
 def test_complex_grad(case):
     """torch's convention for complex numbers: the adjoint is conjugate-linear where it should be."""
     X, C = randn(case.shape, 1, dtype=torch.complex128), randn(case.shape, 2, dtype=torch.complex128)

@@ -11,7 +11,7 @@ DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
           torch.float64, torch.complex64, torch.complex128]  # fmt: skip
 
 
-@each_case()
+@each_case(thin=True)
 def test_every_dtype(case):
     X = integers(case.shape, 5).abs() % 4
     for dtype in DTYPES:

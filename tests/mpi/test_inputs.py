@@ -19,7 +19,7 @@ def twisted(x):
     yield "lazily negated", torch._neg_view(-x)
 
 
-@each_case()
+@each_case(thin=True)
 def test_strided(case):
     X = integers(case.shape)
     wanted = case.map(case.local(X))
@@ -39,7 +39,7 @@ def test_stride_zero(case):
     assert torch.equal(z.grad, back if case.held else torch.zeros_like(z))
 
 
-@each_case()
+@each_case(thin=True)
 def test_conjugate(case):
     X = randn(case.shape, 1, dtype=torch.complex128)
     x = case.local(X).conj()
@@ -47,7 +47,7 @@ def test_conjugate(case):
     assert torch.allclose(case.map(x.imag), -case.map(case.local(X).imag.clone()), rtol=1e-15, atol=1e-15)
 
 
-@each_case()
+@each_case(thin=True)
 def test_nothing_is_mutated(case):
     """Case 15: neither the input, nor the cotangent, nor a tangent."""
     x = case.smooth(randn(case.shape, 1)).requires_grad_()

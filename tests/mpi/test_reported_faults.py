@@ -190,6 +190,7 @@ def test_movements_between_two_ranks_keep_their_order(swap):
         assert F.shift(torch.full((k % 4 + 1,), float(100 * k + r)), P, 0).tolist() == [float(100 * k + 1 - r)] * (k % 4 + 1)
 
 
+@needs(2)
 def test_vmap_of_a_permutation_of_uneven_tensors():
     n, r, P = world()
     x = torch.full((2, r + 1), float(r))

@@ -9,7 +9,7 @@ import distdl.functional as F
 from distdl.testing import count_messages
 
 
-@each_case()
+@each_case(thin=True)
 def test_value_and_gradient(case):
     X = integers(case.shape)
     x = case.smooth(X).requires_grad_()

@@ -28,7 +28,7 @@ def test_shapes_and_placeholders(case):
     assert tuple(case.map(case.local(X)).shape) == tuple(case.map.out_shape)
 
 
-@each_case()
+@each_case(thin=True)
 def test_adjoint_value(case):
     """A.T against the transpose that torch finds of the serial function, with cotangents that differ by rank."""
     Y = {r: integers(case.get(integers(case.shape), r).shape, 40 + case.voice(r))
@@ -52,7 +52,7 @@ def test_simulate(case):
         assert torch.equal(y, case.get(X, r))
 
 
-@each_case()
+@each_case(thin=True)
 def test_results_are_reproducible(case):
     """Sums follow the plan's order, not the order of arrival."""
     X = torch.rand(case.shape, dtype=torch.float32, generator=torch.Generator().manual_seed(3))

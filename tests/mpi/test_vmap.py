@@ -16,7 +16,7 @@ def batch(case, make=None):
     return [(make or case.smooth)(randn(case.shape, k)) for k in range(BATCH)]
 
 
-@each_case()
+@each_case(thin=True)
 def test_any_axis(case):
     xs = batch(case)
     for spelling, call in {"map": case.map, **case.calls}.items():
@@ -29,7 +29,7 @@ def test_any_axis(case):
             assert sent.sends * BATCH == loop.sends, "one message set for the whole batch"
 
 
-@each_case()
+@each_case(thin=True)
 def test_nested_and_with_derivatives(case):
     """Case 6: grad(vmap(f)) and vmap(grad(f)) equal the loop."""
     call = next(iter(case.calls.values()))
