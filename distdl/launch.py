@@ -95,6 +95,8 @@ def environment(n: int, vendor: str | None = None) -> dict[str, str]:
                    "PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none"}  # fmt: skip
         if crowded:
             wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        if not os.isatty(1):
+            wanted["NO_COLOR"] = "1"  # its ranks write to a terminal of its own, even into a file or a pipe
         if os.geteuid() == 0:
             wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     elif vendor == "Intel MPI":
