@@ -70,9 +70,8 @@ def test_lenet():
             x, y = batch(step)
             return F.dist_cross_entropy(demo.distributed(p, demo.TILES.shard(x), len(y)), y, dd.Layout(demo.Y_SIDE, (len(y), 10)))
 
-        blocks = demo.shard(params)
         if dd.world().rank < 4:
-            places = {name: lambda value, name=name: demo.shard({name: value})[name] for name in blocks}
+            places = {name: lambda value, name=name: demo.shard({name: value})[name] for name in params}
             compare(dist, serial, params, places, has_loss=demo.Y_SIDE.active)
         return
     n = dd.world().size
