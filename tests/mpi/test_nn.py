@@ -1,0 +1,143 @@
+"""Modules: their functions, torch's machinery around them, and conversion of serial networks."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from serial import randn
+
+import distdl as dd
+import distdl.functional as F
+from distdl import nn
+
+DOUBLE = {"dtype": torch.float64}
+
+
+def line(*dims):
+    """A partition of all ranks along the dim where -1 stands."""
+    return dd.Partition(tuple(dd.world().size if d < 0 else d for d in dims))
+
+
+def network(P):
+    """One of most layers that keep (batch, channel, rows, columns)."""
+    return torch.nn.Sequential(
+        nn.Conv2d(P, 3, 8, 3, padding=1, **DOUBLE), nn.BatchNorm(P, 8, **DOUBLE), torch.nn.ReLU(), nn.MaxPool2d(P, 2),
+        nn.ConvTranspose2d(P, 8, 4, 2, 2, **DOUBLE), nn.GroupNorm(P, 2, 4, **DOUBLE), nn.Upsample(P, scale_factor=2),
+        nn.InstanceNorm(P, 4, affine=True, **DOUBLE), nn.LayerNorm(P, 16, **DOUBLE), nn.RMSNorm(P, 16, **DOUBLE),
+        nn.AvgPool2d(P, 2), nn.Dropout(P, 0.25), nn.FeatureDropout(P, 0.25), nn.AdaptiveMaxPool2d(P, (3, 2)))  # fmt: skip
+
+
+def agree(ok, message):
+    """Fail on all ranks together."""
+    dd.testing.collective_assert(ok, message)
+
+
+def test_torch_machinery():
+    """state_dict, deepcopy, pickle, functional_call, .to and the meta device."""
+    torch.manual_seed(dd.world().rank)  # modules agree on the first rank's seed
+    P = line(1, 1, -1, 1)
+    net, x = network(P), P.shard(randn(2, 3, 13, 9))
+    net.eval()
+    y = net(x)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        agree(torch.equal(other(x), y), "another result")
+    fresh = network(P).eval()
+    fresh.load_state_dict(net.state_dict())
+    agree(torch.equal(fresh(x), y), "another result after load_state_dict")
+    doubled = {k: 2 * v for k, v in net.named_parameters()}
+    agree(not torch.equal(torch.func.functional_call(net, doubled, (x,)), y), "functional_call is without effect")
+    loss = lambda p: F.invariant_sum(torch.func.functional_call(net, p, (x,)).square().sum(), P)
+    params = {k: v.detach() for k, v in net.named_parameters()}
+    tangent = torch.func.jvp(loss, (params,), (params,))[1]
+    grads = torch.func.grad(loss)(params)
+    inner = sum((grads[k] * params[k]).sum() for k in grads)
+    agree(torch.allclose(tangent, inner), f"jvp {tangent} and grad {inner}")
+    agree(net.to(torch.float32)(x.float()).dtype == torch.float32, "another dtype")
+    meta = nn.Conv2d(P, 3, 4, 3, device="meta").to_empty(device="cpu")
+    meta.reset_parameters()
+    agree(bool(torch.isfinite(meta.weight).all()), "reset_parameters left something out")
+
+
+@pytest.mark.parametrize("make, split", [
+    (lambda P: nn.Linear(P, 7, 5), (1, -1, 1)), (lambda P: nn.Linear(P, 7, 5), (1, 1, -1)),
+    (lambda P: nn.Conv1d(P, 4, 6, 3), (1, -1, 1)), (lambda P: nn.Conv1d(P, 4, 6, 3), (1, 1, -1, 1)),
+    (lambda P: nn.ConvTranspose1d(P, 4, 6, 3), (1, -1, 1)), (lambda P: nn.ConvTranspose1d(P, 4, 6, 3), (1, -1, 1, 1)),
+    (lambda P: nn.Embedding(P, 9, 6, padding_idx=2), (1, -1, 1)), (lambda P: nn.Embedding(P, 9, 6), (1, 1, -1)),
+    (lambda P: nn.LayerNorm(P, 5), (1, -1)), (lambda P: nn.BatchNorm(P, 5), (1, -1, 1)),
+])  # fmt: skip
+def test_parameters_do_not_depend_on_the_partition(make, split):
+    """The blocks of any partition are cut from the tensor that one rank would have."""
+    seed = torch.Generator().manual_seed(4)
+    torch.set_rng_state(seed.get_state())
+    module = make(line(*split))
+    torch.set_rng_state(seed.get_state())
+    alone = make(dd.Partition(tuple(1 for _ in split), (dd.world().rank,)))
+    for name, value in module.named_parameters():
+        layout = module.layouts[name]
+        expected = getattr(alone, name)
+        if expected.shape != layout.shape:  # transposed convolutions are drawn the other way round in the general form
+            expected, value = expected.transpose(0, 1), value.transpose(0, 1)
+        agree(torch.equal(value, expected[layout.slices()]), f"{name} of {module}")
+
+
+def serial_network():
+    """What convert knows."""
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, padding="same", padding_mode="circular"), torch.nn.BatchNorm2d(8), torch.nn.GELU(),
+        torch.nn.MaxPool2d(3, 2, 1), torch.nn.Sequential(torch.nn.ConvTranspose2d(8, 4, 3, 2, 1, 1), torch.nn.GroupNorm(2, 4)),
+        torch.nn.Upsample(scale_factor=2, mode="bilinear"), torch.nn.AvgPool2d(2), torch.nn.InstanceNorm2d(4),
+        torch.nn.Conv2d(4, 2, 3), torch.nn.AdaptiveAvgPool2d(3)).double()  # fmt: skip
+
+
+def test_convert():
+    """Outputs, gradients and running statistics of a converted network are the serial ones."""
+    serial = serial_network()
+    for split in ((1, 1, -1, 1), (1, 1, 1, -1), (-1, 1, 1, 1)):
+        P = line(*split)
+        twin, reference = nn.convert(serial, P), copy.deepcopy(serial)
+        x, c = randn(4, 3, 13, 9), randn(4, 2, 3, 3, seed=1)
+        y, expected = twin(P.shard(x)), reference(x)
+        agree(torch.allclose(y, P.shard(expected), rtol=1e-10, atol=1e-10), f"value over {split}")
+        (y * P.shard(c)).sum().backward()
+        (expected * c).sum().backward()
+        for (name, a), (_, b) in zip(twin.named_parameters(), reference.named_parameters()):
+            agree(torch.allclose(a.grad, b.grad, rtol=1e-9, atol=1e-10), f"gradient of {name} over {split}")
+        for (name, a), (_, b) in zip(twin.named_buffers(), reference.named_buffers()):
+            agree(torch.allclose(a, b), f"buffer {name} over {split}")
+
+
+def test_convert_refuses_what_it_does_not_know():
+    P = line(1, 1, -1, 1)
+    for module in (torch.nn.Linear(3, 3), torch.nn.LayerNorm(3), torch.nn.Flatten(), torch.nn.Softmax(1)):
+        with pytest.raises(dd.errors.PartitionError, match="no twin"):
+            nn.convert(torch.nn.Sequential(module), P)
+
+
+def test_losses_and_movements():
+    n = dd.world().size
+    P = dd.Partition((n, 1))
+    x, target = randn(2 * n, 5), torch.arange(2 * n) % 5
+    weight = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
+    loss = pickle.loads(pickle.dumps(nn.CrossEntropyLoss(P, weight=weight, label_smoothing=0.1)))
+    labels = dd.Layout(dd.Partition((n,)), target.shape).shard(target)
+    expected = torch.nn.functional.cross_entropy(x, target, weight, label_smoothing=0.1)
+    agree(torch.allclose(loss(P.shard(x), labels), expected), "cross-entropy")
+    agree(torch.allclose(nn.MSELoss(P)(P.shard(x), P.shard(2 * x)), x.square().mean()), "mse")
+    move = nn.Movement(F.repartition, P, dd.Partition((1, n)))
+    agree(torch.equal(move(P.shard(x)), dd.Partition((1, n)).shard(x)), "repartition")
+    repr((loss, move))
+
+
+def test_dropout_is_the_same_on_any_partition_and_other_each_time():
+    x = torch.ones(4, 3, 8, 5)
+    P = line(1, 1, -1, 1)
+    torch.manual_seed(5)
+    drop = nn.Dropout(P)
+    torch.manual_seed(5)
+    alone = nn.Dropout(dd.Partition((1, 1, 1, 1), (dd.world().rank,)))
+    first, second = (alone(x) for _ in range(2))
+    agree(torch.equal(drop(P.shard(x)), P.shard(first)), "another mask")
+    agree(torch.equal(drop(P.shard(x)), P.shard(second)) and not torch.equal(first, second), "the second mask")
+    agree(drop.eval()(x) is x, "evaluation drops")
