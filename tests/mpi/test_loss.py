@@ -50,6 +50,7 @@ def _reduced(losses, reduction):
     return losses if reduction == "none" else getattr(losses, reduction)()
 
 
+@pytest.mark.filterwarnings("ignore:reduction. .mean. divides")  # of the serial twin, F.kl_div
 @pytest.mark.parametrize("name", POINTWISE)
 def test_pointwise(name):
     dist, serial, kind_x, kind_y, options = POINTWISE[name]
