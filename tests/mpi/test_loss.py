@@ -11,6 +11,8 @@ import distdl as dd
 import distdl.functional as F
 from distdl.errors import ShapeError
 
+pytestmark = pytest.mark.filterwarnings("ignore:reduction. .mean. divides")  # of the serial twin, f.kl_div
+
 SHAPE = (5, 3)
 PROBABILITY, COUNTS, LOG = ("between 0 and 1", "counts", "logarithms")
 
@@ -50,7 +52,6 @@ def _reduced(losses, reduction):
     return losses if reduction == "none" else getattr(losses, reduction)()
 
 
-@pytest.mark.filterwarnings("ignore:reduction. .mean. divides")  # of the serial twin, F.kl_div
 @pytest.mark.parametrize("name", POINTWISE)
 def test_pointwise(name):
     dist, serial, kind_x, kind_y, options = POINTWISE[name]
