@@ -20,6 +20,7 @@ from . import transport as _transport
 from .errors import ShapeError
 from .transport.local import LocalTransport
 
+_SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
 _ALIGN = 64  # each part of a message starts at such an offset, on both ends
 _HALVES = (torch.float16, torch.bfloat16)
 _empty, _zeros, _memmove = torch.empty, torch.zeros, ctypes.memmove
@@ -70,6 +71,21 @@ class _Program:
     late: list[tuple[_Part, _Part | None]]  # what follows, in summing order (to, from; None: from the staging memory)
     staging: int  # bytes
     group: tuple[int, ...] | None  # the ranks among which all of this is one all-reduce
+    spare: list  # small staging memory that is free, with the parts' views of it
+
+    def take_staging(self, device):
+        """Staging memory, with views of it for ``packs`` and for ``late`` (None where nothing is staged)."""
+        if self.spare:
+            return self.spare.pop()
+        block = _staging.take(self.staging, device)
+        late = [to.staged(block) if source is None else None for to, source in self.late]
+        return block, [part.staged(block) for part in self.packs], late
+
+    def give_staging(self, staging) -> None:
+        if self.staging <= _SMALL and not self.spare:
+            self.spare.append(staging)
+        else:
+            _staging.give(staging[0])
 
 
 def _dense(shape):
@@ -136,7 +152,7 @@ def _program(plans, rank, leads, strides, dtypes, collectives, host) -> _Program
     packs = [part for parts in sends.values() for part in parts if not part.direct]
     late = [(to, source) for to, source in late if source is not None or not to.direct]
     casts = list(dtypes) if any(work != d for (_, work, _), d in zip(outputs, dtypes)) else None
-    return _Program(outputs, casts, send_messages, receive_messages, moves, early, packs, late, end, group)
+    return _Program(outputs, casts, send_messages, receive_messages, moves, early, packs, late, end, group, [])
 
 
 class _Staging:
@@ -152,7 +168,8 @@ class _Staging:
         size = max(256, 1 << (nbytes - 1).bit_length())
         blocks = self.free[device, size]
         if not blocks:
-            return torch.empty(size, dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):  # it outlives the mode
+                return torch.empty(size, dtype=torch.uint8, device=device)
         self.kept -= size
         return blocks.pop()
 
@@ -190,10 +207,10 @@ class Pending:
         if program.sends or program.receives:
             base = 0
             if program.staging:
-                self.staging = _staging.take(program.staging, xs[0].device)
-                base = self.staging.data_ptr()
-                for part in program.packs:
-                    part.staged(self.staging).copy_(part.of(xs[part.leaf]))
+                self.staging = program.take_staging(xs[0].device)
+                base = self.staging[0].data_ptr()
+                for part, staged in zip(program.packs, self.staging[1]):
+                    staged.copy_(part.of(xs[part.leaf]))
             sends = [(p, (base if leaf < 0 else xs[leaf].data_ptr()) + at, n) for p, leaf, at, n in program.sends]
             receives = [(p, (base if leaf < 0 else ys[leaf].data_ptr()) + at, n) for p, leaf, at, n in program.receives]
             if _transport.log is not None:
@@ -207,12 +224,12 @@ class Pending:
         else:
             if program.sends or program.receives:
                 self.transport.wait(self.handle)
-            for to, source in program.late:
-                value = to.staged(self.staging) if source is None else source.of(self.xs[source.leaf])
+            for i, (to, source) in enumerate(program.late):
+                value = self.staging[2][i] if source is None else source.of(self.xs[source.leaf])
                 target = to.of(ys[to.leaf])
                 target.add_(value) if to.add else target.copy_(value)
             if self.staging is not None:
-                _staging.give(self.staging)
+                program.give_staging(self.staging)
                 self.staging = None
         if program.casts:
             ys = [y.to(dtype) for y, dtype in zip(ys, program.casts)]

@@ -346,21 +346,24 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.maps, _, ctx.n, *args = inputs
-        ctx.ties = len(args) - ctx.n
+        ctx.maps, n = inputs[0], inputs[2]
+        ctx.n, ctx.ties = n, len(inputs) - 3 - n
         # Integer tensors have no derivative, on any rank; the rules then move the others only.
-        ctx.smooth = [i for i in range(ctx.n) if args[i].is_floating_point() or args[i].is_complex()]
-        ctx.save_for_backward(output[-1])
-        ctx.save_for_forward(output[-1])
+        ctx.smooth = [i for i in range(n) if inputs[3 + i].is_floating_point() or inputs[3 + i].is_complex()]
+        ctx.save_for_backward(output[n])
+        if _transforms_active() or _forward_mode_active():
+            ctx.save_for_forward(output[n])
 
     @staticmethod
     def backward(ctx, *grads):
-        s = _torch.unwrap_if_dead(ctx.saved_tensors[0])
-        *found, tie = apply([ctx.maps[i].T for i in ctx.smooth], [grads[i] for i in ctx.smooth], (s, grads[-1]))
+        smooth, ties = ctx.smooth, ()
+        if _grad_enabled() or _transforms_active() or _forward_mode_active():  # further derivatives may be taken
+            ties = (_torch.unwrap_if_dead(ctx.saved_tensors[0]), grads[-1])
+        found = apply([ctx.maps[i].T for i in smooth], [grads[i] for i in smooth], ties)
         x_grads = [None] * ctx.n
-        for i, g in zip(ctx.smooth, found):
+        for i, g in zip(smooth, found):
             x_grads[i] = g
-        return (None, None, None, *x_grads, *(tie,) * ctx.ties)
+        return (None, None, None, *x_grads, *(found[-1] if ties else None,) * ctx.ties)
 
     @staticmethod
     def jvp(ctx, _maps, _pending, _n, *tangents):

@@ -67,3 +67,17 @@ def test_a_chain_is_started_too():
     A = dd.maps.repartition(columns, rows) @ dd.maps.repartition(rows, columns)
     X = randn((5, 4), 1)
     assert torch.equal(F.wait(F.start(A, rows.shard(X))), rows.shard(X))
+
+
+def test_inference_mode_leaves_no_trace():
+    """Staging memory is used again: also when it was first needed in inference mode, and the next call is not."""
+    n = dd.world().size
+    x = dd.Layout(dd.Partition((n, 1)), (3 * n, 4)).shard(torch.arange(12.0 * n).reshape(3 * n, 4))
+    L = dd.Layout(dd.Partition((n, 1)), (3 * n, 4), ((3,) * n, None))
+    columns = dd.Partition((1, n))
+    with torch.inference_mode():
+        first = F.repartition(x, L, columns)
+    leaf = x.clone().requires_grad_()
+    second = F.repartition(leaf, L, columns)
+    second.sum().backward()
+    dd.testing.collective_assert(torch.equal(first, second.detach()) and torch.equal(leaf.grad, torch.ones_like(x)), "differ")
