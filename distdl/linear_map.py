@@ -356,7 +356,8 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        smooth, ties = ctx.smooth, ()
+        smooth = ctx.smooth
+        ties: tuple = ()
         if _grad_enabled() or _transforms_active() or _forward_mode_active():  # further derivatives may be taken
             ties = (_torch.unwrap_if_dead(ctx.saved_tensors[0]), grads[-1])
         found = apply([ctx.maps[i].T for i in smooth], [grads[i] for i in smooth], ties)

@@ -162,8 +162,8 @@ def unet(p, x, conv, norm, pool, up):
 
 def test_case_16_unet():
     n = world_of()
-    shapes = {"a.w": (2, 1, 3, 3, 3), "b.w": (3, 2, 3, 3, 3), "c.w": (4, 3, 3, 3, 3), "d.w": (3, 7, 3, 3, 3), "e.w": (2, 5, 3, 3, 3),
-              "out.w": (1, 2, 1, 1, 1)}
+    channels = {"a.w": (2, 1), "b.w": (3, 2), "c.w": (4, 3), "d.w": (3, 7), "e.w": (2, 5)}
+    shapes = {name: (*c, 3, 3, 3) for name, c in channels.items()} | {"out.w": (1, 2, 1, 1, 1)}
     for name, ch in (("a", 2), ("b", 3), ("c", 4), ("d", 3), ("e", 2)):
         shapes |= {name + ".g": (ch,), name + ".b": (ch,)}
     volume, target = randn(2, 1, 12, 8, 4, seed=60), randn(2, 1, 12, 8, 4, seed=61)
@@ -210,4 +210,5 @@ def test_all_gather_reduce_scatter_mlp():
         return F.dist_mse_loss(mine + h, rows.shard(target), rows)
 
     if r < n:
-        compare(dist, serial, drawn(shapes), {"1.w": lambda w: w[hidden], "1.b": lambda b: b[hidden], "2.w": lambda w: w[:, hidden]})
+        rows_of = lambda t: t[hidden]
+        compare(dist, serial, drawn(shapes), {"1.w": rows_of, "1.b": rows_of, "2.w": lambda w: w[:, hidden]})
