@@ -1,0 +1,58 @@
+"""CUDA tensors: staged through pinned host memory, with every result equal to the CPU's. Skipped where there is no device."""
+
+import pytest
+import torch
+from torch.func import grad, jvp, vmap
+
+import distdl as dd
+import distdl.functional as F
+
+pytestmark = pytest.mark.gpu
+
+
+def device():
+    """This rank's device."""
+    return torch.device("cuda", dd.world().rank % torch.cuda.device_count())
+
+
+def movements():
+    """(function, this rank's input)."""
+    n = dd.world().size
+    line, rows, columns = dd.Partition((n,)), dd.Partition((n, 1)), dd.Partition((1, n))
+    L = dd.Layout(rows, (2 * n + 1, 5))
+    x = L.shard(torch.linspace(-1, 1, (2 * n + 1) * 5, dtype=torch.float64).reshape(2 * n + 1, 5)).clone()
+    spec, v = dd.HaloSpec(L, (1, 2), boundary="reflect"), torch.arange(3.0, dtype=torch.float64) + dd.world().rank
+    return {"repartition": (lambda t: F.repartition(t, L, columns), x), "bare": (lambda t: F.repartition(t, rows, columns), x),
+            "halo": (lambda t: F.halo_exchange(t, spec), x), "all_sum": (lambda t: F.all_sum_reduce(t, line), v),
+            "gather": (lambda t: F.all_gather(t, L), x), "invariant": (lambda t: F.invariant_sum(t.square().sum(), line), v)}
+
+
+@pytest.mark.parametrize("name", ["repartition", "bare", "halo", "all_sum", "gather", "invariant"])
+def test_equals_the_cpu(name):
+    call, x = movements()[name]
+    loss = lambda t: (call(t) ** 3).sum()
+    for transform in (call, grad(loss), lambda t: jvp(grad(loss), (t,), (t,))[1], lambda t: vmap(call)(torch.stack([t, 2 * t]))):
+        found, expected = transform(x.to(device())), transform(x)
+        dd.testing.collective_assert(found.device == device() and torch.allclose(found.cpu(), expected), f"{name}: differs")
+    leaf = x.to(device()).requires_grad_()
+    loss(leaf).backward()
+    dd.testing.collective_assert(torch.allclose(leaf.grad.cpu(), grad(loss)(x)), f"{name}: backward differs")
+
+
+def test_layers():
+    n = dd.world().size
+    L = dd.Layout(dd.Partition((1, 1, n)), (2, 3, 4 * n))
+    x = L.shard(torch.linspace(-1, 1, 24 * n, dtype=torch.float64).reshape(2, 3, 4 * n))
+    w = torch.ones(2, 3, 3, dtype=torch.float64)
+    on = lambda d: F.dist_batch_norm(F.dist_conv(x.to(d), w.to(d), L, padding=1), L.with_shape((2, 2, 4 * n)), None, None,
+                                     training=True)[0]
+    dd.testing.collective_assert(torch.allclose(on(device()).cpu(), on("cpu")), "another result")
+
+
+def test_case_37_device_kinds_differ():
+    n = dd.world().size
+    if n < 2:
+        pytest.skip("needs 2 ranks")
+    x = torch.ones(1, 2, device=device() if dd.world().rank else "cpu")
+    with pytest.raises(dd.errors.AgreementError, match="device"):
+        F.repartition(x, dd.Partition((n, 1)), dd.Partition((1, n)))
