@@ -300,12 +300,16 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
                 return _no_channels(window, [max(b - a, 1) for a, b in blocks], w, bias)
             here = max(own // out_per_group, 1)
             y = _CONV_TRANSPOSE[n](window, w, None, s, 0, 0, here, d)
-            cut = []  # torch's pad takes the last dim first; a negative amount cuts
+            fills = []  # torch's pad takes the last dim first
             for i in reversed(range(n)):
                 o0, o1 = blocks[i] if blocks[i][0] < blocks[i][1] else (0, 1)
-                before = need(i, o0, o1)[0] * s[i] - p[i] - o0
-                cut += [before, o1 - o0 - before - y.shape[i + 2]]
-            y = tf.pad(y, cut)
+                start = o0 + p[i] - need(i, o0, o1)[0] * s[i]  # where output o0 lies in y
+                a, b = max(start, 0), min(start + o1 - o0, y.shape[i + 2])
+                if a >= b:  # between strides: nothing reaches these outputs
+                    a = b = start = 0
+                y = y.narrow(i + 2, a, b - a)
+                fills += [a - start, start + o1 - o0 - b]
+            y = tf.pad(y, fills)
             return y if bias is None else y + bias.reshape(-1, *(1,) * n)
 
         return windowed(x, spec, [1] * n, local)
