@@ -330,9 +330,12 @@ _ties: dict = {}  # an empty tensor for each device
 
 
 def _new_tie(x):
+    if _dispatch_modes():  # one of the mode's own kind
+        return x.new_empty(0, dtype=torch.float32)
     device = x.device
     if device not in _ties:
-        _ties[device] = torch.empty(0, device=device)
+        with torch.inference_mode(False):
+            _ties[device] = torch.empty(0, device=device)
     return _ties[device].detach()
 
 

@@ -142,3 +142,15 @@ def test_bad_input():
         F.dist_linear(randn(2, 3, 3), randn(2, 3), P, x_layout="replicated")
     with pytest.raises(dd.errors.ShapeError, match="w does not fit"):
         F.dist_linear(randn(2, 3), randn(2, 4), P, x_layout="replicated")
+
+
+def test_autocast():
+    """Autocast does to the local operations what it does in serial torch; movements carry whatever dtype comes."""
+    n = dd.world().size
+    x, w = randn(4, 6, dtype=torch.float32), randn(8, 6, seed=1, dtype=torch.float32)
+    P = dd.Partition((1, n, 1))
+    rows = dd.Layout(dd.Partition((n,)), (8,)).slices()[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.dist_linear(x, w[rows], P, x_layout="invariant", y_layout="replicated")
+        expected = torch.nn.functional.linear(x, w)[:, rows]
+    dd.testing.collective_assert(y.dtype == torch.bfloat16 and torch.equal(y, expected), "another result under autocast")
