@@ -77,9 +77,10 @@ class _Program:
         """Staging memory, with views of it for ``packs`` and for ``late`` (None where nothing is staged)."""
         if self.spare:
             return self.spare.pop()
-        block = _staging.take(self.staging, device)
-        late = [to.staged(block) if source is None else None for to, source in self.late]
-        return block, [part.staged(block) for part in self.packs], late
+        with torch.inference_mode(False):  # it outlives the mode
+            block = _staging.take(self.staging, device)
+            late = [to.staged(block) if source is None else None for to, source in self.late]
+            return block, [part.staged(block) for part in self.packs], late
 
     def give_staging(self, staging) -> None:
         if self.staging <= _SMALL and not self.spare:
@@ -168,8 +169,7 @@ class _Staging:
         size = max(256, 1 << (nbytes - 1).bit_length())
         blocks = self.free[device, size]
         if not blocks:
-            with torch.inference_mode(False):  # it outlives the mode
-                return torch.empty(size, dtype=torch.uint8, device=device)
+            return torch.empty(size, dtype=torch.uint8, device=device)
         self.kept -= size
         return blocks.pop()
 
