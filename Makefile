@@ -33,6 +33,7 @@ mpi-%: .venv/ready
 bench: .venv/ready
 	$(PY) -m bench.bench_overhead
 	$(PY) -m distdl run -n 2 -m bench.bench_movement
+	$(PY) -m distdl run -n 2 -m bench.bench_layers
 
 docs: .venv/docs
 	$(PY) -m pytest tests/test_docs.py -q
