@@ -32,7 +32,9 @@ def backward(call, *leaves):
 def cases(comm):
     """(name, {candidate: call}): "distdl", "share" (no messages) and "whole" (on rank 0 alone)."""
     p, r = comm.size, comm.rank
-    leaf = lambda *shape: torch.randn(shape).requires_grad_()
+    def leaf(*shape):
+        return torch.randn(shape).requires_grad_()
+
     for name, shape, out, kernel, stride, pad in (
         ("convolution 3 x 3, 64 channels, 256²", (1, 64, 256, 256), 64, 3, 1, 1),
         ("ResNet stem 7 x 7 / 2, 224²", (4, 3, 224, 224), 64, 7, 2, 3),

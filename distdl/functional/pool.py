@@ -68,7 +68,7 @@ def dist_max_pool(x, P, kernel_size, stride=None, padding=0, dilation=1, ceil_mo
             low = -torch.inf if window.is_floating_point() else torch.iinfo(window.dtype).min
             return _MAX[len(kernel)](_refill(window, box, sizes, low), kernel, step, 0, holes, return_indices=return_indices)
 
-        least = [d * (k - 1) + 1 for k, d in zip(kernel, holes)]
+        least = [1, *(d * (k - 1) + 1 for k, d in zip(kernel, holes))]
         if not return_indices:
             return windowed(x, spec, least, local)
         places = []
@@ -152,7 +152,7 @@ def dist_avg_pool(x, P, kernel_size, stride=None, padding=0, ceil_mode=False, co
                 sums = _AVG[n](window, kernel, step, divisor_override=1)
             return sums / (divisor(sums) if divisor_override is None else divisor_override)
 
-        return windowed(x, spec, kernel, local)
+        return windowed(x, spec, [1, *kernel], local)
 
     return with_layout(op, x, P, shape, body)
 
@@ -218,7 +218,7 @@ def dist_adaptive_max_pool(x, P, output_size, *, return_indices=False, shape=Non
             places.append(place)
             return window
 
-        y = windowed(x, spec, [1] * len(sizes), local)
+        y = windowed(x, spec, [1] * (1 + len(sizes)), local)
         return (y, places[0][tuple(slice(0, n) for n in y.shape)]) if return_indices else y
 
     return with_layout(op, x, P, shape, body)
@@ -244,7 +244,7 @@ def dist_adaptive_avg_pool(x, P, output_size, *, shape=None):
                 window = torch.cat(means, d)
             return window
 
-        return windowed(x, spec, [1] * len(sizes), local)
+        return windowed(x, spec, [1] * (1 + len(sizes)), local)
 
     return with_layout(op, x, P, shape, body)
 

@@ -26,8 +26,8 @@ def windowed(x, spec: HaloSpec, least, local):
 
     Args:
         spec: windows of the blocks of x; its ``out_layout`` says what each rank gets.
-        least: smallest legal window of each trailing dim. A rank without outputs runs ``local`` on zeros of that size and keeps
-            nothing of it, so that it stays in the graph as its peers do.
+        least: smallest legal window of each trailing dim (of the channels too, where ``local`` needs some). A rank without
+            outputs runs ``local`` on zeros of that size and keeps nothing of it, so that it stays in the graph as its peers do.
         local: (window) -> (batch, channels, *outputs).
     """
     window = halo_exchange(x, spec)
