@@ -1,0 +1,110 @@
+"""Expert parallelism: tokens travel to the ranks of their experts and back (mixture of experts; Lepikhin et al., arXiv:2006.16668).
+
+Dispatch is a plan like any other: a rank holds its tokens sorted by expert, and wants all tokens of its own experts. Combining is
+the transpose.
+"""
+
+from __future__ import annotations
+
+import pickle
+
+import torch
+
+from ..agree import partition_of
+from ..errors import PartitionError, ShapeError
+from ..linear_map import LinearMap, nothing
+from ..partition import Partition, balanced
+from ..plan import Axis, Plan, Side, whole
+from ..world import world
+
+__all__ = ["dist_expert_linear", "expert_parallel"]
+
+
+def _dispatch(line: Partition, counts, width: int, name: str) -> LinearMap:
+    """Tokens sorted by expert on every rank -> all tokens of each rank's experts, by expert and then by rank.
+
+    ``counts[r][e]``: how many tokens rank r has for expert e.
+    """
+    experts, held, wanted, at = len(counts[0]), [[] for _ in counts], [], 0
+    places, firsts = [0] * len(counts), []
+    for e in range(experts):
+        firsts.append(at)
+        for r, mine in enumerate(counts):
+            if mine[e]:
+                held[r].append((at, at + mine[e], places[r]))
+                places[r], at = places[r] + mine[e], at + mine[e]
+    firsts.append(at)
+    e = 0
+    for size in balanced(experts, line.size):
+        wanted.append((firsts[e], firsts[e + size]))
+        e += size
+    held_axis = Axis(0, tuple(map(tuple, held)), tuple(places))
+    wanted_axis = Axis(0, tuple(((a, b, 0),) if a < b else () for a, b in wanted), tuple(b - a for a, b in wanted))
+    plan = Plan(Side(line, (held_axis, whole(width))), Side(line, (wanted_axis, whole(width))))
+    return LinearMap(name, plan, plan.T)
+
+
+def expert_parallel(f, x, expert, P, num_experts: int):
+    """Apply to every token its expert, where the expert lives.
+
+    Args:
+        f: ``f(k, tokens) -> (tokens', features)``: this rank's k-th expert on the tokens that came for it (perhaps none); as many
+            tokens out as in, and the same number of features from all experts.
+        x: (tokens, features), this rank's tokens; any number on each rank.
+        expert: (tokens,) int64, the global expert of each.
+        P: a partition of one dim; its ranks have the experts in balanced blocks.
+        num_experts: experts in all.
+
+    Returns:
+        (tokens, new features), in the order of ``x``.
+
+    Messages: one small all-gather of counts; forward each token goes to its expert's rank and back, one message for each pair of
+    ranks each way; the same backward.
+
+    Raises:
+        PartitionError, ShapeError: P has other than one dim; shapes that do not fit; an expert that does not exist.
+    """
+    op, where = "expert_parallel", partition_of(P)
+    if where.ndim != 1:
+        raise PartitionError("experts lie along one dim", op=op, partitions=where, expected=1, actual=where.ndim)
+    coords = where.index()
+    if coords is None:
+        return nothing((0, x.shape[-1]), x)
+    if x.dim() != 2 or expert.shape != x.shape[:1]:
+        raise ShapeError("one expert for each token is needed", op=op, expected="x (tokens, features), expert (tokens,)",
+                         actual=(tuple(x.shape), tuple(expert.shape)))
+    if expert.numel() and not 0 <= int(expert.min()) <= int(expert.max()) < num_experts:
+        raise ShapeError("no such expert", op=op, expected=f"0 <= expert < {num_experts}",
+                         actual=(int(expert.min()), int(expert.max())))
+    order = torch.argsort(expert, stable=True)
+    mine = torch.bincount(expert, minlength=num_experts).tolist()
+    ranks = tuple(sorted(where.ranks))
+    reports = dict(zip(ranks, map(pickle.loads, world(where.world).all_gather(pickle.dumps(mine), ranks))))
+    counts = [reports[r] for r in where.ranks]
+    first = sum(balanced(num_experts, where.size)[: coords[0]])
+    local = range(first, first + balanced(num_experts, where.size)[coords[0]])
+
+    arrived = _dispatch(where, counts, x.shape[1], "dispatch")(x.index_select(0, order))
+    sizes = [sum(of_rank[e] for of_rank in counts) for e in local]
+    results = [f(k, tokens) for k, tokens in enumerate(arrived.split(sizes))] if sizes else []
+    width = results[0].shape[1] if results else None
+    widths = [pickle.loads(b) for b in world(where.world).all_gather(pickle.dumps(width), ranks)]
+    width = next((w for w in widths if w is not None), x.shape[1])
+    y = torch.cat(results) if results else nothing((0, width), arrived)
+    back = _dispatch(where, counts, width, "dispatch").T(y)
+    return back.index_select(0, torch.argsort(order))
+
+
+def dist_expert_linear(x, w, P, expert, bias=None, *, num_experts: int):
+    """One linear layer for each expert: y[t] = W[expert[t]] x[t] + b[expert[t]].
+
+    Args:
+        w: (this rank's experts, out, in), a balanced block of the experts over ``P``; each is on one rank only.
+        bias: (this rank's experts, out).
+        x, expert, P, num_experts: as for :func:`expert_parallel`.
+
+    Returns:
+        (tokens, out). Messages as for :func:`expert_parallel`; the gradients of w and bias send nothing.
+    """
+    return expert_parallel(lambda k, tokens: torch.nn.functional.linear(tokens, w[k], None if bias is None else bias[k]),
+                           x, expert, P, num_experts)
