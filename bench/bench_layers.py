@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
-
 import numpy as np
 import torch
 import torch.nn.functional as tf
@@ -15,7 +13,7 @@ from mpi4py import MPI
 import distdl as dd
 import distdl.functional as F
 
-from .paired import ratio, report, sample
+from .paired import arguments, ratio, report, sample
 
 
 def backward(call, *leaves):
@@ -60,11 +58,7 @@ def cases(comm):
 
 def main(argv=None) -> None:
     """Print the table on rank 0."""
-    parser = argparse.ArgumentParser("bench_layers")
-    parser.add_argument("--json", default=None, help="a directory")
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    options = arguments("bench_layers", 15, argv)
     comm, rows = MPI.COMM_WORLD, []
     for name, candidates in cases(comm):
         times = sample(candidates, comm, rounds=options.rounds)

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
-
 import numpy as np
 import torch
 from mpi4py import MPI
@@ -14,7 +12,7 @@ from mpi4py import MPI
 import distdl as dd
 import distdl.functional as F
 
-from .paired import ratio, report, sample
+from .paired import arguments, ratio, report, sample
 
 
 def bytes_of(t):
@@ -118,11 +116,7 @@ def transform_cases(comm):
 
 def main(argv=None) -> None:
     """Print the tables on rank 0."""
-    parser = argparse.ArgumentParser("bench_movement")
-    parser.add_argument("--json", default=None, help="a directory")
-    parser.add_argument("--rounds", type=int, default=41)
-    options = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    options = arguments("bench_movement", 41, argv)
     comm, rows = MPI.COMM_WORLD, []
     for name, nbytes, inner, candidates in cases(comm):
         times = sample(candidates, comm, rounds=options.rounds, inner=inner)

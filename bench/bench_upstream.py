@@ -6,7 +6,6 @@ upstream is imported first and its modules are put aside. It is no dependency, a
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 import types
@@ -19,7 +18,7 @@ from mpi4py import MPI
 import distdl as dd
 import distdl.functional as F
 
-from .paired import ratio, report, sample
+from .paired import arguments, ratio, report, sample
 
 
 def load_upstream(path):
@@ -83,12 +82,7 @@ def cases(upstream, comm):
 
 def main(argv=None) -> None:
     """Print the table on rank 0."""
-    parser = argparse.ArgumentParser("bench_upstream")
-    parser.add_argument("--peer", required=True, help="distdl=PATH of a checkout")
-    parser.add_argument("--json", default=None, help="a directory")
-    parser.add_argument("--rounds", type=int, default=21)
-    options = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    options = arguments("bench_upstream", 21, argv, peer="distdl=PATH of a checkout")
     comm, rows = MPI.COMM_WORLD, []
     upstream = load_upstream(options.peer.removeprefix("distdl="))
     for name, inner, candidates in cases(upstream, comm):

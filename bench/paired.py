@@ -6,6 +6,7 @@ interval is a 95 % bootstrap interval of their median.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -60,6 +61,17 @@ def environment(ranks: int) -> dict:
     except ImportError:
         pass
     return found
+
+
+def arguments(name: str, rounds: int, argv=None, **more):
+    """The options all benchmarks share: ``--json DIRECTORY`` and ``--rounds N``; ``more``: help texts of required ones."""
+    parser = argparse.ArgumentParser(name)
+    parser.add_argument("--json", default=None, help="a directory for the results")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    for option, text in more.items():
+        parser.add_argument(f"--{option}", required=True, help=text)
+    torch.set_num_threads(1)  # ranks share the cores
+    return parser.parse_args(argv)
 
 
 def report(rows, title: str, path: str | None, ranks: int) -> None:

@@ -125,10 +125,10 @@ def test_cat(dim):
 
 
 def test_cat_subset_splits_and_errors():
-    X, Y = randn(5, 3), randn(4, 3, seed=1)
     n = WORLD.size
+    X, Y = randn(n + 2, 3), randn(4, 3, seed=1)
     P = dd.Partition((max(n - 1, 1), 1), ranks=tuple(range(n - 1, 0, -1)) or (0,))
-    Ls = [dd.Layout(P, (5, 3), ((5 - P.size + 1, *[1] * (P.size - 1)), None)), dd.Layout(P, (4, 3))]
+    Ls = [dd.Layout(P, X.shape, ((n + 3 - P.size, *[1] * (P.size - 1)), None)), dd.Layout(P, (4, 3))]
     check_layer(lambda x, y: F.dist_cat([x, y], Ls), lambda x, y: torch.cat([x, y]), [X, Y], Ls, F.cat_layout(Ls))
     with pytest.raises(dd.errors.PartitionError):
         F.dist_cat([X, Y], [Ls[0], dd.Layout(P, (4, 2))])
