@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch._C import _functorch
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
@@ -61,6 +62,17 @@ def levels_of(tensor) -> dict[int, str]:
             found[level] = "tracked"
         tensor = _functorch.get_unwrapped(tensor)
     return found
+
+
+def innermost_vmap():
+    """The interpreter of the innermost active transform if that is a vmap, else None."""
+    if _functorch.peek_interpreter_stack().key() != _functorch.TransformType.Vmap:
+        return None
+    return retrieve_current_functorch_interpreter()
+
+
+unwrap_batched = _functorch._unwrap_batched  # (tensor, level) -> (the tensor with its batch axis, where that is or None)
+add_batch_dim = _functorch._add_batch_dim  # (tensor, axis, level) -> the tensor as one example of that batch
 
 
 def batch_mask(level: int, size: int):

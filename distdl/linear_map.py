@@ -289,6 +289,9 @@ def apply(maps, xs, ties=(), pending=None):
     """
     if _transforms_active():
         xs = _agree_on_batches(maps, xs, ties)
+        vmap = _torch.innermost_vmap()
+        if vmap is not None:
+            return _apply_under_vmap(vmap, maps, xs, ties, pending)
         ys = _Apply.apply(maps, pending, len(xs), *xs, *ties)
     elif _forward_mode_active() or (_grad_enabled() and _require_grad(xs, ties)):
         ys = _fast_apply(maps, pending, len(xs), *xs, *ties)
@@ -382,12 +385,33 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, maps, pending, n, *args):
         size = info.batch_size
-        dims = in_dims[3:]
-        xs = [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(args[:n], dims)]
-        ties = [t if d is None else t.select(d, 0) for t, d in zip(args[n:], dims[n:])]
+        xs, ties = _with_batch(size, args, in_dims[3:], n)
         *ys, s = apply(maps, xs, ties or (_new_tie(xs[0]),))
         # s is batched too: a rank whose cotangent is a constant then still runs this rule, as its peers do.
         return (*ys, (_new_tie(xs[0]) if s is None else s).expand(size, 0)), (0,) * (n + 1)
+
+
+def _with_batch(size, args, dims, n):
+    """Operands with the batch as their first axis, and one tie of each batch of ties: the batch is one more axis of the plan."""
+    xs = [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(args[:n], dims)]
+    return xs, [t if d is None else t.select(d, 0) for t, d in zip(args[n:], dims[n:])]
+
+
+def _apply_under_vmap(vmap, maps, xs, ties, pending):
+    """The vmap rule where vmap is the innermost transform: torch's general way to it costs many times a small movement."""
+    level, size, n = vmap.level(), vmap.batch_size(), len(xs)
+    args, dims = zip(*(_torch.unwrap_batched(t, level) for t in (*xs, *ties)))
+    batched = any(d is not None for d in dims)
+    with vmap.lower():
+        if batched:
+            ys = apply(maps, *_with_batch(size, args, dims, n))
+        else:
+            ys = apply(maps, args[:n], args[n:], pending)
+        if ties:
+            ys = [*ys[:-1], (_new_tie(args[0]) if ys[-1] is None else ys[-1])]
+            if batched:
+                ys[-1] = ys[-1].expand(size, 0)
+    return [_torch.add_batch_dim(y, 0, level) for y in ys] if batched else ys
 
 
 _fast_apply = _torch.fast_apply(_Apply)
