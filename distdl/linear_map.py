@@ -403,10 +403,8 @@ def _apply_under_vmap(vmap, maps, xs, ties, pending):
     args, dims = zip(*(_torch.unwrap_batched(t, level) for t in (*xs, *ties)))
     batched = any(d is not None for d in dims)
     with vmap.lower():
-        if batched:
-            ys = apply(maps, *_with_batch(size, args, dims, n))
-        else:
-            ys = apply(maps, args[:n], args[n:], pending)
+        given = _with_batch(size, args, dims, n) if batched else (args[:n], args[n:], pending)
+        ys = apply(maps, *given)
         if ties:
             ys = [*ys[:-1], (_new_tie(args[0]) if ys[-1] is None else ys[-1])]
             if batched:
