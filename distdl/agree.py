@@ -7,7 +7,6 @@ whether a gradient is wanted, or a local failure. All ranks see the same reports
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from . import _torch
 from .errors import AgreementError, DistdlError, ShapeError
 from .linear_map import nothing
-from .partition import Layout, Partition
+from .partition import Layout, Partition, balanced
 from .world import world
 
 
@@ -70,10 +69,7 @@ def negotiate(op: str, xs, P, partitions=(), ndim=None):
     if where.rank not in ranks:
         return [x if x is not None else torch.empty(0) for x in xs], None
     mine = _report(op, xs, active, partitions, ndim)
-    if len(ranks) > 1:
-        reports = dict(zip(ranks, (pickle.loads(b) for b in where.all_gather(pickle.dumps(mine), ranks))))
-    else:
-        reports = {where.rank: mine}
+    reports = where.all_gather(mine, ranks) if len(ranks) > 1 else {where.rank: mine}
     _compare(op, reports, P, partitions, where.rank)
     return _join(xs, active, reports, P), reports
 
@@ -159,6 +155,18 @@ def _layout(op, P, blocks) -> Layout:
     return Layout(P, tuple(sum(s) for s in splits), tuple(splits))
 
 
+def block_sizes(own: int, P: Partition, dim: int, total: int | None) -> tuple[int, ...]:
+    """Sizes of a parameter's blocks along partition dim ``dim``, of which this rank's is ``own``: balanced ones of ``total``, or,
+    where that is ``None`` and the dim is split, what one small all-gather along it finds."""
+    if total is not None or P.shape[dim] == 1:
+        return balanced(own if total is None else total, P.shape[dim])
+    fibre = P.along(dim)
+    if fibre is None:
+        return (0,) * P.shape[dim]
+    found = world(P.world).all_gather(own, fibre.ranks)
+    return tuple(found[r] for r in fibre.ranks)
+
+
 def outside(op: str, xs, P, ndim=None):
     """What a rank that takes no part gets: zero-volume tensors that stay connected."""
     ndim = partition_of(P).ndim if ndim is None else ndim
@@ -166,4 +174,4 @@ def outside(op: str, xs, P, ndim=None):
     return [nothing(s, x) for s, x in zip(shapes, xs)]
 
 
-__all__ = ["DistdlError", "Report", "negotiate", "outside", "partition_of", "resolve"]
+__all__ = ["DistdlError", "Report", "block_sizes", "negotiate", "outside", "partition_of", "resolve"]

@@ -13,7 +13,6 @@ Aᵀȳ and Aẋ as inputs: dependence, without a value. A derivative of any orde
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -426,7 +425,7 @@ def _agree_on_batches(maps, xs, ties):
     for x in (*xs, *ties):
         seen.update(_torch.levels_of(x))
     mine = [(size, seen.get(level) == "batched") for level, size in levels]
-    theirs = [pickle.loads(b) for b in where.all_gather(pickle.dumps(mine), ranks)]
+    theirs = where.all_gather(mine, ranks).values()
     sizes = [[size for size, _ in report] for report in theirs]
     if any(s != sizes[0] for s in sizes):
         raise AgreementError("the ranks are inside different vmaps", op=str(maps[0]), rank=where.rank,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import sys
 import traceback
 from dataclasses import dataclass
@@ -52,11 +53,13 @@ class World:
                 raise PartitionError(f"the world has {ranks}", op=op, partitions=P, expected=f"< {self.size}",
                                      actual=f"rank {max(P.ranks)}", next_step=f"start with -n {max(P.ranks) + 1}")
 
-    def all_gather(self, data: bytes, ranks) -> list[bytes]:
-        """Every rank's small message, in the order of ``ranks`` (sorted)."""
+    def all_gather(self, value, ranks) -> dict:
+        """{rank: its small, picklable value} over ``ranks``, in rising order; one small all-gather. Ranks of one job trust each
+        other, so pickles do no harm here."""
+        data, ranks = pickle.dumps(value), tuple(sorted(ranks))
         if _transport.log is not None:
             _transport.log.append(("agree", ranks, len(data)))
-        return self.host.all_gather(data, ranks)
+        return dict(zip(ranks, map(pickle.loads, self.host.all_gather(data, ranks))))
 
     def close(self) -> None:
         """Free communicators; collective. Called at exit."""
@@ -146,7 +149,7 @@ class Topology:
         import torch
 
         w = world(name)
-        hosts = [h.decode() for h in w.all_gather(platform.node().encode(), tuple(range(w.size)))]
+        hosts = list(w.all_gather(platform.node(), range(w.size)).values())
         nodes = list(dict.fromkeys(hosts))
         peers = [r for r, h in enumerate(hosts) if h == hosts[w.rank]]
         local, count = peers.index(w.rank), torch.cuda.device_count()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
-
 import torch
 import torch.nn.functional as tf
 
-from ..agree import partition_of
+from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
 from ..linear_map import nothing
-from ..partition import Layout, Partition, balanced
-from ..world import world
+from ..partition import Layout, balanced
 from .linear import bias_once, check_layouts, collect, spread
 from .params import replicated
 from .window import MODES, tuple_of, windowed, with_layout
@@ -36,20 +33,6 @@ def _paddings(padding, kernel, stride, dilation, op):
     if isinstance(padding, str):
         raise PartitionError("no such padding", op=op, expected="an int, a tuple, 'same' or 'valid'", actual=padding)
     return tuple(p if isinstance(p, (tuple, list)) else (p, p) for p in tuple_of(padding, n, "padding", op))
-
-
-def _out_blocks(op, own: int, P: Partition, total: int | None):
-    """Sizes of the blocks of output channels over P's channel dim. Where it is split and no total is given, one small
-    all-gather along it asks for each rank's."""
-    k = P.shape[1]
-    if k == 1 or total is not None:
-        return balanced(own if total is None else total, k)
-    fibre, where = P.along(1), world(P.world)
-    if fibre is None:
-        return (0,) * k
-    ranks = tuple(sorted(fibre.ranks))
-    sizes = dict(zip(ranks, map(pickle.loads, where.all_gather(pickle.dumps(own), ranks))))
-    return tuple(sizes[r] for r in fibre.ranks)
 
 
 def _with_sizes(L: Layout, channels, space) -> Layout:
@@ -175,7 +158,7 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
     pads = _paddings(padding, kernel, stride, dilation, op)
 
     def body(x, L):
-        channels = _out_blocks(op, w.shape[0], where, out_channels)
+        channels = block_sizes(w.shape[0], where, 1, out_channels)
         out_per_group = _check_groups(op, L, sum(channels), groups, in_per_group * groups)
         space = HaloSpec.window(L, None, kernel, stride, pads, dilation).out_layout.shape[2:]
         spec = _spec(L, n, MODES[padding_mode], channels, space,
@@ -283,7 +266,7 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
         split = where.shape[1] > 1 and groups > 1
         in_per_group = L.shape[1] // groups
         own = w.shape[1] * (w.shape[0] // max(in_per_group, 1) if split else groups)
-        channels = _out_blocks(op, own, where, out_channels)
+        channels = block_sizes(own, where, 1, out_channels)
         out_per_group = _check_groups(op, L, sum(channels), groups, L.shape[1] if split else w.shape[0])
         first = _own_start(op, _with_sizes(L, channels, L.shape[2:]), own)
         if split and (first % out_per_group or w.shape[0] % in_per_group or w.shape[1] != out_per_group):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
-
 import torch
 import torch.nn.functional as tf
 
 from .. import _torch
-from ..agree import partition_of
+from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
 from ..linear_map import nothing
-from ..partition import Layout, balanced
+from ..partition import Layout
 from ..world import world
 from .linear import LAYOUTS, collect
 from .movement import all_sum_reduce, broadcast
@@ -24,15 +22,7 @@ __all__ = ["dist_embedding"]
 def _rows(op, P, own: int, total: int | None):
     """(first row, number of rows) of this rank's block, and the number of rows in all."""
     dim, coords = P.ndim - 2, P.index()
-    if isinstance(total, tuple):  # the Layout's blocks
-        sizes = total
-    elif total is not None or P.shape[dim] == 1:
-        sizes = balanced(own if total is None else total, P.shape[dim])
-    else:
-        fibre, where = P.along(dim), world(P.world)
-        ranks = tuple(sorted(fibre.ranks))
-        found = dict(zip(ranks, map(pickle.loads, where.all_gather(pickle.dumps(own), ranks))))
-        sizes = tuple(found[r] for r in fibre.ranks)
+    sizes = total if isinstance(total, tuple) else block_sizes(own, P, dim, total)  # a tuple: the Layout's blocks
     here = coords[dim]
     if sizes[here] != own:
         raise ShapeError("w has another number of rows than this rank's block", op=op, partitions=P, expected=sizes[here],

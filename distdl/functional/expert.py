@@ -6,8 +6,6 @@ the transpose.
 
 from __future__ import annotations
 
-import pickle
-
 import torch
 
 from ..agree import partition_of
@@ -58,7 +56,7 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     Returns:
         (tokens, new features), in the order of ``x``.
 
-    Messages: one small all-gather of counts; forward each token goes to its expert's rank and back, one message for each pair of
+    Messages: two small all-gathers, of counts and of widths; forward each token goes to its expert's rank and back, one message for each pair of
     ranks each way; the same backward.
 
     Raises:
@@ -78,8 +76,7 @@ def expert_parallel(f, x, expert, P, num_experts: int):
                          actual=(int(expert.min()), int(expert.max())))
     order = torch.argsort(expert, stable=True)
     mine = torch.bincount(expert, minlength=num_experts).tolist()
-    ranks = tuple(sorted(where.ranks))
-    reports = dict(zip(ranks, map(pickle.loads, world(where.world).all_gather(pickle.dumps(mine), ranks))))
+    reports = world(where.world).all_gather(mine, where.ranks)
     counts = [reports[r] for r in where.ranks]
     first = sum(balanced(num_experts, where.size)[: coords[0]])
     local = range(first, first + balanced(num_experts, where.size)[coords[0]])
@@ -88,8 +85,8 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     sizes = [sum(of_rank[e] for of_rank in counts) for e in local]
     results = [f(k, tokens) for k, tokens in enumerate(arrived.split(sizes))] if sizes else []
     width = results[0].shape[1] if results else None
-    widths = [pickle.loads(b) for b in world(where.world).all_gather(pickle.dumps(width), ranks)]
-    width = next((w for w in widths if w is not None), x.shape[1])
+    widths = world(where.world).all_gather(width, where.ranks)
+    width = next((w for w in widths.values() if w is not None), x.shape[1])
     y = torch.cat(results) if results else nothing((0, width), arrived)
     back = _dispatch(where, counts, width, "dispatch").T(y)
     return back.index_select(0, torch.argsort(order))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import pickle
 
 import torch
 
@@ -27,8 +26,7 @@ def agreed_seed(P) -> int:
     seed, P = int(torch.randint(2**62, ())), partition_of(P)
     where = world(P.world)
     if P.size > 1 and P.index(where.rank) is not None:
-        ranks = tuple(sorted(P.ranks))
-        seed = pickle.loads(where.all_gather(pickle.dumps(seed), ranks)[ranks.index(P.ranks[0])])
+        seed = where.all_gather(seed, P.ranks)[P.ranks[0]]
     return seed
 
 
