@@ -61,12 +61,31 @@ def main(argv=None) -> None:
 
     leaf, g = x.clone().requires_grad_(), torch.randn_like(x)
 
-    def clone():
-        leaf.grad = None
-        leaf.clone().backward(g)
+    class Twin(torch.autograd.Function):
+        """The least that any custom Function with a tie can do here: one clone and one empty tensor forward, one clone back."""
 
-    table.append({"call (64 x 64 over 4, float32)": "x.clone(), for scale", "forward, µs": best(lambda: x.clone()),
-                  "forward + backward, µs": best(clone)})
+        @staticmethod
+        def forward(x):
+            return x.clone(), torch.empty(0)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(output[1])
+
+        @staticmethod
+        def backward(ctx, g, _):
+            return g.clone()
+
+    smallest = super(torch.autograd.Function, Twin).apply
+    scales = {"x.clone(), for scale": torch.clone, "smallest custom Function, for scale": lambda x: smallest(x)[0]}
+    for name, call in scales.items():
+
+        def scale(call=call):
+            leaf.grad = None
+            call(leaf).backward(g)
+
+        table.append({"call (64 x 64 over 4, float32)": name, "forward, µs": best(lambda call=call: call(x)),
+                      "forward + backward, µs": best(scale)})
     report(table, "Host overhead per call through a null transport (best of 5 blocks of 10,000)", options.json, 1)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -23,7 +23,7 @@ from .transport.local import LocalTransport
 _SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
 _ALIGN = 64  # each part of a message starts at such an offset, on both ends
 _HALVES = (torch.float16, torch.bfloat16)
-_empty, _zeros, _memmove = torch.empty, torch.zeros, ctypes.memmove
+_empty_like, _memmove = torch.empty_like, ctypes.memmove
 
 
 @dataclass(eq=False)
@@ -38,9 +38,10 @@ class _Part:
     add: bool = False  # arrivals: add to what is there
     cast: bool = False  # arrivals: the output is worked out in another dtype
     place: int = 0  # bytes
+    dense: tuple[int, ...] = ()  # strides in the staging memory
 
     def __post_init__(self):
-        self.dense = _dense(self.size)
+        self.dense = self.dense or _dense(self.size)
         self.nbytes = math.prod(self.size) * self.dtype.itemsize
         self.contiguous = all(n == 1 or s == d for n, s, d in zip(self.size, self.stride, self.dense))
         self.direct = self.contiguous and not self.add and not self.cast
@@ -61,7 +62,8 @@ class _Program:
     Messages are (peer, leaf, byte offset, bytes), inside a tensor's own memory, or inside the staging memory (leaf -1).
     """
 
-    outputs: list[tuple[tuple[int, ...], torch.dtype, bool]]  # shape, working dtype, whether it starts as zeros
+    likes: list[torch.Tensor]  # for each output a tensor without memory, of its shape and working dtype
+    zeroed: list[int]  # the outputs that start as zeros
     casts: list[torch.dtype] | None  # dtypes of the results, where the working ones differ
     sends: list[tuple[int, int, int, int]]
     receives: list[tuple[int, int, int, int]]
@@ -71,6 +73,7 @@ class _Program:
     late: list[tuple[_Part, _Part | None]]  # what follows, in summing order (to, from; None: from the staging memory)
     staging: int  # bytes
     group: tuple[int, ...] | None  # the ranks among which all of this is one all-reduce
+    travels: bool  # whether there is any message
     spare: list  # small staging memory that is free, with the parts' views of it
 
     def take_staging(self, device):
@@ -92,6 +95,12 @@ class _Program:
 def _dense(shape):
     """Strides of a contiguous tensor."""
     return tuple(accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1))[::-1] if shape else ()
+
+
+def _like(shape, dtype, device):
+    """A tensor of this shape with one element's memory: ``empty_like`` of it is the fastest way to a fresh dense tensor."""
+    with torch.inference_mode(False):  # it outlives the mode
+        return torch.empty((1,) * len(shape), dtype=dtype, device=device).expand(shape)
 
 
 def _parts(message, leaf, lead, dtype, strides, **how):
@@ -118,8 +127,29 @@ def _messages(by_peer, end: int):
     return messages, end
 
 
-def _program(plans, rank, leads, strides, dtypes, collectives, host) -> _Program:
-    sends, receives, kept, outputs = defaultdict(list), defaultdict(list), [], []
+def _joined(parts):
+    """Equal boxes that follow one another at equal steps, in the tensor and in the staging memory, as one box with one more
+    axis: one copy instead of many."""
+    done: list[list[_Part]] = []
+    for part in parts:
+        run = done[-1] if done else []
+        if run and all(getattr(part, k) == getattr(run[0], k) for k in ("leaf", "size", "stride", "dtype", "add", "cast")):
+            step = part.offset - run[-1].offset, part.place - run[-1].place
+            if min(step) > 0 and (len(run) == 1 or step == (run[1].offset - run[0].offset, run[1].place - run[0].place)):
+                run.append(part)
+                continue
+        done.append([part])
+    return [run[0] if len(run) == 1 else _stacked(run) for run in done]
+
+
+def _stacked(run) -> _Part:
+    a, b = run[:2]
+    return replace(a, size=(len(run), *a.size), stride=(b.offset - a.offset, *a.stride),
+                   dense=((b.place - a.place) // a.dtype.itemsize, *a.dense))
+
+
+def _program(plans, rank, leads, strides, dtypes, collectives, device) -> _Program:
+    sends, receives, kept, likes, zeroed = defaultdict(list), defaultdict(list), [], [], []
     late: list[tuple[_Part, _Part | None]] = []
     groups = {plan.summing_group(rank) if collectives else None for plan in plans}
     group = groups.pop() if len(groups) == 1 else None
@@ -127,7 +157,9 @@ def _program(plans, rank, leads, strides, dtypes, collectives, host) -> _Program
         view = plan.view(rank)
         work = torch.float32 if view.adds and dtype in _HALVES else dtype
         shape = (*lead, *view.out_shape)
-        outputs.append((shape, work, not view.covered))
+        likes.append(_like(shape, work, device))
+        if not view.covered:
+            zeroed.append(leaf)
         if group or not math.prod(lead):
             continue
 
@@ -144,16 +176,19 @@ def _program(plans, rank, leads, strides, dtypes, collectives, host) -> _Program
                 late += [(target, None) for target in targets]
     moves, early = [], []
     for to, source in kept:
-        if host and to.direct and source.contiguous:
+        if device.type == "cpu" and to.direct and source.contiguous:
             moves.append((to.leaf, to.offset * to.dtype.itemsize, source.offset * to.dtype.itemsize, to.nbytes))
         else:
             early.append((to, source))
     send_messages, end = _messages(sends, 0)
     receive_messages, end = _messages(receives, end)
-    packs = [part for parts in sends.values() for part in parts if not part.direct]
+    packs = _joined([part for _, parts in sorted(sends.items()) for part in parts if not part.direct])
     late = [(to, source) for to, source in late if source is not None or not to.direct]
-    casts = list(dtypes) if any(work != d for (_, work, _), d in zip(outputs, dtypes)) else None
-    return _Program(outputs, casts, send_messages, receive_messages, moves, early, packs, late, end, group, [])
+    if not any(source or to.add for to, source in late):  # the order does not matter then
+        late = [(to, None) for to in _joined(sorted((to for to, _ in late), key=lambda part: part.place))]
+    casts = list(dtypes) if any(like.dtype != d for like, d in zip(likes, dtypes)) else None
+    travels = bool(send_messages or receive_messages)
+    return _Program(likes, zeroed, casts, send_messages, receive_messages, moves, early, packs, late, end, group, travels, [])
 
 
 class _Staging:
@@ -188,23 +223,23 @@ class Pending:
     __slots__ = ("handle", "home", "program", "staging", "transport", "xs", "ys")
 
     def __init__(self, plans, xs, transport, collectives=True):
+        x = xs[0]
         self.home = None
-        if xs[0].device.type not in transport.device_types:  # the engine cannot read this memory: pinned host memory
-            self.home = xs[0].device
+        if not x.is_cpu and x.device.type not in transport.device_types:  # memory that the engine cannot read
+            self.home = x.device
             xs = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(_torch.plain(x)) for x in xs]
-        self.transport, self.handle, self.staging = transport, None, None
-        program, self.xs = _cached_program(plans, xs, transport.rank, collectives)
-        self.program, xs = program, self.xs
-        device = None if xs[0].is_cpu else xs[0].device
-        ys = self.ys = [(_zeros if zeroed else _empty)(shape, dtype=work, device=device)
-                        for shape, work, zeroed in program.outputs]
+        program, xs = _cached_program(plans, xs, transport.rank, collectives)
+        self.program, self.xs, self.transport, self.staging = program, xs, transport, None
+        ys = self.ys = [_empty_like(like) for like in program.likes]
         if program.group:
             return
+        for leaf in program.zeroed:
+            ys[leaf].zero_()
         for leaf, to, source, nbytes in program.moves:
             _memmove(ys[leaf].data_ptr() + to, xs[leaf].data_ptr() + source, nbytes)
         for to, part in program.early:
             to.of(ys[to.leaf]).copy_(part.of(xs[part.leaf]))
-        if program.sends or program.receives:
+        if program.travels:
             base = 0
             if program.staging:
                 self.staging = program.take_staging(xs[0].device)
@@ -222,7 +257,7 @@ class Pending:
         if program.group:
             _sum(self.transport, self.xs, ys, program.group)
         else:
-            if program.sends or program.receives:
+            if program.travels:
                 self.transport.wait(self.handle)
             for i, (to, source) in enumerate(program.late):
                 value = self.staging[2][i] if source is None else source.of(self.xs[source.leaf])
@@ -261,10 +296,10 @@ def _cached_program(plans, xs, rank, collectives):
     if len(xs) == 1:
         if x.is_conj() or x.is_neg() or x._is_zerotensor():
             xs = [x] = [_torch.plain(x)]
-        key = (x.shape, x.stride(), x.dtype, x.is_cpu, collectives)
+        key = (x.shape, x.stride(), x.dtype, x.is_cpu or x.device, collectives)
     else:
         xs = [_torch.plain(x) for x in xs]
-        key = (*((x.shape, x.stride(), x.dtype) for x in xs), x.is_cpu, collectives, plans[1:])
+        key = (*((x.shape, x.stride(), x.dtype) for x in xs), x.is_cpu or x.device, collectives, plans[1:])
     program = cache.get(key)
     if program is None:
         leads = []
@@ -278,7 +313,7 @@ def _cached_program(plans, xs, rank, collectives):
         if len(cache) >= 64:  # strides and batch sizes may vary without end
             cache.clear()
         strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
-        program = cache[key] = _program(plans, rank, leads, strides, dtypes, collectives, xs[0].is_cpu)
+        program = cache[key] = _program(plans, rank, leads, strides, dtypes, collectives, xs[0].device)
     return program, xs
 
 

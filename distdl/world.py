@@ -38,8 +38,8 @@ class World:
         self.rank, self.size = self.host.rank, self.host.size
         _worlds[name] = self
 
-    def transport(self, device_type: str):
-        """The engine for tensors on ``device_type``; memory that MPI cannot read is staged through pinned host memory."""
+    def transport(self, x):
+        """The engine that moves ``x``; memory that MPI cannot read is staged through pinned host memory."""
         return self.host
 
     def check(self, op: str, *partitions) -> None:
