@@ -107,13 +107,13 @@ def _compare(op, reports, P, partitions, rank) -> None:
 def _join(xs, active, reports, P):
     holder = reports[P.ranks[0]]
     joined = []
-    for i, (_, dtype, _) in enumerate(holder.leaves):
+    for i, (_, dtype, kind) in enumerate(holder.leaves):
         x = xs[i] if i < len(xs) else None
         if x is None:
             x = torch.empty(0)
         dtype = getattr(torch, dtype.removeprefix("torch."))
-        if not active and x.dtype != dtype:
-            x = nothing((0,), x, dtype=dtype)
+        if not active and (x.dtype != dtype or x.device.type != kind):
+            x = nothing((0,), x, dtype=dtype).to(kind)
         wanted = torch.is_grad_enabled() and any(m.grads[i] for m in reports.values() if i < len(m.grads))
         if wanted and not x.requires_grad and not _torch.transforms_active() and (x.is_floating_point() or x.is_complex()):
             x = x.detach().requires_grad_()  # a leaf of this call: every rank's backward then makes the same calls

@@ -22,7 +22,8 @@ from .transport.local import LocalTransport
 
 _SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
 _ALIGN = 64  # each part of a message starts at such an offset, on both ends
-_HALVES = (torch.float16, torch.bfloat16)
+# Sums of these are taken in the wider dtype: halves would lose digits, and NCCL has no int16.
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
 _empty_like, _memmove = torch.empty_like, ctypes.memmove
 
 
@@ -72,20 +73,27 @@ class _Program:
     packs: list[_Part]  # what goes into the staging memory before it is sent
     late: list[tuple[_Part, _Part | None]]  # what follows, in summing order (to, from; None: from the staging memory)
     staging: int  # bytes
-    group: tuple[int, ...] | None  # the ranks among which all of this is one all-reduce
+    kind: str | None  # "all_reduce", "all_gather" or "reduce_scatter" where all of this is one collective,
+    group: tuple[int, ...]  # and its ranks, in the order of their blocks
     travels: bool  # whether there is any message
     spare: list  # small staging memory that is free, with the parts' views of it
 
     def take_staging(self, device):
         """Staging memory, with views of it for ``packs`` and for ``late`` (None where nothing is staged)."""
+        if device.type != "cpu":  # torch's own pool knows the streams on which this memory is still in use
+            return self._views(torch.empty(self.staging, dtype=torch.uint8, device=device))
         if self.spare:
             return self.spare.pop()
         with torch.inference_mode(False):  # it outlives the mode
-            block = _staging.take(self.staging, device)
-            late = [to.staged(block) if source is None else None for to, source in self.late]
-            return block, [part.staged(block) for part in self.packs], late
+            return self._views(_staging.take(self.staging))
+
+    def _views(self, block):
+        late = [to.staged(block) if source is None else None for to, source in self.late]
+        return block, [part.staged(block) for part in self.packs], late
 
     def give_staging(self, staging) -> None:
+        if not staging[0].is_cpu:
+            return
         if self.staging <= _SMALL and not self.spare:
             self.spare.append(staging)
         else:
@@ -148,19 +156,62 @@ def _stacked(run) -> _Part:
                    dense=((b.place - a.place) // a.dtype.itemsize, *a.dense))
 
 
+def _collective(plans, rank, leads, dtypes, collectives):
+    """(kind, ranks) where these plans are one collective that the engine has, the same on all of its ranks; else (None, ())."""
+    if "all_reduce" in collectives:
+        groups = {plan.summing_group(rank) for plan in plans}
+        group = groups.pop()
+        if group and not groups:
+            return "all_reduce", group
+    plan = plans[0]
+    if len(plans) == 1 and plan.held.partition.index(rank) is not None and math.prod(leads[0]):
+        for kind, dims in (("all_gather", plan.gathered), ("reduce_scatter", None if dtypes[0] in _WIDER else plan.T.gathered)):
+            if dims and kind in collectives and plan.volume(rank):
+                return kind, plan.held.partition.along(dims, rank).ranks
+    return None, ()
+
+
+def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> _Program:
+    """The program of an all-gather or a reduce-scatter: equal blocks, in the order of ``group``, on the side that is whole."""
+    view, about = plan.view(rank), (0, lead, dtype)
+    shape = likes[0].shape
+    if kind == "all_gather":
+        boxes = {m.peer: m for m in view.received}
+        small = _parts(view.kept, *about, stride)
+        blocks = [_parts(boxes[r], *about, _dense(shape))[0] for r in group]
+    else:
+        boxes = {m.peer: m for m in view.sends} | {rank: view.kept}
+        small = _parts(next(m for m in view.received if m.peer == rank), *about, _dense(shape))
+        blocks = [_parts(boxes[r], *about, stride)[0] for r in group]
+    n, itemsize, end = small[0].nbytes, dtype.itemsize, 0
+    ready = all(b.contiguous and b.offset == blocks[0].offset + i * n // itemsize for i, b in enumerate(blocks))
+    ends = []
+    for parts, direct in ((small, small[0].contiguous), (blocks, ready)):
+        if direct:
+            ends.append((0, parts[0].offset * itemsize))
+        else:
+            ends.append((-1, end))
+            for part in parts:
+                part.place, end = end, end + n
+            end = -(-end // _ALIGN) * _ALIGN
+    staged_small, staged_blocks = ([] if at[0] == 0 else _joined(parts) for at, parts in zip(ends, (small, blocks)))
+    sends, receives = [[(rank, *at, n)] for at in (ends if kind == "all_gather" else ends[::-1])]
+    packs, unpacks = (staged_small, staged_blocks) if kind == "all_gather" else (staged_blocks, staged_small)
+    return _Program(likes, [], None, sends, receives, [], [], packs, [(to, None) for to in unpacks], end, kind, group, True, [])
+
+
 def _program(plans, rank, leads, strides, dtypes, collectives, device) -> _Program:
     sends, receives, kept, likes, zeroed = defaultdict(list), defaultdict(list), [], [], []
     late: list[tuple[_Part, _Part | None]] = []
-    groups = {plan.summing_group(rank) if collectives else None for plan in plans}
-    group = groups.pop() if len(groups) == 1 else None
+    kind, group = _collective(plans, rank, leads, dtypes, collectives)
     for leaf, (plan, lead, stride, dtype) in enumerate(zip(plans, leads, strides, dtypes)):
         view = plan.view(rank)
-        work = torch.float32 if view.adds and dtype in _HALVES else dtype
+        work = _WIDER.get(dtype, dtype) if view.adds else dtype
         shape = (*lead, *view.out_shape)
         likes.append(_like(shape, work, device))
         if not view.covered:
             zeroed.append(leaf)
-        if group or not math.prod(lead):
+        if kind or not math.prod(lead):
             continue
 
         about = leaf, lead, dtype
@@ -174,6 +225,8 @@ def _program(plans, rank, leads, strides, dtypes, collectives, device) -> _Progr
             else:
                 receives[message.peer] += targets
                 late += [(target, None) for target in targets]
+    if kind and kind != "all_reduce":
+        return _gathering(plans[0], rank, leads[0], strides[0], dtypes[0], kind, group, likes)
     moves, early = [], []
     for to, source in kept:
         if device.type == "cpu" and to.direct and source.contiguous:
@@ -188,7 +241,8 @@ def _program(plans, rank, leads, strides, dtypes, collectives, device) -> _Progr
         late = [(to, None) for to in _joined(sorted((to for to, _ in late), key=lambda part: part.place))]
     casts = list(dtypes) if any(like.dtype != d for like, d in zip(likes, dtypes)) else None
     travels = bool(send_messages or receive_messages)
-    return _Program(likes, zeroed, casts, send_messages, receive_messages, moves, early, packs, late, end, group, travels, [])
+    return _Program(likes, zeroed, casts, send_messages, receive_messages, moves, early, packs, late, end, kind, group,
+                    travels, [])
 
 
 class _Staging:
@@ -200,18 +254,18 @@ class _Staging:
         self.free = defaultdict(deque)
         self.kept = 0
 
-    def take(self, nbytes: int, device):
+    def take(self, nbytes: int):
         size = max(256, 1 << (nbytes - 1).bit_length())
-        blocks = self.free[device, size]
+        blocks = self.free[size]
         if not blocks:
-            return torch.empty(size, dtype=torch.uint8, device=device)
+            return torch.empty(size, dtype=torch.uint8)
         self.kept -= size
         return blocks.pop()
 
     def give(self, block) -> None:
         if self.kept + block.numel() <= self.limit:
             self.kept += block.numel()
-            self.free[block.device, block.numel()].append(block)
+            self.free[block.numel()].append(block)
 
 
 _staging = _Staging()
@@ -222,16 +276,17 @@ class Pending:
 
     __slots__ = ("handle", "home", "program", "staging", "transport", "xs", "ys")
 
-    def __init__(self, plans, xs, transport, collectives=True):
+    def __init__(self, plans, xs, transport):
         x = xs[0]
         self.home = None
         if not x.is_cpu and x.device.type not in transport.device_types:  # memory that the engine cannot read
             self.home = x.device
             xs = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(_torch.plain(x)) for x in xs]
-        program, xs = _cached_program(plans, xs, transport.rank, collectives)
+        program, xs = _cached_program(plans, xs, transport)
         self.program, self.xs, self.transport, self.staging = program, xs, transport, None
         ys = self.ys = [_empty_like(like) for like in program.likes]
-        if program.group:
+        if program.kind == "all_reduce":
+            _sum(transport, xs, ys, program.group)
             return
         for leaf in program.zeroed:
             ys[leaf].zero_()
@@ -248,49 +303,58 @@ class Pending:
                     staged.copy_(part.of(xs[part.leaf]))
             sends = [(p, (base if leaf < 0 else xs[leaf].data_ptr()) + at, n) for p, leaf, at, n in program.sends]
             receives = [(p, (base if leaf < 0 else ys[leaf].data_ptr()) + at, n) for p, leaf, at, n in program.receives]
+            if program.kind:
+                (_, source, nbytes), (_, target, _), dtype = sends[0], receives[0], xs[0].dtype
+                self.handle = _collect(transport, program.kind, source, target, nbytes // dtype.itemsize, dtype, program.group)
+                return
             if _transport.log is not None:
                 _transport.log.extend(("send", peer, nbytes) for peer, _, nbytes in sends)
             self.handle = transport.post(sends, receives)
 
     def finish(self):
         program, ys = self.program, self.ys
-        if program.group:
-            _sum(self.transport, self.xs, ys, program.group)
-        else:
-            if program.travels:
-                self.transport.wait(self.handle)
-            for i, (to, source) in enumerate(program.late):
-                value = self.staging[2][i] if source is None else source.of(self.xs[source.leaf])
-                target = to.of(ys[to.leaf])
-                target.add_(value) if to.add else target.copy_(value)
-            if self.staging is not None:
-                program.give_staging(self.staging)
-                self.staging = None
+        if program.travels:
+            self.transport.wait(self.handle)
+        for i, (to, source) in enumerate(program.late):
+            value = self.staging[2][i] if source is None else source.of(self.xs[source.leaf])
+            target = to.of(ys[to.leaf])
+            target.add_(value) if to.add else target.copy_(value)
+        if self.staging is not None:
+            program.give_staging(self.staging)
+            self.staging = None
         if program.casts:
             ys = [y.to(dtype) for y, dtype in zip(ys, program.casts)]
         return ys if self.home is None else [y.to(self.home) for y in ys]
+
+
+def _collect(transport, kind, source, target, count, dtype, group):
+    if _transport.log is not None:
+        _transport.log.append((kind, group, count * dtype.itemsize))
+    return transport.collective(kind, source, target, count, dtype, group)
 
 
 def _sum(transport, xs, ys, group) -> None:
     """All-reduce; leaves of one working dtype go as one message."""
     by_dtype = defaultdict(list)
     for x, y in zip(xs, ys):
-        y.copy_(x)
-        by_dtype[y.dtype].append(y)
+        by_dtype[y.dtype].append((x, y))
     for some in by_dtype.values():
-        flat = some[0] if len(some) == 1 else torch.cat([y.reshape(-1) for y in some])
-        if not flat.numel():
-            continue
-        if _transport.log is not None:
-            _transport.log.append(("all_reduce", group, flat.numel() * flat.element_size()))
-        transport.all_reduce(flat, group)
+        if len(some) == 1:
+            x, flat = some[0]
+            if x.dtype != flat.dtype or not x.is_contiguous():
+                x = flat.copy_(x)
+        else:
+            x = flat = torch.cat([x.reshape(-1).to(y.dtype) for x, y in some])
+        if flat.numel():
+            _collect(transport, "all_reduce", x.data_ptr(), flat.data_ptr(), flat.numel(), flat.dtype, group)
         if len(some) > 1:
-            for y, part in zip(some, flat.split([y.numel() for y in some])):
+            for (_, y), part in zip(some, flat.split([y.numel() for _, y in some])):
                 y.copy_(part.view_as(y))
 
 
-def _cached_program(plans, xs, rank, collectives):
+def _cached_program(plans, xs, transport):
     """The program for these tensors, and the tensors as plain memory."""
+    rank, collectives = transport.rank, transport.collectives
     cache = plans[0].view(rank).programs
     x = xs[0]
     if len(xs) == 1:
@@ -317,9 +381,34 @@ def _cached_program(plans, xs, rank, collectives):
     return program, xs
 
 
-def start(plans, xs, transport) -> Pending:
+class _Aside:
+    """A movement on a side stream of the device: nothing waits on the host, so it is complete but for the device's time."""
+
+    streams: dict = {}  # noqa: RUF012
+
+    def __init__(self, plans, xs, transport):
+        device = xs[0].device
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        self.stream = self.streams[device]
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self.stream):
+            self.ys = Pending(plans, xs, transport).finish()
+        for x in xs:
+            x.record_stream(self.stream)
+
+    def finish(self):
+        current = torch.cuda.current_stream(self.ys[0].device)
+        current.wait_stream(self.stream)
+        for y in self.ys:
+            y.record_stream(current)
+        return self.ys
+
+
+def start(plans, xs, transport) -> Pending | _Aside:
     """Begin a movement of tensors ``xs`` (each with any leading batch axes) by ``plans``, as one set of messages."""
-    return Pending(plans, xs, transport)
+    aside = xs[0].is_cuda and "cpu" not in transport.device_types
+    return _Aside(plans, xs, transport) if aside else Pending(plans, xs, transport)
 
 
 def run(plans, xs, transport):
@@ -339,6 +428,6 @@ def simulate(plan, shards):
     pending = {}
     for rank in ranks:
         x = mine[rank] if rank in mine else like.new_empty((*lead, *plan.view(rank).in_shape))
-        pending[rank] = Pending((plan,), [x], LocalTransport(rank, max(ranks) + 1, mailboxes), collectives=False)
+        pending[rank] = Pending((plan,), [x], LocalTransport(rank, max(ranks) + 1, mailboxes))
     done = {rank: p.finish()[0] for rank, p in pending.items()}
     return [done[rank] for rank in wanted]

@@ -325,7 +325,7 @@ def run_plain(maps, xs):
     if type(first) is UserMap:
         return [m.run(x) for m, x in zip(maps, xs)]
     plans = first._plans if len(maps) == 1 else tuple(m.plan for m in maps)
-    return exchange.run(plans, xs, first.world.transport(xs[0]))
+    return exchange.run(plans, xs, first.world.transport(xs[0], first.plan.ranks))
 
 
 _ties: dict = {}  # an empty tensor for each device

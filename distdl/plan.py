@@ -166,6 +166,28 @@ class Plan(_Value):
             return None
         return tuple(sorted(m.peer for m in view.received))
 
+    @cached_property
+    def gathered(self) -> tuple[int, ...] | None:
+        """The grid dims along which this movement is an all-gather of equal blocks (its transpose then is a reduce-scatter), or
+        ``None`` where it is something else; the same on all ranks, whichever asks."""
+        P, dims, apart = self.held.partition, [], set()
+        if self.wanted.partition != P:
+            return None
+        for held, wanted in zip(self.held.axes, self.wanted.axes):
+            if held == wanted:
+                if not _collide([((0, s, e - s),) for runs in held.runs for s, e, _ in runs if s < e]):
+                    apart.add(held.dim)
+                continue
+            if held.dim is None or held.extents is None or wanted.dim is not None:
+                return None
+            n, count = held.extents[0], len(held.extents)
+            blocks = tuple(((i * n, (i + 1) * n, 0),) for i in range(count))
+            if held.runs != blocks or wanted.runs != (((0, n * count, 0),),) or wanted.extents != (n * count,):
+                return None
+            dims.append(held.dim)
+        rest = [d for d in range(P.ndim) if P.shape[d] > 1 and d not in dims]
+        return tuple(sorted(dims)) if dims and len(set(dims)) == len(dims) and apart.issuperset(rest) else None
+
     def view(self, rank: int) -> View:
         """The part of ``rank``: its messages, and how arrivals combine. Cached."""
         view = self._views.get(rank)

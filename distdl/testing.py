@@ -15,7 +15,8 @@ __all__ = ["check_grads", "check_map", "collective_assert", "count_messages", "d
 
 
 class Messages(list):
-    """What was sent: (kind, peer or group of ranks, bytes). Kinds: "send", "all_reduce", and "agree" (small all-gathers)."""
+    """What was sent: (kind, peer or group of ranks, bytes). Kinds: "send", the engine's collectives ("all_reduce", "all_gather",
+    "reduce_scatter"; bytes are one rank's share), and "agree" (small all-gathers)."""
 
     def of(self, kind: str) -> list:
         """Those of one kind."""
@@ -28,7 +29,7 @@ class Messages(list):
 
     @property
     def bytes(self) -> int:
-        """How many bytes of tensors this rank sent, or put into all-reduces."""
+        """How many bytes of tensors this rank sent, or put into collectives."""
         return sum(size for kind, _, size in self if kind != "agree")
 
 

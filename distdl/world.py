@@ -13,6 +13,7 @@ from . import transport as _transport
 from .errors import PartitionError, TransportError
 from .partition import set_rank_source
 from .transport.local import LocalTransport
+from .transport.nccl import NcclEngines, engines_on
 
 _worlds: dict[str, World] = {}
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by MPI launchers for their ranks
@@ -25,22 +26,43 @@ class World:
         comm: an mpi4py communicator (default ``COMM_WORLD``); it is duplicated, never used itself.
         name: what partitions call this world. ``"default"`` is the one that ``Partition(shape)`` means.
         transport: an engine to use instead of MPI (tests, benchmarks).
+        cuda: how CUDA tensors travel: ``"nccl"`` (needs CuPy; without it, staged, with a warning), ``"staged"`` through pinned
+            host memory, or ``"mpi"``: straight from the device by a CUDA-aware MPI. Default: ``DISTDL_CUDA``, or ``"nccl"``.
 
     Without mpi4py, a process that no MPI launcher started is a world of one rank.
 
     Raises:
-        TransportError: an MPI launcher started this process, but mpi4py cannot be used.
+        TransportError: an MPI launcher started this process, but mpi4py cannot be used; or ``cuda`` is none of the three.
     """
 
-    def __init__(self, comm=None, name: str = "default", transport=None):
-        self.name = name
+    def __init__(self, comm=None, name: str = "default", transport=None, cuda: str | None = None):
+        self.name, self.cuda = name, cuda or os.environ.get("DISTDL_CUDA", "nccl")
+        if self.cuda not in ("nccl", "staged", "mpi"):
+            raise TransportError("no such way for CUDA tensors", op="World", expected="nccl, staged or mpi", actual=self.cuda,
+                                 next_step="set DISTDL_CUDA, or World(cuda=...), to one of them")
         self.host = _host_transport(comm) if transport is None else transport
         self.rank, self.size = self.host.rank, self.host.size
+        self._engines: NcclEngines | None = None
         _worlds[name] = self
 
-    def transport(self, x):
-        """The engine that moves ``x``; memory that MPI cannot read is staged through pinned host memory."""
-        return self.host
+    def transport(self, x, ranks):
+        """The engine that moves ``x`` among ``ranks`` (sorted). What it cannot read is staged through pinned host memory."""
+        return self.host if x.is_cpu else self._for_cuda(x.device, ranks)
+
+    def _for_cuda(self, device, ranks):
+        if len(ranks) < self.size and self.rank not in ranks:
+            return _Bystander(self.rank, self.size)
+        if self.cuda == "staged" or self.size == 1:
+            return self.host if self.size > 1 else _Bystander(self.rank, self.size)
+        if self.cuda == "mpi":
+            return self.host.cuda_aware
+        if self._engines is None:
+            self._engines = engines_on(self, device.index)
+        if device.index != self._engines.device.index:
+            raise TransportError("a rank's CUDA tensors live on one device", op="World", rank=self.rank, actual=device,
+                                 expected=f"cuda:{self._engines.device.index}",
+                                 next_step="make another dd.World(comm, name) for the second device")
+        return self._engines.get(ranks) or self.host
 
     def check(self, op: str, *partitions) -> None:
         """Raise PartitionError where a partition is of another world, or names a rank that this one does not have."""
@@ -63,11 +85,19 @@ class World:
 
     def close(self) -> None:
         """Free communicators; collective. Called at exit."""
+        if self._engines is not None:
+            self._engines.close()
         self.host.close()
         _worlds.pop(self.name, None)
 
     def __repr__(self):
         return f"World(rank {self.rank} of {self.size}, name={self.name!r}, {type(self.host).__name__})"
+
+
+class _Bystander(LocalTransport):
+    """For tensors of a rank that exchanges nothing, wherever they are."""
+
+    device_types = ("cpu", "cuda")
 
 
 def world(name: str = "default") -> World:

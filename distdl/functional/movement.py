@@ -331,7 +331,7 @@ def start(A, x) -> _Pending:
         if A.active and x.shape != A.in_shape:
             return _Pending(A, A(x), None)  # raises the usual error
         x = x if x.shape == A.in_shape else nothing(A.in_shape, x)
-        transport = A.world.transport(x)
+        transport = A.world.transport(x, A.ranks)
         moving = exchange.start((A.plan,), [x.detach()], transport)
     return _Pending(A, x, moving)
 

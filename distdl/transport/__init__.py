@@ -15,6 +15,7 @@ class Transport(Protocol):
     rank: int
     size: int
     device_types: tuple[str, ...]  # which devices' memory it reads and writes; others are staged through the host
+    collectives: tuple[str, ...]  # the kinds that :meth:`collective` has; other plans go as messages
 
     def post(self, sends: list[Buffer], receives: list[Buffer]) -> Any:
         """Start sending and receiving; messages between two ranks keep their order."""
@@ -22,8 +23,13 @@ class Transport(Protocol):
     def wait(self, handle) -> None:
         """Finish what :meth:`post` started. Raises TransportError when a message had another length than planned."""
 
-    def all_reduce(self, tensor, ranks: tuple[int, ...]) -> None:
-        """Sum a contiguous tensor over ``ranks`` (sorted) in place, with bitwise equal results."""
+    def collective(self, kind: str, source: int, target: int, count: int, dtype, ranks: tuple[int, ...]) -> Any:
+        """Start one of :attr:`collectives` on contiguous memory, over ``ranks`` in this order; for :meth:`wait`.
+
+        ``count`` elements of a torch ``dtype`` are each rank's share: "all_reduce" sums them (``source`` may be ``target``), with
+        bitwise equal results; "all_gather" collects the shares in the order of ``ranks``; "reduce_scatter" sums
+        ``len(ranks)`` shares, and each rank gets its own.
+        """
 
     def all_gather(self, data: bytes, ranks: tuple[int, ...]) -> list[bytes]:
         """Every rank's small message, in the order of ``ranks`` (sorted)."""

@@ -12,6 +12,7 @@ class LocalTransport:
     """Rank ``rank`` of ``size`` ranks of this process that share ``mailboxes``; alone, a world of one rank."""
 
     device_types: tuple[str, ...] = ("cpu",)
+    collectives: tuple[str, ...] = ()
 
     def __init__(self, rank: int = 0, size: int = 1, mailboxes=None):
         self.rank, self.size = rank, size
@@ -33,9 +34,8 @@ class LocalTransport:
                                      expected=f"{nbytes} bytes from rank {peer}", actual=f"{sent} bytes")
             ctypes.memmove(address, source, nbytes)
 
-    def all_reduce(self, tensor, ranks):
-        if ranks != (self.rank,):
-            raise TransportError("simulated ranks have no all-reduce", op="all_reduce", expected="one rank", actual=ranks)
+    def collective(self, kind, source, target, count, dtype, ranks):
+        raise TransportError("simulated ranks have no collectives", op=kind, expected="messages", actual=ranks)
 
     def all_gather(self, data, ranks):
         if ranks != (self.rank,):
@@ -49,13 +49,15 @@ class LocalTransport:
 class NullTransport(LocalTransport):
     """Carries nothing: what is left is the library's own cost per call. For benchmarks; the results are garbage."""
 
+    collectives = ("all_reduce",)
+
     def post(self, sends, receives):
         return None
 
     def wait(self, receives):
         pass
 
-    def all_reduce(self, tensor, ranks):
+    def collective(self, kind, source, target, count, dtype, ranks):
         pass
 
     def all_gather(self, data, ranks):

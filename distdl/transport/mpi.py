@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
+from functools import cached_property
 
 import torch
 from mpi4py import MPI
@@ -27,6 +29,7 @@ class MpiTransport:
     """
 
     device_types: tuple[str, ...] = ("cpu",)
+    collectives: tuple[str, ...] = ("all_reduce",)
     chunk = 2**30  # bytes per MPI message; below every MPI's limit of 2^31 - 1
 
     def __init__(self, comm=None):
@@ -37,7 +40,19 @@ class MpiTransport:
         self._sent: dict[int, int] = defaultdict(int)
         self._received: dict[int, int] = defaultdict(int)
 
+    @cached_property
+    def cuda_aware(self) -> MpiTransport:
+        """The same engine for an MPI that reads device memory by itself. MPI knows no streams: what it sends must be complete."""
+        engine = copy.copy(self)
+        engine.device_types = ("cpu", "cuda")
+        return engine
+
+    def _ready(self) -> None:
+        if "cuda" in self.device_types:
+            torch.cuda.current_stream().synchronize()
+
     def post(self, sends, receives):
+        self._ready()
         comm, chunk, fromaddress = self.comm, self.chunk, MPI.buffer.fromaddress
         incoming, outgoing = [], []
         for peer, address, nbytes in receives:
@@ -53,6 +68,8 @@ class MpiTransport:
         return incoming, outgoing, receives
 
     def wait(self, handle):
+        if handle is None:  # a collective, which is done
+            return
         incoming, outgoing, receives = handle
         statuses = [MPI.Status() for _ in incoming]
         try:
@@ -87,18 +104,22 @@ class MpiTransport:
             whole.Free()
         return comm
 
-    def all_reduce(self, tensor, ranks):
-        comm, kind = self.group(ranks), _SUM_TYPES.get(tensor.dtype)
-        if kind is None:
-            raise TransportError("MPI cannot sum this dtype", op="all_reduce", rank=self.rank, actual=tensor.dtype,
+    def collective(self, kind, source, target, count, dtype, ranks):
+        self._ready()
+        comm, mpi_type = self.group(ranks), _SUM_TYPES.get(dtype)
+        if mpi_type is None:
+            raise TransportError("MPI cannot sum this dtype", op=kind, rank=self.rank, actual=dtype,
                                  expected=f"one of {sorted(map(str, _SUM_TYPES))}")
-        operation, flat = (MPI.LOR if tensor.dtype == torch.bool else MPI.SUM), tensor.view(-1)
-        step = self.chunk // tensor.element_size()
-        for start in range(0, flat.numel(), step):
-            count = min(step, flat.numel() - start)
-            address = flat.data_ptr() + start * tensor.element_size()
-            memory = MPI.buffer.fromaddress(address, count * tensor.element_size())
-            comm.Allreduce(MPI.IN_PLACE, (memory, count, kind), operation)
+        operation, item = (MPI.LOR if dtype == torch.bool else MPI.SUM), dtype.itemsize
+        step = self.chunk // item
+        for start in range(0, count, step):
+            n = min(step, count - start)
+
+            def memory(address, first=start * item, size=n * item):
+                return MPI.buffer.fromaddress(address + first, size)
+
+            mine = MPI.IN_PLACE if source == target else (memory(source), n, mpi_type)
+            comm.Allreduce(mine, (memory(target), n, mpi_type), operation)
 
     def all_gather(self, data, ranks):
         comm = self.group(ranks)

@@ -9,8 +9,11 @@ import sys
 import time
 
 import pytest
+import torch
 
 import distdl as dd
+
+linear_map = sys.modules["distdl.linear_map"]  # dd.linear_map is the function
 
 # Layers are compositions: 1 to 4 ranks show every way of splitting them. More ranks are for the movements.
 LAYERS = ("conv", "dropout_init", "embedding", "expert", "interpolate", "linear", "loss", "networks", "nn", "norm", "pool",
@@ -18,10 +21,30 @@ LAYERS = ("conv", "dropout_init", "embedding", "expert", "interpolate", "linear"
 collect_ignore = [f"test_{name}.py" for name in LAYERS] if dd.world().size > 4 else []
 
 
+def pytest_addoption(parser):
+    parser.addoption("--engine", choices=["mpi", "nccl", "fake-nccl"], default="mpi",
+                     help="what carries the movements: MPI, NCCL on CUDA devices, or NCCL's engine on a fake of its library")
+
+
 @pytest.hookimpl(trylast=True)  # after the terminal reporter is there
 def pytest_configure(config):
+    use(config.getoption("--engine"))
     if dd.world().size > 1:
         config.pluginmanager.register(OneReport(config, dd.world()))
+
+
+def use(engine):
+    """Let every movement of CPU tensors go by another engine. With NCCL each one is copied to this rank's device and back, so
+    that the whole suite is a test of the device's side too."""
+    if engine == "fake-nccl":
+        import fake_nccl
+
+        engines = fake_nccl.engines(dd.world())
+        dd.World.transport = lambda self, x, ranks: engines.get(ranks) if self.rank in ranks else self.host
+    if engine == "nccl":
+        run = linear_map.run_plain
+        device = torch.device("cuda", dd.world().rank % torch.cuda.device_count())
+        linear_map.run_plain = lambda maps, xs: [y.cpu() for y in run(maps, [x.to(device) for x in xs])]
 
 
 class OneReport:

@@ -1,0 +1,199 @@
+"""NCCL by CuPy's bindings, for CUDA tensors: everything goes on torch's current stream, and nothing waits on the host.
+
+NCCL has no tags: messages between two ranks match by order, and a movement's messages go as one group. A communicator belongs
+to an ordered set of ranks. It is made by its members alone, in program order, on their first movement; a box plan over
+some of the ranks uses the whole world's communicator once that exists, since messages concern only their two ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import TransportError
+
+_MAX_GROUPS = 256  # each holds memory on the device
+# NCCL's names of what it can sum; the second number says how many of them one element is.
+_SUM_TYPES = {
+    torch.uint8: ("UINT8", 1), torch.int8: ("INT8", 1), torch.int32: ("INT32", 1), torch.int64: ("INT64", 1),
+    torch.float16: ("FLOAT16", 1), torch.bfloat16: ("BFLOAT16", 1), torch.float32: ("FLOAT32", 1), torch.float64: ("FLOAT64", 1),
+    torch.complex64: ("FLOAT32", 2), torch.complex128: ("FLOAT64", 2), torch.bool: ("UINT8", 1),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """What a communicator needs of torch: this process's device and its current stream. Tests put the host in its place."""
+
+    index: int
+
+    def stream(self) -> int:
+        """The address of torch's current stream."""
+        return torch.cuda.current_stream(self.index).cuda_stream
+
+    def here(self):
+        """A context in which this is the current device, as NCCL demands."""
+        return contextlib.nullcontext() if torch.cuda.current_device() == self.index else torch.cuda.device(self.index)
+
+    def name(self) -> str:
+        """Tells physical devices apart."""
+        return str(torch.cuda.get_device_properties(self.index).uuid)
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured as a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+
+def engines_on(world, index: int) -> NcclEngines:
+    """The engines of a world whose tensors live on CUDA device ``index`` of this process."""
+    try:
+        return NcclEngines(world, Cuda(index), load())
+    except ImportError as error:
+        return NcclEngines(world, Cuda(index), why=f"cannot import cupy.cuda.nccl: {error}")
+
+
+def load():
+    """``cupy.cuda.nccl``, after torch has loaded its own NCCL, so that both share one library.
+
+    Raises:
+        TransportError: CuPy would bring a second, different NCCL into the process.
+    """
+    import cupy.cuda.nccl as nccl
+
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    ours, theirs = major * 10000 + minor * 100 + patch, nccl.get_version()
+    if ours != theirs:
+        raise TransportError("CuPy and torch use different NCCL libraries in one process", op="NCCL", expected=f"{ours} (torch's)",
+                             actual=f"{theirs} (CuPy's)", next_step="import torch before cupy, and install one NCCL; or set "
+                             "DISTDL_CUDA=staged")
+    return nccl
+
+
+class NcclEngines:
+    """The communicators of a world, by ordered set of ranks.
+
+    Args:
+        world: its small all-gather tells members how to meet.
+        device: this process's :class:`Cuda`.
+        nccl: the bindings; ``None``: they cannot be loaded here, and ``why`` says so.
+    """
+
+    def __init__(self, world, device, nccl=None, why: str = ""):
+        self.world, self.device, self.nccl, self.why = world, device, nccl, why
+        self.engines: dict[tuple[int, ...], NcclTransport | None] = {}
+        self.whole: NcclTransport | None = None
+        self.captured = False
+
+    def get(self, ranks: tuple[int, ...]):
+        """The engine for a movement among ``ranks`` (sorted); ``None``: it must be staged through the host."""
+        if len(ranks) == self.world.size or self.whole is not None:
+            if self.whole is None:
+                self.whole = self.exactly(tuple(range(self.world.size)))
+            return self.whole
+        return self.exactly(ranks)
+
+    def exactly(self, ranks: tuple[int, ...]):
+        """The engine whose communicator has these ranks in this order, made by them on first use."""
+        if ranks not in self.engines:
+            if len(self.engines) >= _MAX_GROUPS:
+                raise TransportError(f"more than {_MAX_GROUPS} groups of ranks", op="NCCL", rank=self.world.rank,
+                                     next_step="reuse partitions, or use fewer distinct ones")
+            self.engines[ranks] = self._make(ranks)
+        return self.engines[ranks]
+
+    def _make(self, ranks):
+        me, where = self.world.rank, self.world
+        if self.nccl is not None and self.device.capturing():
+            raise TransportError("a communicator cannot be made while a CUDA graph is captured", op="NCCL", rank=me, actual=ranks,
+                                 next_step="run the function once before capturing it")
+        unique = self.nccl.get_unique_id() if self.nccl is not None and me == ranks[0] else None
+        found = where.all_gather((unique, self.why, self.device.name() if self.nccl else ""), ranks)
+        reasons = {r: why for r, (_, why, _) in found.items() if why}
+        if reasons:
+            if me == ranks[0]:
+                text = "; ".join(f"rank {r}: {why}" for r, why in sorted(reasons.items()))
+                warnings.warn(f"distdl moves CUDA tensors through pinned host memory and MPI, since NCCL is missing ({text}). "
+                              "pip install distdl[gpu12], or choose this with DISTDL_CUDA=staged", RuntimeWarning, stacklevel=2)
+            return None
+        names: dict[str, int] = {}
+        for r, (_, _, name) in sorted(found.items()):
+            if names.setdefault(name, r) != r:
+                raise TransportError(f"ranks {names[name]} and {r} use the same device", op="NCCL", rank=me, actual=name,
+                                     expected="one device for each rank", next_step="put rank r's tensors on "
+                                     "dd.Topology.discover().devices, start fewer ranks, or set DISTDL_CUDA=staged")
+        with self.device.here():
+            comm = self.nccl.NcclCommunicator(len(ranks), found[ranks[0]][0], ranks.index(me))
+        return NcclTransport(self, comm, ranks)
+
+    def close(self) -> None:
+        """Destroy the communicators, newest first, which is one order on all their ranks. Where a CUDA graph was captured they
+        are left to the end of the process: a graph that still lives holds on to them, and to destroy them would wait for it."""
+        made = [e for e in self.engines.values() if e is not None]
+        self.engines.clear()
+        if made and not self.captured:
+            for engine in reversed(made):
+                engine.comm.destroy()
+
+
+class NcclTransport:
+    """One communicator. ``ranks[i]`` is the world rank of NCCL's rank i."""
+
+    device_types: tuple[str, ...] = ("cuda",)
+    collectives: tuple[str, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+
+    def __init__(self, engines: NcclEngines, comm, ranks):
+        self.engines, self.comm, self.nccl, self.device = engines, comm, engines.nccl, engines.device
+        self.rank, self.size = engines.world.rank, engines.world.size
+        self.places = {r: i for i, r in enumerate(ranks)}
+        self._byte = self.nccl.NCCL_UINT8
+
+    def post(self, sends, receives):
+        nccl, comm, places, byte, device = self.nccl, self.comm, self.places, self._byte, self.device
+        self._notice_capture()
+        with device.here():
+            stream = device.stream()
+            nccl.groupStart()
+            try:
+                for peer, address, nbytes in sends:
+                    comm.send(address, nbytes, byte, places[peer], stream)
+                for peer, address, nbytes in receives:
+                    comm.recv(address, nbytes, byte, places[peer], stream)
+            finally:
+                nccl.groupEnd()
+
+    def wait(self, handle):
+        """Nothing: whatever follows on the stream comes after."""
+
+    def collective(self, kind, source, target, count, dtype, ranks):
+        engine = self.engines.exactly(ranks)
+        return engine._collective(kind, source, target, count, dtype)
+
+    def _collective(self, kind, source, target, count, dtype):
+        nccl, comm = self.nccl, self.comm
+        self._notice_capture()
+        with self.device.here():
+            stream = self.device.stream()
+            if kind == "all_gather":
+                comm.allGather(source, target, count * dtype.itemsize, self._byte, stream)
+                return
+            name, each = _SUM_TYPES.get(dtype, (None, 1))
+            if name is None:
+                raise TransportError("NCCL cannot sum this dtype", op=kind, rank=self.rank, actual=dtype,
+                                     expected=f"one of {sorted(map(str, _SUM_TYPES))}", next_step="convert it first")
+            operation = nccl.NCCL_MAX if dtype == torch.bool else nccl.NCCL_SUM  # sums of booleans are "or", as in torch
+            run = comm.allReduce if kind == "all_reduce" else comm.reduceScatter
+            run(source, target, count * each, getattr(nccl, "NCCL_" + name), operation, stream)
+
+    def _notice_capture(self) -> None:
+        if not self.engines.captured and self.device.capturing():
+            self.engines.captured = True
+
+    def all_gather(self, data, ranks):
+        """Small messages between hosts go by the world's host engine."""
+        return self.engines.world.host.all_gather(data, ranks)
+
+    def close(self):
+        self.engines.close()
