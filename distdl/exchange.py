@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import torch
 
-from . import _torch
+from . import _torch, fused
 from . import transport as _transport
 from .errors import ShapeError
 from .transport.local import LocalTransport
@@ -77,6 +77,18 @@ class _Program:
     group: tuple[int, ...]  # and its ranks, in the order of their blocks
     travels: bool  # whether there is any message
     spare: list  # small staging memory that is free, with the parts' views of it
+    fused_packs: fused.Boxes | None = None  # on a device: all of ``packs`` as one kernel, where that is faster,
+    fused_late: fused.Boxes | None = None  # and all of ``late``
+
+    def fuse(self, device) -> _Program:
+        """Let one kernel copy many boxes."""
+        if device.type == "cuda":
+            unpacks = [to for to, source in self.late if source is None]
+            if fused.fits(self.packs):
+                self.fused_packs = fused.Boxes(self.packs, device)
+            if len(unpacks) == len(self.late) and fused.fits(unpacks):
+                self.fused_late = fused.Boxes(unpacks, device)
+        return self
 
     def take_staging(self, device):
         """Staging memory, with views of it for ``packs`` and for ``late`` (None where nothing is staged)."""
@@ -88,8 +100,8 @@ class _Program:
             return self._views(_staging.take(self.staging))
 
     def _views(self, block):
-        late = [to.staged(block) if source is None else None for to, source in self.late]
-        return block, [part.staged(block) for part in self.packs], late
+        late = [] if self.fused_late else [to.staged(block) if source is None else None for to, source in self.late]
+        return block, [] if self.fused_packs else [part.staged(block) for part in self.packs], late
 
     def give_staging(self, staging) -> None:
         if not staging[0].is_cpu:
@@ -299,6 +311,8 @@ class Pending:
             if program.staging:
                 self.staging = program.take_staging(xs[0].device)
                 base = self.staging[0].data_ptr()
+                if program.fused_packs is not None:
+                    program.fused_packs.copy(xs[program.fused_packs.leaf], self.staging[0], packing=True)
                 for part, staged in zip(program.packs, self.staging[1]):
                     staged.copy_(part.of(xs[part.leaf]))
             sends = [(p, (base if leaf < 0 else xs[leaf].data_ptr()) + at, n) for p, leaf, at, n in program.sends]
@@ -315,7 +329,9 @@ class Pending:
         program, ys = self.program, self.ys
         if program.travels:
             self.transport.wait(self.handle)
-        for i, (to, source) in enumerate(program.late):
+        if program.fused_late is not None:
+            program.fused_late.copy(ys[program.fused_late.leaf], self.staging[0], packing=False)
+        for i, (to, source) in enumerate(program.late if program.fused_late is None else ()):
             value = self.staging[2][i] if source is None else source.of(self.xs[source.leaf])
             target = to.of(ys[to.leaf])
             target.add_(value) if to.add else target.copy_(value)
@@ -377,7 +393,7 @@ def _cached_program(plans, xs, transport):
         if len(cache) >= 64:  # strides and batch sizes may vary without end
             cache.clear()
         strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
-        program = cache[key] = _program(plans, rank, leads, strides, dtypes, collectives, xs[0].device)
+        program = cache[key] = _program(plans, rank, leads, strides, dtypes, collectives, xs[0].device).fuse(xs[0].device)
     return program, xs
 
 

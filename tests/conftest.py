@@ -11,6 +11,11 @@ hypothesis.settings.register_profile("distdl", derandomize=True, database=None, 
 hypothesis.settings.load_profile("distdl")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--engine", choices=["mpi", "nccl", "fake-nccl"], default="mpi",
+                     help="what carries the movements: MPI, NCCL on CUDA devices, or NCCL's engine on a fake of its library")
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

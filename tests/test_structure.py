@@ -71,7 +71,7 @@ ORDER = [set(line.split()) for line in """
     errors
     partition
     plan
-    halo _torch transport
+    halo _torch transport fused
     exchange
     world
     linear_map

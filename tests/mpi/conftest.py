@@ -21,16 +21,12 @@ LAYERS = ("conv", "dropout_init", "embedding", "expert", "interpolate", "linear"
 collect_ignore = [f"test_{name}.py" for name in LAYERS] if dd.world().size > 4 else []
 
 
-def pytest_addoption(parser):
-    parser.addoption("--engine", choices=["mpi", "nccl", "fake-nccl"], default="mpi",
-                     help="what carries the movements: MPI, NCCL on CUDA devices, or NCCL's engine on a fake of its library")
-
-
 @pytest.hookimpl(trylast=True)  # after the terminal reporter is there
 def pytest_configure(config):
-    use(config.getoption("--engine"))
-    if dd.world().size > 1:
-        config.pluginmanager.register(OneReport(config, dd.world()))
+    if not config.pluginmanager.has_plugin("one report"):
+        use(config.getoption("--engine"))
+        if dd.world().size > 1:
+            config.pluginmanager.register(OneReport(config, dd.world()), "one report")
 
 
 def use(engine):

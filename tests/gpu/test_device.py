@@ -1,4 +1,4 @@
-"""CUDA tensors: staged through pinned host memory, with every result equal to the CPU's. Skipped where there is no device."""
+"""CUDA tensors: every result equals the CPU's, and stays on its device. Skipped where there is none."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 def device():
-    """This rank's device."""
+    """This rank's device; with more ranks than devices, start with DISTDL_CUDA=staged."""
     return torch.device("cuda", dd.world().rank % torch.cuda.device_count())
 
 

@@ -1,0 +1,187 @@
+"""Streams, CUDA graphs, threads and a long run: what only a device can show."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import distdl as dd
+import distdl.functional as F
+
+pytestmark = pytest.mark.gpu
+
+
+def device():
+    """This rank's device, made the current one."""
+    index = dd.world().rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def problem(size=64):
+    """A loss of a halo, a repartition, an all-gather and a sum; and this rank's block."""
+    n = dd.world().size
+    rows, columns = dd.Layout(dd.Partition((n, 1)), (size, size)), dd.Layout(dd.Partition((1, n)), (size, size))
+    spec = dd.HaloSpec(rows, (1, 0), boundary="circular")
+
+    def loss(x):
+        window = F.halo_exchange(x.sin(), spec)
+        grown = window[2:] + window[:-2]
+        return F.invariant_sum(F.repartition(grown, rows, columns).square().sum() + F.all_gather(x, rows).cos().sum(), columns)
+
+    x = rows.shard(torch.linspace(-1, 1, size * size, dtype=torch.float64).reshape(size, size)).clone()
+    return loss, x
+
+
+def same(found, wanted, what):
+    """Every rank's result equals the CPU's."""
+    dd.testing.collective_assert(torch.allclose(found.cpu(), wanted, rtol=1e-12, atol=1e-12), f"{what}: differs from the CPU")
+
+
+def test_nothing_is_staged():
+    loss, x = problem()
+    x = x.to(device())
+    where = dd.world()
+    assert where.cuda != "nccl" or where.size == 1 or where.transport(x, tuple(range(where.size))) is not where.host
+
+
+def test_no_host_synchronisation():
+    """Forward, backward, jvp and vmap only enqueue work."""
+    loss, x = problem()
+    x = x.to(device()).requires_grad_()
+    v = torch.ones_like(x)
+
+    def everything():
+        loss(x).backward()
+        torch.func.jvp(lambda t: F.shift(t, dd.Partition((dd.world().size,)), 0), (x.detach(),), (v,))
+        dd.func.hvp(loss, x.detach(), v)
+
+    everything()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_side_streams():
+    loss, x = problem(512)
+    wanted = torch.func.grad(loss)(x)
+    side, on_device = torch.cuda.Stream(device()), x.to(device())
+    for _ in range(20):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            leaf = on_device.clone().requires_grad_()
+            loss(leaf).backward()
+        torch.cuda.current_stream().wait_stream(side)
+        same(leaf.grad, wanted, "gradient on a side stream")
+
+
+def test_split_phase_is_on_a_stream_of_its_own():
+    n, r = dd.world().size, dd.world().rank
+    A = dd.maps.shift(dd.Partition((n,)), 0, 1, True, (1 << 20,))
+    x = torch.full((1 << 20,), float(r), device=device(), requires_grad=True)
+    for _ in range(10):
+        pending = F.start(A, x)
+        busy = torch.ones(512, 512, device=device()) @ torch.ones(512, 512, device=device())
+        y = F.wait(pending) * busy[0, 0]
+    same(y, torch.full((1 << 20,), 512.0 * ((r - 1) % n)), "split phase")
+    (g,) = torch.autograd.grad(y, x, torch.full_like(y, r + 1.0))
+    same(g, torch.full((1 << 20,), 512.0 * ((r + 1) % n + 1)), "its adjoint")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_graph_capture(backward):
+    loss, x = problem()
+    leaf = x.to(device()).requires_grad_(backward)
+
+    def step():
+        value = loss(leaf)
+        if backward:
+            (leaf.grad,) = torch.autograd.grad(value, leaf)
+        return value.detach()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value = step()
+    for scale in (1.0, 0.5, -2.0):
+        with torch.no_grad():
+            leaf.copy_(x * scale)
+        graph.replay()
+        same(value, loss(x * scale), "a replayed value")
+        if backward:
+            same(leaf.grad, torch.func.grad(loss)(x * scale), "a replayed gradient")
+
+
+def test_all_dtypes():
+    n, r = dd.world().size, dd.world().rank
+    P = dd.Partition((n,))
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+                  torch.float32, torch.float64, torch.complex64, torch.complex128):
+        x = (torch.arange(4) + r).to(dtype)
+        for call in (lambda t: F.all_sum_reduce(t, P), lambda t: F.shift(t, P, 0), lambda t: F.all_gather(t, P),
+                     lambda t: F.reduce_scatter(t.repeat(n), P)):
+            found = call(x.to(device()))
+            dd.testing.collective_assert(found.dtype == dtype and torch.equal(found.cpu(), call(x)), f"{dtype}: differs")
+
+
+def test_a_thousand_steps_use_no_more_memory():
+    loss, x = problem()
+    leaf = x.to(device()).requires_grad_()
+    used = []
+    for step in range(1000):
+        loss(leaf).backward()
+        leaf.grad = None
+        if step in (50, 999):
+            torch.cuda.synchronize()
+            used.append((torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]))
+    (before, free), (after, free_after) = used
+    dd.testing.collective_assert(after <= before and free_after >= free - 2**20, f"memory grew: {used}")
+
+
+END = """
+    import os
+    import distdl as dd, distdl.functional as F
+    r, n = dd.world().rank, dd.world().size
+    torch.cuda.set_device(r % torch.cuda.device_count())
+    x = torch.ones(1000, device="cuda")
+    P = dd.Partition((n,))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"], RANK=str(r), WORLD_SIZE=str(n))
+    torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    y = F.shift(x, P, 0)
+    F.all_sum_reduce(x, P)
+    torch.distributed.all_reduce(y)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        z = F.all_sum_reduce(F.shift(x, P, 0), P)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert z[0] == n and y[0] == n
+    if {destroy}:
+        torch.distributed.destroy_process_group()
+    print("done", r, flush=True)
+"""
+
+
+@pytest.mark.parametrize("destroy", [True, False])
+def test_the_process_ends(destroy, tmp_path):
+    """Also after a captured graph, and beside torch.distributed's NCCL."""
+    if dd.world().rank:
+        return
+    program = tmp_path / "end.py"
+    program.write_text(textwrap.dedent(END.format(destroy=destroy)))
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_"))}
+    clean |= {"TEST_PORT": str(29600 + destroy), "PYTHONPATH": os.getcwd()}
+    n = min(dd.world().size, torch.cuda.device_count())
+    done = subprocess.run([sys.executable, "-m", "distdl", "run", "-n", str(n), str(program)], env=clean, timeout=120,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("done") == n, done.stdout + done.stderr
