@@ -159,7 +159,7 @@ def collectives(hand):
     p = COMM.size
     line = dd.Partition((p,))
     for n in (2**10, 2**18, 2**22, 2**24, 2**26):
-        inner = 20 if n < 2**24 else 5
+        inner = 20
         x = torch.randn(n, device="cuda")
         y, part, whole = torch.empty_like(x), x[: n // p].clone(), dd.Layout(line, (n,))
         small = torch.empty_like(part)

@@ -20,6 +20,13 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 unwrap_if_dead = _functorch.unwrap_if_dead
 
 
+# Address of torch's current stream on a CUDA device, the current device, and whether a graph is being captured: torch.cuda's own
+# functions cost several times as much. Absent in builds without CUDA.
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_device = getattr(torch._C, "_cuda_getDevice", None)
+capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+
+
 def forward_mode_active() -> bool:
     """Whether a forward-mode level (torch.autograd.forward_ad) is open."""
     return forward_ad._current_level >= 0

@@ -22,7 +22,8 @@ from .transport.local import LocalTransport
 
 _SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
 _ALIGN = 64  # each part of a message starts at such an offset, on both ends
-# Sums of these are taken in the wider dtype: halves would lose digits, and NCCL has no int16.
+# Sums of more than two of these are taken in the wider dtype (the sum of two is rounded only once in any case), and so are
+# those that the engine lacks.
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
 _empty_like, _memmove = torch.empty_like, ctypes.memmove
 
@@ -77,17 +78,24 @@ class _Program:
     group: tuple[int, ...]  # and its ranks, in the order of their blocks
     travels: bool  # whether there is any message
     spare: list  # small staging memory that is free, with the parts' views of it
-    fused_packs: fused.Boxes | None = None  # on a device: all of ``packs`` as one kernel, where that is faster,
-    fused_late: fused.Boxes | None = None  # and all of ``late``
+    fused_early: fused.Boxes | None = None  # on a device: small boxes of ``early`` and ``packs``, which one kernel copies,
+    fused_late: fused.Boxes | None = None  # and those of ``late``
 
     def fuse(self, device) -> _Program:
-        """Let one kernel copy many boxes."""
-        if device.type == "cuda":
-            unpacks = [to for to, source in self.late if source is None]
-            if fused.fits(self.packs):
-                self.fused_packs = fused.Boxes(self.packs, device)
-            if len(unpacks) == len(self.late) and fused.fits(unpacks):
-                self.fused_late = fused.Boxes(unpacks, device)
+        """Let one kernel copy many small boxes."""
+        if device.type != "cuda" or len(self.likes) > 1 or not fused.available():
+            return self
+        itemsize, leave = self.likes[0].dtype.itemsize, lambda part: not fused.small(part)
+        early = [fused.keeping(to, source) for to, source in self.early if fused.small(to)]
+        early += [fused.packing(part) for part in self.packs if fused.small(part)]
+        if len(early) > 1:
+            self.fused_early = fused.Boxes(early, itemsize, device)
+            self.early, self.packs = [pair for pair in self.early if leave(pair[0])], [p for p in self.packs if leave(p)]
+        if not any(source or to.add for to, source in self.late):  # the order does not matter then
+            late = [fused.unpacking(to) for to, _ in self.late if fused.small(to)]
+            if len(late) > 1:
+                self.fused_late = fused.Boxes(late, itemsize, device)
+                self.late = [(to, None) for to, _ in self.late if leave(to)]
         return self
 
     def take_staging(self, device):
@@ -100,8 +108,8 @@ class _Program:
             return self._views(_staging.take(self.staging))
 
     def _views(self, block):
-        late = [] if self.fused_late else [to.staged(block) if source is None else None for to, source in self.late]
-        return block, [] if self.fused_packs else [part.staged(block) for part in self.packs], late
+        late = [to.staged(block) if source is None else None for to, source in self.late]
+        return block, [part.staged(block) for part in self.packs], late
 
     def give_staging(self, staging) -> None:
         if not staging[0].is_cpu:
@@ -168,8 +176,15 @@ def _stacked(run) -> _Part:
                    dense=((b.place - a.place) // a.dtype.itemsize, *a.dense))
 
 
-def _collective(plans, rank, leads, dtypes, collectives):
+def _widens(view, dtype, kind, transport) -> bool:
+    """Whether a sum is taken in the wider dtype."""
+    lacking = kind is not None and dtype not in transport.sums
+    return view.adds and dtype in _WIDER and (lacking or (view.piles and transport.wide))
+
+
+def _collective(plans, leads, dtypes, transport):
     """(kind, ranks) where these plans are one collective that the engine has, the same on all of its ranks; else (None, ())."""
+    rank, collectives = transport.rank, transport.collectives
     if "all_reduce" in collectives:
         groups = {plan.summing_group(rank) for plan in plans}
         group = groups.pop()
@@ -177,7 +192,8 @@ def _collective(plans, rank, leads, dtypes, collectives):
             return "all_reduce", group
     plan = plans[0]
     if len(plans) == 1 and plan.held.partition.index(rank) is not None and math.prod(leads[0]):
-        for kind, dims in (("all_gather", plan.gathered), ("reduce_scatter", None if dtypes[0] in _WIDER else plan.T.gathered)):
+        widens = _widens(plan.view(rank), dtypes[0], "reduce_scatter", transport)  # then its blocks go as messages
+        for kind, dims in (("all_gather", plan.gathered), ("reduce_scatter", None if widens else plan.T.gathered)):
             if dims and kind in collectives and plan.volume(rank):
                 return kind, plan.held.partition.along(dims, rank).ranks
     return None, ()
@@ -212,13 +228,14 @@ def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> _Program:
     return _Program(likes, [], None, sends, receives, [], [], packs, [(to, None) for to in unpacks], end, kind, group, True, [])
 
 
-def _program(plans, rank, leads, strides, dtypes, collectives, device) -> _Program:
+def _program(plans, leads, strides, dtypes, transport, device) -> _Program:
+    rank = transport.rank
     sends, receives, kept, likes, zeroed = defaultdict(list), defaultdict(list), [], [], []
     late: list[tuple[_Part, _Part | None]] = []
-    kind, group = _collective(plans, rank, leads, dtypes, collectives)
+    kind, group = _collective(plans, leads, dtypes, transport)
     for leaf, (plan, lead, stride, dtype) in enumerate(zip(plans, leads, strides, dtypes)):
         view = plan.view(rank)
-        work = _WIDER.get(dtype, dtype) if view.adds else dtype
+        work = _WIDER.get(dtype, dtype) if _widens(view, dtype, kind, transport) else dtype
         shape = (*lead, *view.out_shape)
         likes.append(_like(shape, work, device))
         if not view.covered:
@@ -304,17 +321,17 @@ class Pending:
             ys[leaf].zero_()
         for leaf, to, source, nbytes in program.moves:
             _memmove(ys[leaf].data_ptr() + to, xs[leaf].data_ptr() + source, nbytes)
+        base = 0
+        if program.staging:
+            self.staging = program.take_staging(xs[0].device)
+            base = self.staging[0].data_ptr()
+            for part, staged in zip(program.packs, self.staging[1]):
+                staged.copy_(part.of(xs[part.leaf]))
         for to, part in program.early:
             to.of(ys[to.leaf]).copy_(part.of(xs[part.leaf]))
+        if program.fused_early is not None:
+            program.fused_early.copy(xs[0], self.staging, ys[0])
         if program.travels:
-            base = 0
-            if program.staging:
-                self.staging = program.take_staging(xs[0].device)
-                base = self.staging[0].data_ptr()
-                if program.fused_packs is not None:
-                    program.fused_packs.copy(xs[program.fused_packs.leaf], self.staging[0], packing=True)
-                for part, staged in zip(program.packs, self.staging[1]):
-                    staged.copy_(part.of(xs[part.leaf]))
             sends = [(p, (base if leaf < 0 else xs[leaf].data_ptr()) + at, n) for p, leaf, at, n in program.sends]
             receives = [(p, (base if leaf < 0 else ys[leaf].data_ptr()) + at, n) for p, leaf, at, n in program.receives]
             if program.kind:
@@ -330,8 +347,8 @@ class Pending:
         if program.travels:
             self.transport.wait(self.handle)
         if program.fused_late is not None:
-            program.fused_late.copy(ys[program.fused_late.leaf], self.staging[0], packing=False)
-        for i, (to, source) in enumerate(program.late if program.fused_late is None else ()):
+            program.fused_late.copy(self.xs[0], self.staging, ys[0])
+        for i, (to, source) in enumerate(program.late):
             value = self.staging[2][i] if source is None else source.of(self.xs[source.leaf])
             target = to.of(ys[to.leaf])
             target.add_(value) if to.add else target.copy_(value)
@@ -393,7 +410,8 @@ def _cached_program(plans, xs, transport):
         if len(cache) >= 64:  # strides and batch sizes may vary without end
             cache.clear()
         strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
-        program = cache[key] = _program(plans, rank, leads, strides, dtypes, collectives, xs[0].device).fuse(xs[0].device)
+        program = cache[key] = _program(plans, leads, strides, dtypes, transport, xs[0].device)
+        program.fuse(xs[0].device)
     return program, xs
 
 

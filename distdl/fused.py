@@ -1,7 +1,8 @@
 """Many small boxes copied by one CUDA kernel: a 3-D halo has up to 26 of them, and each launch costs more than its bytes.
 
-A table on the device says, for each box, where its elements begin in the kernel's work, in the tensor and in the staging memory,
-and its sizes and strides. Large boxes are left to torch's copies, which reach the memory's speed.
+A table on the device says, for each box, where its elements begin in the kernel's work, which memory they come from and go to
+(the input, the staging memory or the output), and its sizes and strides there. Large boxes are left to torch's copies, which
+reach the memory's speed.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from functools import cache
 
 import torch
 
-MOST_BYTES = 2**21  # above this, the sum of separate copies is faster
+from . import _torch
+
+LARGE = 2**20  # bytes from which a box is copied alone
 _DIMS = 8
-_WORDS = 3 + 3 * _DIMS
+_WORDS = 5 + 3 * _DIMS
+INPUT, STAGING, OUTPUT = range(3)
 _SOURCE = """
 template <typename T>
-__global__ void copy_boxes(T* tensor, T* staging, const long long* table, int boxes, long long total, int packing) {
+__global__ void copy_boxes(T* input, T* staging, T* output, const long long* table, int boxes, long long total) {
+    T* memory[3] = {input, staging, output};
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < total; i += (long long)gridDim.x * blockDim.x) {
         int low = 0, high = boxes - 1;  // the last box that begins at or before i
         while (low < high) {
@@ -25,16 +30,16 @@ __global__ void copy_boxes(T* tensor, T* staging, const long long* table, int bo
             if (table[middle * WORDS] <= i) low = middle; else high = middle - 1;
         }
         const long long* box = table + low * WORDS;
-        long long rest = i - box[0], a = box[1], b = box[2];
+        long long rest = i - box[0], from = box[3], to = box[4];
         for (int d = DIMS - 1; d >= 0; --d) {
-            long long n = box[3 + d];
+            long long n = box[5 + d];
             if (n == 1) continue;
             long long k = rest % n;
             rest /= n;
-            a += k * box[3 + DIMS + d];
-            b += k * box[3 + 2 * DIMS + d];
+            from += k * box[5 + DIMS + d];
+            to += k * box[5 + 2 * DIMS + d];
         }
-        if (packing) staging[b] = tensor[a]; else tensor[a] = staging[b];
+        memory[box[2]][to] = memory[box[1]][from];
     }
 }
 """
@@ -56,35 +61,47 @@ def available() -> bool:
     return importlib.util.find_spec("cupy") is not None
 
 
-def fits(parts) -> bool:
-    """Whether these boxes of one tensor are better copied together."""
-    plain = not any(part.add or part.cast or len(part.size) > _DIMS for part in parts)
-    alone = len({part.leaf for part in parts}) == 1
-    return len(parts) > 1 and available() and plain and alone and sum(part.nbytes for part in parts) <= MOST_BYTES
+def small(part) -> bool:
+    """Whether a box is a candidate."""
+    return part.nbytes <= LARGE and len(part.size) <= _DIMS and not part.cast and not part.add
 
 
-def table_of(parts) -> list[int]:
-    """The kernel's table, in elements: per box its begin in the work, tensor and staging offsets, sizes, strides of both."""
+def packing(part):
+    """A box of the input, to its place in the staging memory."""
+    return INPUT, STAGING, part.size, part.offset, part.place // part.dtype.itemsize, part.stride, part.dense
+
+
+def unpacking(part):
+    """A box of the output, from its place in the staging memory."""
+    return STAGING, OUTPUT, part.size, part.place // part.dtype.itemsize, part.offset, part.dense, part.stride
+
+
+def keeping(to, source):
+    """A box of the input, to a box of the output."""
+    return INPUT, OUTPUT, to.size, source.offset, to.offset, source.stride, to.stride
+
+
+def table_of(copies) -> list[int]:
+    """The kernel's table: per copy its begin in the work, the two memories, offsets, sizes and strides, in elements."""
     words, begin = [], 0
-    for part in parts:
-        fill = (0,) * (_DIMS - len(part.size))
-        words += [begin, part.offset, part.place // part.dtype.itemsize]
-        words += [*(1 for _ in fill), *part.size, *fill, *part.stride, *fill, *part.dense]
-        begin += math.prod(part.size)
+    for source, target, size, a, b, from_strides, to_strides in copies:
+        fill = (0,) * (_DIMS - len(size))
+        words += [begin, source, target, a, b, *(1 for _ in fill), *size, *fill, *from_strides, *fill, *to_strides]
+        begin += math.prod(size)
     return words
 
 
 class Boxes:
-    """The boxes ``parts`` of one tensor, and their places in the staging memory."""
+    """Copies between one input, the staging memory and one output, of elements of ``itemsize`` bytes."""
 
-    def __init__(self, parts, device):
-        self.leaf, self.count, self.total = parts[0].leaf, len(parts), sum(math.prod(part.size) for part in parts)
-        self.table = torch.tensor(table_of(parts), dtype=torch.int64, device=device)
-        self.cupy, self.kernel = _kernel(parts[0].dtype.itemsize)
+    def __init__(self, copies, itemsize: int, device):
+        self.count, self.total = len(copies), sum(math.prod(copy[2]) for copy in copies)
+        self.table = torch.tensor(table_of(copies), dtype=torch.int64, device=device)
+        self.address, self.index = self.table.data_ptr(), device.index
+        self.grid, (self.cupy, self.kernel) = (min(-(-self.total // 256), 1024),), _kernel(itemsize)
 
-    def copy(self, tensor, staging, packing: bool) -> None:
-        """From the tensor into the staging memory (``packing``), or back, on torch's current stream."""
-        address = tensor.data_ptr()
-        with self.cupy.cuda.ExternalStream(torch.cuda.current_stream(tensor.device).cuda_stream):
-            self.kernel((min(-(-self.total // 256), 1024),), (256,),
-                        (address, staging.data_ptr(), self.table.data_ptr(), self.count, self.total, int(packing)))
+    def copy(self, x, staging, y) -> None:
+        """Copy, on torch's current stream."""
+        with self.cupy.cuda.ExternalStream(_torch.current_stream(self.index)):
+            self.kernel(self.grid, (256,), (x.data_ptr(), 0 if staging is None else staging[0].data_ptr(), y.data_ptr(),
+                                            self.address, self.count, self.total))

@@ -107,8 +107,8 @@ class View:
 
     ``kept`` are the messages that stay here, as (where from, where to). ``received`` orders every arrival, kept ones
     included, as sums are to be taken: largest first, then in grid order, so that results do not depend on timing and are
-    bitwise equal on ranks that want the same box. ``adds``: some element arrives more than once. ``covered``: what arrives
-    fills the output without a gap.
+    bitwise equal on ranks that want the same box. ``adds``: some element arrives more than once; ``piles``: perhaps more than
+    twice. ``covered``: what arrives fills the output without a gap.
     """
 
     in_shape: tuple[int, ...]
@@ -117,6 +117,7 @@ class View:
     received: tuple[Message, ...]
     kept: Message | None
     adds: bool
+    piles: bool
     covered: bool
     programs: dict = field(default_factory=dict, repr=False)  # the executor's notes, per shape and strides
 
@@ -212,7 +213,8 @@ class Plan(_Value):
         if adds and covered and len(first.boxes) > 1:
             covered = False  # one message may name an element twice; only a single box surely fills the output
         sends.sort(key=lambda m: m.peer)
-        return View(in_shape, out_shape, tuple(sends), tuple(received), kept, adds, covered)
+        return View(in_shape, out_shape, tuple(sends), tuple(received), kept, adds,
+                    adds and _piles(received), covered)
 
     def _meetings(self, rank: int, sending: bool):
         """Whose pieces meet this rank's: [(peer, per axis the overlaps)], and whether two of them meet each other here."""
@@ -268,6 +270,13 @@ class Plan(_Value):
     def volume(self, rank: int) -> int:
         """How many elements ``rank`` sends to others; times the item size: bytes."""
         return sum(m.volume for m in self.view(rank).sends)
+
+
+def _piles(received) -> bool:
+    """Whether three of these messages may meet in one element: some two of them, the first one left aside, do."""
+    boxes = [box for m in received[1:] for box in m.boxes]
+    return len(received[0].boxes) > 1 or len(boxes) > 64 or _collide(
+        [[(0, start, size) for start, size in zip(*box)] or [(0, 0, 1)] for box in boxes])
 
 
 def _fills(runs, n: int) -> bool:

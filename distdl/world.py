@@ -28,6 +28,8 @@ class World:
         transport: an engine to use instead of MPI (tests, benchmarks).
         cuda: how CUDA tensors travel: ``"nccl"`` (needs CuPy; without it, staged, with a warning), ``"staged"`` through pinned
             host memory, or ``"mpi"``: straight from the device by a CUDA-aware MPI. Default: ``DISTDL_CUDA``, or ``"nccl"``.
+        half_sums: ``"float32"``: sums of more than two float16 or bfloat16 numbers are taken in float32 and rounded once;
+            ``"native"``: in their own dtype where the engine can, which sends half as many bytes.
 
     Without mpi4py, a process that no MPI launcher started is a world of one rank.
 
@@ -35,12 +37,16 @@ class World:
         TransportError: an MPI launcher started this process, but mpi4py cannot be used; or ``cuda`` is none of the three.
     """
 
-    def __init__(self, comm=None, name: str = "default", transport=None, cuda: str | None = None):
+    def __init__(self, comm=None, name: str = "default", transport=None, cuda: str | None = None,
+                 half_sums: str = "float32"):
         self.name, self.cuda = name, cuda or os.environ.get("DISTDL_CUDA", "nccl")
         if self.cuda not in ("nccl", "staged", "mpi"):
             raise TransportError("no such way for CUDA tensors", op="World", expected="nccl, staged or mpi", actual=self.cuda,
                                  next_step="set DISTDL_CUDA, or World(cuda=...), to one of them")
         self.host = _host_transport(comm) if transport is None else transport
+        if half_sums not in ("float32", "native"):
+            raise TransportError("no such way to sum halves", op="World", expected="float32 or native", actual=half_sums)
+        self.host.wide = half_sums == "float32"
         self.rank, self.size = self.host.rank, self.host.size
         self._engines: NcclEngines | None = None
         _worlds[name] = self

@@ -7,46 +7,45 @@ import torch
 
 import distdl as dd
 from distdl import exchange, fused
+from distdl.transport.local import LocalTransport
 
 
-def copy_boxes(tensor, staging, table, packing):
-    """What one thread for each element does, over flat memory."""
+def copy_boxes(memory, table):
+    """What the kernel's threads do, one for each element, over the three flat memories."""
     boxes = [table[i : i + fused._WORDS] for i in range(0, len(table), fused._WORDS)]
-    for _, a0, b0, *rest in boxes:
+    begins = [0]
+    for begin, source, target, a0, b0, *rest in boxes:
         sizes, a, b = (rest[i * fused._DIMS : (i + 1) * fused._DIMS] for i in range(3))
         for k in range(torch.Size(sizes).numel()):
             at, to = a0, b0
             for n, s, t in zip(reversed(sizes), reversed(a), reversed(b)):
                 k, place = divmod(k, n)
                 at, to = at + place * s, to + place * t
-            if packing:
-                staging[to] = tensor[at]
-            else:
-                tensor[at] = staging[to]
-    assert [box[0] for box in boxes] == sorted(box[0] for box in boxes) and boxes[0][0] == 0
+            memory[target][to] = memory[source][at]
+        assert begin == begins[-1]
+        begins.append(begin + torch.Size(sizes).numel())
 
 
 @pytest.mark.parametrize("rank", range(8))
-def test_table(rank, monkeypatch):
-    monkeypatch.setattr(fused, "available", lambda: True)
+def test_table(rank):
     L = dd.Layout(dd.Partition((2, 2, 2)), (5, 4, 7))
     plan = dd.maps.halo_exchange(dd.HaloSpec(L, (1, 2, 1), boundary="circular")).plan
     shape = plan.view(rank).in_shape
     x = torch.arange(float(torch.Size(shape).numel())).reshape(shape).transpose(0, 2).contiguous().transpose(0, 2)
-    program = exchange._program((plan,), rank, [()], [x.stride()], [x.dtype], (), x.device)
-    unpacks = [to for to, _ in program.late]
-    for parts in (program.packs, unpacks):
-        assert fused.fits(parts) and not fused.fits(parts[:1])
-    whole, staged = x.transpose(0, 2).reshape(-1), torch.zeros(program.staging // 4)
-    wanted = torch.zeros(program.staging, dtype=torch.uint8)
+    program = exchange._program((plan,), [()], [x.stride()], [x.dtype], LocalTransport(rank, 8), x.device)
+    assert all(fused.small(part) for part in (*program.packs, *(to for to, _ in program.late)))
+    whole, staged, out = x.transpose(0, 2).reshape(-1), torch.zeros(program.staging // 4), torch.zeros(plan.view(rank).out_shape)
+    wanted, y = torch.zeros(program.staging, dtype=torch.uint8), torch.zeros(plan.view(rank).out_shape)
     for part in program.packs:
         part.staged(wanted).copy_(part.of(x))
-    copy_boxes(whole, staged, fused.table_of(program.packs), packing=True)
-    assert torch.equal(staged, wanted.view(torch.float32)) and staged.any()
+    for to, part in program.early:
+        to.of(y).copy_(part.of(x))
+    early = [fused.keeping(*pair) for pair in program.early] + [fused.packing(part) for part in program.packs]
+    copy_boxes((whole, staged, out.view(-1)), fused.table_of(early))
+    assert torch.equal(staged, wanted.view(torch.float32)) and staged.any() and torch.equal(y, out) and y.any()
 
     staged = torch.tensor([random.random() for _ in range(program.staging // 4)])
-    y, found = torch.zeros(plan.view(rank).out_shape), torch.zeros(plan.view(rank).out_shape)
-    for part in unpacks:
-        part.of(y).copy_(part.staged(staged.view(torch.uint8)))
-    copy_boxes(found.view(-1), staged, fused.table_of(unpacks), packing=False)
-    assert torch.equal(y, found) and y.any()
+    for to, _ in program.late:
+        to.of(y).copy_(to.staged(staged.view(torch.uint8)))
+    copy_boxes((whole, staged, out.view(-1)), fused.table_of([fused.unpacking(to) for to, _ in program.late]))
+    assert torch.equal(y, out)

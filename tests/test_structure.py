@@ -71,7 +71,8 @@ ORDER = [set(line.split()) for line in """
     errors
     partition
     plan
-    halo _torch transport fused
+    halo _torch
+    transport fused
     exchange
     world
     linear_map

@@ -16,6 +16,8 @@ class Transport(Protocol):
     size: int
     device_types: tuple[str, ...]  # which devices' memory it reads and writes; others are staged through the host
     collectives: tuple[str, ...]  # the kinds that :meth:`collective` has; other plans go as messages
+    sums: frozenset  # the torch dtypes that its sums know
+    wide: bool  # whether sums of more than two float16 or bfloat16 are taken in float32
 
     def post(self, sends: list[Buffer], receives: list[Buffer]) -> Any:
         """Start sending and receiving; messages between two ranks keep their order."""

@@ -13,6 +13,8 @@ class LocalTransport:
 
     device_types: tuple[str, ...] = ("cpu",)
     collectives: tuple[str, ...] = ()
+    sums: frozenset = frozenset()
+    wide = True
 
     def __init__(self, rank: int = 0, size: int = 1, mailboxes=None):
         self.rank, self.size = rank, size

@@ -30,6 +30,8 @@ class MpiTransport:
 
     device_types: tuple[str, ...] = ("cpu",)
     collectives: tuple[str, ...] = ("all_reduce",)
+    sums = frozenset(_SUM_TYPES)
+    wide = True
     chunk = 2**30  # bytes per MPI message; below every MPI's limit of 2^31 - 1
 
     def __init__(self, comm=None):

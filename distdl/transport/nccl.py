@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import _torch
 from ..errors import TransportError
 
+_HERE = contextlib.nullcontext()
 _MAX_GROUPS = 256  # each holds memory on the device
 # NCCL's names of what it can sum; the second number says how many of them one element is.
 _SUM_TYPES = {
@@ -32,11 +34,11 @@ class Cuda:
 
     def stream(self) -> int:
         """The address of torch's current stream."""
-        return torch.cuda.current_stream(self.index).cuda_stream
+        return _torch.current_stream(self.index)
 
     def here(self):
         """A context in which this is the current device, as NCCL demands."""
-        return contextlib.nullcontext() if torch.cuda.current_device() == self.index else torch.cuda.device(self.index)
+        return _HERE if _torch.current_device() == self.index else torch.cuda.device(self.index)
 
     def name(self) -> str:
         """Tells physical devices apart."""
@@ -44,7 +46,7 @@ class Cuda:
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured as a CUDA graph."""
-        return torch.cuda.is_current_stream_capturing()
+        return _torch.capturing()
 
 
 def engines_on(world, index: int) -> NcclEngines:
@@ -143,11 +145,13 @@ class NcclTransport:
 
     device_types: tuple[str, ...] = ("cuda",)
     collectives: tuple[str, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+    sums = frozenset(_SUM_TYPES)
 
     def __init__(self, engines: NcclEngines, comm, ranks):
         self.engines, self.comm, self.nccl, self.device = engines, comm, engines.nccl, engines.device
         self.rank, self.size = engines.world.rank, engines.world.size
         self.places = {r: i for i, r in enumerate(ranks)}
+        self.wide = engines.world.host.wide
         self._byte = self.nccl.NCCL_UINT8
 
     def post(self, sends, receives):
