@@ -5,8 +5,10 @@ communicators and its collectives are tested where there is no device."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 
+import torch
 from mpi4py import MPI
 
 from distdl.transport.nccl import NcclEngines
@@ -71,12 +73,29 @@ class NcclCommunicator:
         self.comm.Allgather((MPI.buffer.fromaddress(source, n), MPI.BYTE),
                             (MPI.buffer.fromaddress(target, n * self.comm.size), MPI.BYTE))
 
+    def _sum_halves(self, source, target, count, kind, whole):
+        """MPI has no halves: everybody gathers, and adds in the order of the ranks."""
+        size, dtype = self.comm.size, {NCCL_FLOAT16: torch.float16, NCCL_BFLOAT16: torch.bfloat16}[kind]
+        total = count if whole else count * size
+        everything = bytearray(2 * total * size)
+        self.comm.Allgather((MPI.buffer.fromaddress(source, 2 * total), MPI.BYTE), (everything, MPI.BYTE))
+        rows = torch.frombuffer(everything, dtype=dtype).reshape(size, -1)
+        found = functools.reduce(torch.add, rows)
+        found = found if whole else found[self.comm.rank * count : (self.comm.rank + 1) * count]
+        torch.frombuffer(MPI.buffer.fromaddress(target, 2 * count), dtype=dtype).copy_(found)
+
     def allReduce(self, source, target, count, kind, operation, stream):
+        if kind not in _TYPES:
+            self._sum_halves(source, target, count, kind, True)
+            return
         n = _TYPES[kind].Get_size() * count
         mine = MPI.IN_PLACE if source == target else (MPI.buffer.fromaddress(source, n), count, _TYPES[kind])
         self.comm.Allreduce(mine, (MPI.buffer.fromaddress(target, n), count, _TYPES[kind]), (MPI.SUM, MPI.MAX)[operation])
 
     def reduceScatter(self, source, target, count, kind, operation, stream):
+        if kind not in _TYPES:
+            self._sum_halves(source, target, count, kind, False)
+            return
         n = _TYPES[kind].Get_size() * count
         mine = (MPI.buffer.fromaddress(source, n * self.comm.size), count, _TYPES[kind])
         theirs = (MPI.buffer.fromaddress(target, n), count, _TYPES[kind])

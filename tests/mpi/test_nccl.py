@@ -101,3 +101,18 @@ def test_a_graph_keeps_its_communicators(engines):
     assert fake_nccl.living == before
     for comm in before:
         comm.destroy()
+
+
+def test_native_sums_of_halves(engines, monkeypatch):
+    """Where the user asks for them: big + 1 + 1 then loses both ones."""
+    n, r = dd.world().size, dd.world().rank
+    x = torch.tensor([256.0 if r == 0 else 1.0] * n, dtype=torch.bfloat16)
+    P = dd.Partition((n,))
+    for wide, wanted in ((True, 256.0 + 2 * ((n - 1) // 2)), (False, 256.0)):
+        monkeypatch.setattr(dd.world().host, "wide", wide)
+        engines.close()
+        dd.maps.all_sum_reduce.cache_clear()  # programs remember how they sum
+        dd.maps.transposed.cache_clear()
+        for call in (F.all_sum_reduce, F.reduce_scatter):
+            y = call(x, P)
+            dd.testing.collective_assert(y[0].item() == wanted or n == 2, f"{call.__name__}: {y}, expected {wanted}")
