@@ -135,6 +135,7 @@ class NcclEngines:
         are left to the end of the process: a graph that still lives holds on to them, and to destroy them would wait for it."""
         made = [e for e in self.engines.values() if e is not None]
         self.engines.clear()
+        self.whole = None
         if made and not self.captured:
             for engine in reversed(made):
                 engine.comm.destroy()
