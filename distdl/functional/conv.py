@@ -161,17 +161,22 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
         channels = block_sizes(w.shape[0], where, 1, out_channels)
         out_per_group = _check_groups(op, L, sum(channels), groups, in_per_group * groups)
         space = HaloSpec.window(L, None, kernel, stride, pads, dilation).out_layout.shape[2:]
+        # Zeros around a dim that is not split need no memory: the local convolution adds them.
+        inside = [padding_mode == "zeros" and where.shape[2 + i : 3 + i] == (1,) and a == b for i, (a, b) in enumerate(pads)]
+        own = tuple(a if whole else 0 for (a, _), whole in zip(pads, inside))
+        window_of = _conv_need(stride, pads, dilation, kernel)
         spec = _spec(L, n, MODES[padding_mode], channels, space,
                      lambda o0, o1: (o0 // out_per_group * in_per_group, -(-o1 // out_per_group) * in_per_group),
-                     _conv_need(stride, pads, dilation, kernel), op)
+                     lambda i, o0, o1: (0, L.shape[2 + i]) if inside[i] else window_of(i, o0, o1), op)
         first = _own_start(op, spec.out_layout, w.shape[0])
         least = [d * (k - 1) + 1 for k, d in zip(kernel, dilation)]
 
         def local(window):
             if not w.shape[0]:
-                sizes = [(m - f) // s + 1 for m, f, s in zip(window.shape[2:], least, stride)]
+                sizes = [(m + 2 * p - f) // s + 1 for m, p, f, s in zip(window.shape[2:], own, least, stride)]
                 return _no_channels(window, sizes, w, bias)
-            return _grouped(_CONV[n], window, w, bias, first, out_per_group, in_per_group, stride=stride, dilation=dilation)
+            return _grouped(_CONV[n], window, w, bias, first, out_per_group, in_per_group, stride=stride, padding=own,
+                            dilation=dilation)
 
         return windowed(x, spec, least, local)
 

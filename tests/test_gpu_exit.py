@@ -1,0 +1,47 @@
+"""A job on CUDA devices ends by itself, also after a captured graph, and beside torch.distributed's NCCL. One launch each, so it is
+no test of tests/gpu, which is itself a launch."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+
+END = """
+    import os
+    import distdl as dd, distdl.functional as F
+    r, n = dd.world().rank, dd.world().size
+    torch.cuda.set_device(r % torch.cuda.device_count())
+    x = torch.ones(1000, device="cuda")
+    P = dd.Partition((n,))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"], RANK=str(r), WORLD_SIZE=str(n))
+    torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    y = F.shift(x, P, 0)
+    F.all_sum_reduce(x, P)
+    torch.distributed.all_reduce(y)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        z = F.all_sum_reduce(F.shift(x, P, 0), P)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert z[0] == n and y[0] == n
+    if {destroy}:
+        torch.distributed.destroy_process_group()
+    print("done", r, flush=True)
+"""
+
+
+@pytest.mark.parametrize("destroy", [True, False])
+def test_the_process_ends(destroy, tmp_path):
+    """Also after a captured graph, and beside torch.distributed's NCCL."""
+    program = tmp_path / "end.py"
+    program.write_text(textwrap.dedent(END.format(destroy=destroy)))
+    n, port = min(2, torch.cuda.device_count()), {"TEST_PORT": str(29600 + destroy)}
+    done = subprocess.run([sys.executable, "-m", "distdl", "run", "-n", str(n), str(program)], env=os.environ | port, timeout=120,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("done") == n, done.stdout + done.stderr
