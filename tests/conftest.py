@@ -12,8 +12,9 @@ hypothesis.settings.load_profile("distdl")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--engine", choices=["mpi", "nccl", "fake-nccl"], default="mpi",
-                     help="what carries the movements: MPI, NCCL on CUDA devices, or NCCL's engine on a fake of its library")
+    parser.addoption("--engine", choices=["mpi", "nccl", "nccl-messages", "fake-nccl"], default="mpi",
+                     help="what carries the movements: MPI; NCCL on CUDA devices, "
+                     "with or without its collectives (tests that count messages expect none); or a fake of NCCL")
 
 
 def pytest_runtest_setup(item):

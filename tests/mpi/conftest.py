@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import distdl as dd
+from distdl.transport.nccl import NcclTransport
 
 linear_map = sys.modules["distdl.linear_map"]  # dd.linear_map is the function
 
@@ -37,7 +38,9 @@ def use(engine):
 
         engines = fake_nccl.engines(dd.world())
         dd.World.transport = lambda self, x, ranks: engines.get(ranks) if self.rank in ranks else self.host
-    if engine == "nccl":
+    if engine == "nccl-messages":
+        NcclTransport.collectives = ("all_reduce",)
+    if engine in ("nccl", "nccl-messages"):
         run = linear_map.run_plain
         device = torch.device("cuda", dd.world().rank % torch.cuda.device_count())
         linear_map.run_plain = lambda maps, xs: [y.cpu() for y in run(maps, [x.to(device) for x in xs])]
