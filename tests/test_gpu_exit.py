@@ -14,6 +14,7 @@ pytestmark = pytest.mark.gpu
 
 END = """
     import os
+    import torch
     import distdl as dd, distdl.functional as F
     r, n = dd.world().rank, dd.world().size
     torch.cuda.set_device(r % torch.cuda.device_count())
