@@ -53,5 +53,13 @@ class AgreementError(DistdlError, RuntimeError):
     """Ranks that should do the same thing do not; raised on every rank of the call."""
 
 
+class AbsenceError(AgreementError):
+    """Under ``dd.checking()``: a rank did not come to a movement within the time limit; raised on every rank that waited."""
+
+
+class CotangentError(AgreementError):
+    """Under ``dd.checking()``: copies of one invariant cotangent differ, so a rule of the cotangent convention is broken."""
+
+
 class TransportError(DistdlError, RuntimeError):
     """The transport cannot do what is asked, or a message arrived with another length than planned."""

@@ -13,6 +13,7 @@ from . import transport as _transport
 from .errors import PartitionError, TransportError
 from .partition import set_rank_source
 from .transport.local import LocalTransport
+from .transport.watch import watch
 
 _worlds: dict[str, World] = {}
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by MPI launchers for their ranks
@@ -37,6 +38,8 @@ class World:
         self.host = _host_transport(comm) if transport is None else transport
         self.rank, self.size = self.host.rank, self.host.size
         _worlds[name] = self
+        if self.size > 1:
+            watch(self.host)
 
     def transport(self, device_type: str):
         """The engine for tensors on ``device_type``; memory that MPI cannot read is staged through pinned host memory."""
@@ -59,7 +62,8 @@ class World:
         data, ranks = pickle.dumps(value), tuple(sorted(ranks))
         if _transport.log is not None:
             _transport.log.append(("agree", ranks, len(data)))
-        return dict(zip(ranks, map(pickle.loads, self.host.all_gather(data, ranks))))
+        host = self.host if _transport.observer is None else _transport.observer.agreement(self.host, value, ranks)
+        return dict(zip(ranks, map(pickle.loads, host.all_gather(data, ranks))))
 
     def close(self) -> None:
         """Free communicators; collective. Called at exit."""

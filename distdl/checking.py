@@ -1,0 +1,38 @@
+"""Check agreement before every message: ``with dd.checking(): ...``, or ``DISTDL_CHECK=1`` in the environment."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+
+from . import transport as _transport
+from .transport.checking import DEFAULT_TIMEOUT, Observer
+
+
+@contextmanager
+def checking(timeout: float | None = None):
+    """Compare, before every movement inside the block, what its ranks are about to do; for all threads of this process.
+
+    Every movement (forward, adjoint, tangent, batch) and every negotiation first swaps one small message with each of its ranks:
+    operator, partitions, number of tensors, batch axes, dtype, device kind and layouts must be equal. Where a cotangent is
+    invariant, its copies must be equal to the last bit. Results and graphs do not change. Enter it on all ranks.
+
+    Args:
+        timeout: seconds that a rank may be late (default: ``DISTDL_CHECK_TIMEOUT``, else 60).
+
+    Raises:
+        AgreementError: inside the block, on every rank of the movement: the ranks disagree.
+        AbsenceError: a rank did not come in time; the error says what it last completed, and where the others are.
+        CotangentError: copies of an invariant cotangent differ; the error names the rule that was broken.
+    """
+    before = _transport.observer
+    _transport.observer = Observer(default_timeout() if timeout is None else timeout)
+    try:
+        yield
+    finally:
+        _transport.observer = before
+
+
+def default_timeout() -> float:
+    """Seconds that a rank may be late where no call says otherwise."""
+    return float(os.environ.get("DISTDL_CHECK_TIMEOUT") or DEFAULT_TIMEOUT)
