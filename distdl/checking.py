@@ -15,7 +15,8 @@ def checking(timeout: float | None = None):
 
     Every movement (forward, adjoint, tangent, batch) and every negotiation first swaps one small message with each of its ranks:
     operator, partitions, number of tensors, batch axes, dtype, device kind and layouts must be equal. Where a cotangent is
-    invariant, its copies must be equal to the last bit. Results and graphs do not change. Enter it on all ranks.
+    invariant, and where a value is marked varying, the copies must be equal to the last bit. Results and graphs do not change.
+    Enter it on all ranks.
 
     Args:
         timeout: seconds that a rank may be late (default: ``DISTDL_CHECK_TIMEOUT``, else 60).
@@ -23,7 +24,7 @@ def checking(timeout: float | None = None):
     Raises:
         AgreementError: inside the block, on every rank of the movement: the ranks disagree.
         AbsenceError: a rank did not come in time; the error says what it last completed, and where the others are.
-        CotangentError: copies of an invariant cotangent differ; the error names the rule that was broken.
+        InvariantError: copies of an invariant cotangent or value differ; the error names the rule that was broken.
     """
     before = _transport.observer
     _transport.observer = Observer(default_timeout() if timeout is None else timeout)

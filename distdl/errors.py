@@ -57,8 +57,9 @@ class AbsenceError(AgreementError):
     """Under ``dd.checking()``: a rank did not come to a movement within the time limit; raised on every rank that waited."""
 
 
-class CotangentError(AgreementError):
-    """Under ``dd.checking()``: copies of one invariant cotangent differ, so a rule of the cotangent convention is broken."""
+class InvariantError(AgreementError):
+    """Under ``dd.checking()``: the copies of one invariant value, cotangent or tangent differ; raised on every rank of the call,
+    with the rule of the cotangent convention that was broken."""
 
 
 class TransportError(DistdlError, RuntimeError):

@@ -496,7 +496,14 @@ def traced_move(maps, xs):
         return [m.run(x) for m, x in zip(maps, xs)]
     name = "; ".join(f"{m} {m.plan.digest}" for m in maps)
     _traced[name] = tuple(maps)
-    return torch.ops.distdl.move(list(xs), name)
+    observer = _transport.observer
+    if observer is None:
+        return torch.ops.distdl.move(list(xs), name)
+    before, observer.tracing = observer.tracing, True
+    try:
+        return torch.ops.distdl.move(list(xs), name)
+    finally:
+        observer.tracing = before
 
 
 def _move_real(xs, movement):

@@ -118,6 +118,18 @@ def _abort_on_exception(transport) -> None:
         transport.abort(1)
 
     sys.excepthook = hook
+    ignored = sys.unraisablehook
+
+    def at_exit(unraisable):  # Python only prints these, and exits with 0
+        try:
+            ignored(unraisable)
+        finally:
+            if (unraisable.err_msg or "").startswith("Exception ignored in atexit callback"):
+                sys.stderr.write(f"distdl: rank {transport.rank} of {transport.size} failed at exit; ending the job\n")
+                sys.stderr.flush()
+                transport.abort(1)
+
+    sys.unraisablehook = at_exit
 
 
 @atexit.register

@@ -104,6 +104,7 @@ class Observer:
 
     def __init__(self, timeout: float | None = None):
         self.timeout = timeout
+        self.tracing = False  # while torch traces, values may be uninitialised memory
         self.calls: dict[Any, Call] = {}
         self.unrecorded: dict[Any, str] = {}  # adjoints that some ranks will not call, and why
 
@@ -157,7 +158,7 @@ class Observer:
         heard = _reported(side)
         if heard is not None:
             self._fail(side, call, heard)
-        hashed, norm = _fingerprint(xs) if call.copies else (b"", 0.0)
+        hashed, norm = _fingerprint(xs) if call.copies and not self.tracing else (bytes(8), 0.0)
         body = pickle.dumps((call.op, call.fields, where, board.done))
         tail = call.common, call.key, recorded, hashed, norm
         swap = side.swap({r: HEAD.pack(side.counts[r], *tail) + body for r in others})
@@ -165,7 +166,7 @@ class Observer:
         found = {r: HEAD.unpack_from(data) for r, data in swap.arrived().items()}
         if problem is None:
             if call.copies:
-                problem = _cotangents(call, {**found, side.rank: (0, *tail)})
+                problem = _unequal_copies(call, {**found, side.rank: (0, *tail)})
             if any(head[3] != recorded for head in found.values()):
                 self._note_unrecorded(side.rank, maps, xs, where, recorded, {r: (found[r][3], swap.body(r)[2]) for r in found})
         if problem is not None:
@@ -323,14 +324,19 @@ def _fingerprint(xs) -> tuple[bytes, float]:
     return found.digest(), square**0.5
 
 
-def _cotangents(call, found):
-    """What is wrong where copies of an invariant cotangent differ."""
+def _unequal_copies(call, found):
+    """What is wrong where the copies of an invariant input differ: a cotangent at an adjoint, else a value or a tangent."""
     copies = {r: found[r] for r in call.copies if r in found}
     if len({head[4] for head in copies.values()}) < 2:
         return None
     norms = {r: head[5] for r, head in copies.items()}
     zero = [r for r, norm in norms.items() if norm == 0]
-    if zero:
+    what = "cotangent" if call.op.endswith(".T") else "value"
+    if what == "value":
+        rule = "rule 1: an invariant value is one value, stored on all its ranks"
+        step = ("give parameters the same start on every rank, and the same updates; where values are meant to differ they are varying "
+                "already, and F.mark_varying is not needed")  # fmt: skip
+    elif zero:
         rule = (f"rule 2: every rank that holds an invariant value must use it, and equally; {_ranks(zero)} gave it the cotangent 0 "
                 "(0 * loss, or a loss used on some ranks only)")  # fmt: skip
         step = "use the value on all its ranks, or F.sum_reduce it to the one rank on which it is used"
@@ -341,7 +347,7 @@ def _cotangents(call, found):
     said = "; ".join(f"{_ranks(rs)}: norm {norm}" for norm, rs in _groups({r: f"{n:.17g}" for r, n in norms.items()}).items())
     if len(set(norms.values())) == 1:
         said += ", but other entries"
-    return errors.CotangentError, dict(problem=f"the copies of an invariant cotangent differ, against {rule}",
+    return errors.InvariantError, dict(problem=f"the copies of an invariant {what} differ, against {rule}",
                                        expected="bitwise equal copies", actual=said, next_step=step)  # fmt: skip
 
 

@@ -35,9 +35,9 @@ def _look(host, limit: float) -> None:
         stuck = time.monotonic() - board.since
         if board.state == 2 and stuck > limit:
             text = report(host, stuck)
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
-            _leave(host.rank, text)
+            if not _leave(text):
+                sys.stderr.write(text + "\n")
+                sys.stderr.flush()
             time.sleep(0.5)  # other ranks that are stuck may speak too
             host.abort(1)
 
@@ -57,11 +57,15 @@ def report(host, stuck: float) -> str:
     return "\n".join(lines)
 
 
-def _leave(rank: int, text: str) -> None:
-    """Where ``distdl run`` started this process, let it print the report last, after all that the launcher says."""
+def _leave(text: str) -> bool:
+    """Where ``distdl run`` started this process, let it print the report: last, after all that the launcher says."""
     folder = os.environ.get("DISTDL_REPORTS")
-    if folder and os.path.isdir(folder):
-        path = os.path.join(folder, f"{rank}.failure")
-        with open(path + "~", "wb") as file:
-            file.write(pickle.dumps((1, text, None)))
-        os.replace(path + "~", path)
+    if not folder or not os.path.isdir(folder):
+        return False
+    from mpi4py import MPI
+
+    path = os.path.join(folder, f"{MPI.COMM_WORLD.rank}.failure")
+    with open(path + "~", "wb") as file:
+        file.write(pickle.dumps((1, text, None)))
+    os.replace(path + "~", path)
+    return True
