@@ -15,6 +15,6 @@ from .world import Topology, World, world
 __version__ = "0.1.0"
 
 __all__ = [
-    "HaloSpec", "Layout", "LinearMap", "Partition", "Topology", "World", "checking", "errors", "func", "functional", "init", "launch",
-    "linear_map", "maps", "nn", "remat", "testing", "world",
+    "HaloSpec", "Layout", "LinearMap", "Partition", "Topology", "World", "checking", "errors", "func", "functional", "init",
+    "launch", "linear_map", "maps", "nn", "remat", "testing", "world",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
     state: str
     since: float
-    count: int
+    begun: int
     op: str
     where: str
     done: str

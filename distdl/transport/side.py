@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from mpi4py import MPI
 
-from .checking import HEAD
+from .signature import HEAD
 
 _SWAP, _REPORT = 1, 2  # tags
 _ROOM = 8192  # bytes of a swapped message, at most

@@ -49,8 +49,8 @@ def report(host, stuck: float) -> str:
     stack = "".join(traceback.format_stack(main)).rstrip()
     missing = board.missing
     waiting = f"still missing: {', '.join(f'rank {r}' for r in missing)}" if missing else "still missing: see below"
-    lines = [f"distdl watchdog: rank {host.rank} of {host.size} is stuck for {stuck:.0f} s in {board.op} at {board.where}; {waiting}",
-             f"last completed: {board.done or 'nothing'}", "stack of the main thread:", stack, "the other ranks:"]  # fmt: skip
+    title = f"distdl watchdog: rank {host.rank} of {host.size} is stuck for {stuck:.0f} s in {board.op} at {board.where}; {waiting}"
+    lines = [title, f"last completed: {board.done or 'nothing'}", "stack of the main thread:", stack, "the other ranks:"]
     for r in range(host.size):
         if r != host.rank:
             lines.append(f"  rank {r} {board.read(r) or 'is on another node'}")
