@@ -155,3 +155,17 @@ def test_checking_by_the_environment(job):
     for words in ("AbsenceError: all_sum_reduce: rank 1 has left the program", "last completed shift over Partition((3,)) at ",
                   "program.py:14", "ranks 0, 2 are in all_sum_reduce", "program.py:18 in step"):  # fmt: skip
         assert words in lines[-1]
+
+
+@pytest.mark.slow
+def test_groups_in_another_order(job):
+    """Case 39: a ring of four in two groups of pairs; odd ranks begin with the other group, so that each waits for the next."""
+    code, lines = job("""
+        pairs = [dd.Partition((2,), (0, 1)), dd.Partition((2,), (2, 3)), dd.Partition((2,), (1, 2)), dd.Partition((2,), (3, 0))]
+        if rank == 0: now()
+        with dd.checking(timeout=3):
+            for Q in pairs if rank % 2 else pairs[::-1]:
+                if rank in Q.ranks: F.all_sum_reduce(x, Q)
+        """, 4)  # fmt: skip
+    assert code == 1 and "AbsenceError: all_sum_reduce: rank " in lines[-1] and "did not come within 3 s" in lines[-1]
+    assert "is inside all_sum_reduce over Partition((2,)" in lines[-1]

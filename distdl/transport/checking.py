@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import errors
 from .board import Board
-from .signature import HEAD, Call, Field, call_of, differs, fingerprint, groups, leads, names, unequal_copies
+from .signature import HEAD, Call, Field, Said, call_of, differs, fingerprint, first_difference, groups, leads, names, unequal
 from .where import user_line
 
 _SPINS, _GRACE = 200, 1.0  # polls before sleeping; seconds for the other ranks, once a fault is found
@@ -95,7 +95,7 @@ class Observer:
         op = f"agreement for {value.op}" if hasattr(value, "op") else "agreement"
         same = Field("the operator called", "agreement", True, "call the same operators in the same order", op)
         who = Field("the ranks that agree", str(ranks), True, "pass equal partitions on every rank")
-        return self._checked(host, board, host, Call.of(op, f"ranks {ranks}", ranks, ranks, (), True, (same, who)))
+        return self._checked(host, board, host, Call(op, f"ranks {ranks}", ranks, ranks, (), True, (same, who)))
 
     def _checked(self, host, board, transport, call, maps=(), xs=(), recorded=False):
         where = user_line()
@@ -117,29 +117,28 @@ class Observer:
         if heard is not None:
             self._fail(side, call, heard)
         hashed, norm = fingerprint(xs) if call.copies and not self.tracing else (bytes(8), 0.0)
-        body = pickle.dumps((call.op, call.fields, where, board.done))
-        tail = call.common, call.key, recorded, hashed, norm
+        tail = *call.digests, recorded, hashed, norm
+        body = call.packed + pickle.dumps((where, board.done))
         swap = side.swap({r: HEAD.pack(side.counts[r], *tail) + body for r in others})
-        problem = self._wait(side, board, call, where, swap, tail)
-        found = {r: HEAD.unpack_from(data) for r, data in swap.arrived().items()}
-        if problem is None:
-            if call.copies:
-                problem = unequal_copies(call, {**found, side.rank: (0, *tail)})
-            if any(head[3] != recorded for head in found.values()):
-                self._note_unrecorded(side.rank, maps, where, recorded, {r: (found[r][3], swap.body(r)[2]) for r in found})
+        problem = self._wait(side, board, call, where, swap)
+        heads = {side.rank: (0, *tail), **{r: HEAD.unpack_from(data) for r, data in swap.arrived().items()}}
+        if problem is None and len({head[4] for head in heads.values()}) > 1:
+            problem = unequal(call.op, heads, {call.copies, *(swap.said(r).copies for r in others)})
         if problem is not None:
             swap.cancel()
             self._fail(side, call, problem)
         if self.unrecorded and maps:  # all came, all the same
             self.unrecorded.get(call.op, {}).pop(maps[0], None)
+        if maps and any(head[3] != recorded for head in heads.values()):
+            self._note_unrecorded(maps[0], heads, {side.rank: where, **{r: swap.said(r).where for r in others}})
 
-    def _wait(self, side, board, call, where, swap, tail):
+    def _wait(self, side, board, call, where, swap):
         """Wait until all are there and equal; returns what is wrong, or ``None``."""
         began, spins, limit, why = time.monotonic(), 0, self.timeout, ""
         while True:
             complete = swap.poll()
             if complete or spins > _SPINS:
-                wrong = differs(call, swap.arrived(), tail)
+                wrong = differs(call, swap.arrived(), side.rank)
                 heard = _reported(side)
                 if heard is not None:
                     return heard
@@ -165,13 +164,13 @@ class Observer:
 
     def _absence(self, call, swap, board, where, why):
         absent = swap.missing()
-        here = {board.rank: where, **{r: swap.body(r)[2] for r in swap.arrived()}}
+        here = {board.rank: where, **{r: swap.said(r).where for r in swap.arrived()}}
         said = []
         for r in absent:
             entry = board.read(r)
-            last = swap.body(r)  # of its message before this one
+            last = swap.said(r)  # of its message before this one
             said.append(f"{names([r])} {entry}" if entry else f"{names([r])} is on another node, and was last "
-                        f"{f'in {last[0]} at {last[2]}' if last else 'nowhere'}")
+                        f"{f'in {last.op} at {last.where}' if last else 'nowhere'}")
         said += [f"{names(rs)} {'is' if len(rs) == 1 else 'are'} in {call.op} at {place}" for place, rs in groups(here).items()]
         said += self._hints([call.op])
         verb = why or f"did not come within {self.timeout:g} s"
@@ -185,30 +184,23 @@ class Observer:
 
     def _disagreement(self, call, swap, rank, where):
         """The first field in which ranks differ, and what each has."""
-        bodies = {rank: (call.op, call.fields, where, ""), **{r: swap.body(r) for r in swap.arrived()}}
-        for field in call.fields:
-            who = [r for r in sorted(bodies) if field.common or r == rank or r in call.near]
-            theirs = {r: next((f for f in bodies[r][1] if f.name == field.name), None) for r in who}
-            if len({f and f.value for f in theirs.values()}) > 1:
-                break
-        shown = {r: f"{(f.shown or f.value) if f else bodies[r][0]} at {bodies[r][2]}" for r, f in theirs.items()}
-        said = [f"{names(rs)}: {text}" for text, rs in groups(shown).items()] + self._hints(body[0] for body in bodies.values())
+        mine = Said(call.op, call.fields, call.near, call.copies, where)
+        said = {rank: mine, **{r: swap.said(r) for r in swap.arrived()}}
+        field, shown = first_difference(dict(sorted(said.items())))
+        told = [f"{names(rs)}: {text}" for text, rs in groups(shown).items()] + self._hints(one.op for one in said.values())
         return errors.AgreementError, dict(problem=f"the ranks disagree in {field.name}", expected="the same on every rank",
-                                           actual="; ".join(said), next_step=field.next_step)  # fmt: skip
+                                           actual="; ".join(told), next_step=field.next_step)  # fmt: skip
 
     def _hints(self, ops):
         """Why some ranks may not come to these adjoints."""
         return list(dict.fromkeys(text for op in sorted(set(ops)) for text in self.unrecorded.get(op, {}).values()))
 
-    def _note_unrecorded(self, rank, maps, where, recorded, others):
+    def _note_unrecorded(self, A, heads, where):
         """Remember that some ranks recorded no graph for this movement: they will not come to its adjoint."""
-        if not maps:
-            return
-        here = {rank: (recorded, where), **others}
-        without = [r for r in sorted(here) if not here[r][0]]
-        text = (f"{names(without)} recorded no graph for {maps[0]} at {here[without[0]][1]} (an input without requires_grad, or "
-                f"torch.no_grad), {names([r for r in here if here[r][0]])} did")
-        self.unrecorded.setdefault(str(maps[0].T), {})[maps[0].T] = text
+        without, recorded = ([r for r in sorted(heads) if heads[r][3] == wanted] for wanted in (False, True))
+        text = (f"{names(without)} recorded no graph for {A} at {where[without[0]]} (an input without requires_grad, or "
+                f"torch.no_grad), {names(recorded)} did")  # fmt: skip
+        self.unrecorded.setdefault(str(A.T), {})[A.T] = text
 
     def _fail(self, side, call, problem):
         """Tell the ranks of the call, and raise."""

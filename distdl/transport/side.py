@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
 
 from mpi4py import MPI
 
-from .signature import HEAD
+from .signature import HEAD, Said, unpack
 
 _SWAP, _REPORT = 1, 2  # tags
 _ROOM = 8192  # bytes of a swapped message, at most
@@ -87,10 +86,9 @@ class Swap:
         missing = self.missing()
         return {r: self.side.buffers[r] for r in self.peers if r not in missing}
 
-    def body(self, r: int):
-        """What followed the head of rank r's last message, of this swap or of an earlier one; ``None`` where there is none."""
-        data = self.side.buffers[r]
-        return pickle.loads(memoryview(data)[HEAD.size :]) if self._count(r) else None
+    def said(self, r: int) -> Said | None:
+        """What rank r said in its last message, of this swap or of an earlier one; ``None`` where there is none."""
+        return unpack(self.side.buffers[r]) if self._count(r) else None
 
     def cancel(self) -> None:
         """Wait for nothing more."""

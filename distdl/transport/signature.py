@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import pickle
 import struct
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -31,23 +35,43 @@ class Call:
     op: str
     partitions: str
     ranks: tuple[int, ...]
-    near: frozenset[int]  # ranks with which messages are exchanged: there everything must be equal
+    near: tuple[int, ...]  # ranks with which messages are exchanged: there everything must be equal
     copies: tuple[int, ...]  # ranks that hold the same invariant input
     waits: bool  # whether this rank waits for anyone in the movement itself
     fields: tuple[Field, ...]
-    common: bytes
-    key: bytes
 
-    @classmethod
-    def of(cls, op, partitions, ranks, near, copies, waits, fields):
-        def digest(some):
-            return hashlib.blake2b(repr([(f.name, f.value) for f in some]).encode(), digest_size=16).digest()
+    @cached_property
+    def digests(self) -> tuple[bytes, bytes]:
+        """Of the common fields, and of all."""
+        texts = [repr([(f.name, f.value) for f in self.fields if f.common or near]) for near in (False, True)]
+        first, second = (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
+        return first, second
 
-        return cls(op, partitions, ranks, frozenset(near), copies, waits, tuple(fields), digest([f for f in fields if f.common]),
-                   digest(fields))
+    @cached_property
+    def packed(self) -> bytes:
+        """What other ranks need to judge, and to tell, a difference: read by :func:`unpack`."""
+        return pickle.dumps(Said(self.op, self.fields, self.near, self.copies))
 
     def __str__(self):
         return f"{self.op} over {self.partitions}"
+
+
+class Said(NamedTuple):
+    """A call as told to other ranks; ``where`` the user called it, and what this rank last completed."""
+
+    op: str
+    fields: tuple[Field, ...]
+    near: tuple[int, ...]
+    copies: tuple[int, ...]
+    where: str = ""
+    done: str = ""
+
+
+def unpack(data) -> Said:
+    """What followed the head of a message."""
+    stream = io.BytesIO(memoryview(data)[HEAD.size :])
+    said, (where, done) = pickle.load(stream), pickle.load(stream)
+    return said._replace(where=where, done=done)
 
 
 def leads(maps, xs):
@@ -72,8 +96,8 @@ def call_of(maps, leads, xs, rank) -> Call:
     def each(values):
         return ", ".join(dict.fromkeys(map(str, values)))
 
-    digests = " ".join(m.plan.digest for m in maps)
-    local = f"local {each(m.in_shape for m in maps)} -> {each(m.out_shape for m in maps)} by plan {digests[:50]}"
+    plans = hashlib.sha256(" ".join(m.plan.digest for m in maps).encode()).hexdigest()[:16]
+    local = f"local {each(m.in_shape for m in maps)} -> {each(m.out_shape for m in maps)} by plan {plans}"[:600]
     fields = (
         Field("the operator called", each(maps), True, "call the same operators in the same order"),
         Field("the partitions", each(m.partitions for m in maps), True, "pass equal partitions on every rank"),
@@ -81,18 +105,31 @@ def call_of(maps, leads, xs, rank) -> Call:
         Field("the device kind", xs[0].device.type, True, "give every rank's tensor the same device kind"),
         Field("the batch sizes (vmap)", each(map(tuple, leads)), False, "map over axes of one size on all ranks"),
         Field("the dtype", each(x.dtype for x in xs), False, "give every rank's tensor the same dtype"),
-        Field("the layouts or shapes", digests, False, "give every rank the same layouts, or shapes that fit together", local),
+        Field("the layouts or shapes", plans, False, "give every rank the same layouts, or shapes that fit together", local),
     )
-    return Call.of(str(first), first.partitions, first.ranks, near, copies, waits, fields)
+    return Call(str(first), first.partitions, first.ranks, tuple(sorted(near)), copies, waits, fields)
 
 
-def differs(call: Call, arrived: dict, tail) -> bool:
-    """Whether any message that has arrived is of another call than this rank's."""
-    for r, data in arrived.items():
-        _, common, key, *_ = HEAD.unpack_from(data)
-        if common != tail[0] or (r in call.near and key != tail[1]):
-            return True
-    return False
+def differs(call: Call, arrived: dict, rank: int) -> bool:
+    """Whether these ranks (this one, and those whose messages have arrived) are in different calls. All of them see the same."""
+    digests = {rank: call.digests, **{r: HEAD.unpack_from(data)[1:3] for r, data in arrived.items()}}
+    if len(set(digests.values())) == 1:
+        return False
+    if len({common for common, _ in digests.values()}) > 1:
+        return True
+    near = {rank: call.near, **{r: unpack(data).near for r, data in arrived.items()}}
+    return any(digests[r] != digests[peer] for r in near for peer in near[r] if peer in digests)
+
+
+def first_difference(said: dict[int, Said]) -> tuple[Field, dict[int, str]]:
+    """The first field in which ranks differ that should not, and what each rank has."""
+    for field in next(iter(said.values())).fields:
+        values = {r: next((f.value for f in one.fields if f.name == field.name), None) for r, one in said.items()}
+        pairs = ((r, peer) for r, one in said.items() for peer in (said if field.common else one.near) if peer in said)
+        if any(values[r] != values[peer] for r, peer in pairs):
+            break
+    shown = {r: next((f.shown or f.value for f in one.fields if f.name == field.name), one.op) for r, one in said.items()}
+    return field, {r: f"{shown[r]} at {one.where}" for r, one in said.items()}
 
 
 def fingerprint(xs) -> tuple[bytes, float]:
@@ -105,14 +142,17 @@ def fingerprint(xs) -> tuple[bytes, float]:
     return found.digest(), square**0.5
 
 
-def unequal_copies(call, found):
-    """What is wrong where the copies of an invariant input differ: a cotangent at an adjoint, else a value or a tangent."""
-    copies = {r: found[r] for r in call.copies if r in found}
-    if len({head[4] for head in copies.values()}) < 2:
+def unequal(op: str, found: dict, groups_of_copies):
+    """What is wrong where the copies of an invariant input differ: a cotangent at an adjoint, else a value or a tangent.
+
+    ``found``: {rank: head of its message}.
+    """
+    wrong = [group for group in groups_of_copies if len({found[r][4] for r in group}) > 1]
+    if not wrong:
         return None
-    norms = {r: head[5] for r, head in copies.items()}
+    norms = {r: found[r][5] for r in min(wrong)}
     zero = [r for r, norm in norms.items() if norm == 0]
-    what = "cotangent" if call.op.endswith(".T") else "value"
+    what = "cotangent" if op.endswith(".T") else "value"
     if what == "value":
         rule = "rule 1: an invariant value is one value, stored on all its ranks"
         step = ("give parameters the same start and the same updates on every rank; values that are meant to differ are varying "

@@ -120,31 +120,6 @@ def test_movement_against_agreement():
                       "rank 0: agreement for repartition at", "shift at")  # fmt: skip
 
 
-@needs(4)
-def test_groups_in_another_order():
-    """Case 39: neighbours pair up in two groups, and odd ones begin with the other group."""
-    pairs = [dd.Partition((2,), (0, 1)), dd.Partition((2,), (2, 3)), dd.Partition((2,), (1, 2)), dd.Partition((2,), (3, 0))]
-    if R > 3:
-        return
-    mine = [Q for Q in (pairs[:2] + pairs[2:] if R % 2 else pairs[2:] + pairs[:2]) if R in Q.ranks]
-    ranks = (0, 1, 2, 3)
-    with dd.checking(timeout=2):
-        try:
-            for Q in mine:
-                F.all_sum_reduce(torch.ones(1), Q)
-            text = ""
-        except AgreementError as error:
-            text = str(error)
-    time.sleep(3)
-    with dd.checking(timeout=60):
-        for _ in range(4):  # what others have reported meanwhile
-            try:
-                gather_objects(0, ranks)
-            except AgreementError:
-                continue
-    assert "did not come within 2 s" in text and "is inside all_sum_reduce" in text
-
-
 def test_a_rank_that_never_comes():
     """Those that wait name it, what it last completed and where, and where the others are; it hears of it when it comes."""
     F.shift(torch.ones(1), P, 0)
@@ -289,15 +264,18 @@ def test_zero_volume_input_without_grad():
     one, last = dd.Partition((1,)), dd.Partition((1,), (N - 1,))
     w = torch.tensor([1.0, 2.0], requires_grad=True)
     y = F.repartition(w**2 if R == 0 else torch.empty(0), one, last)
-    assert y.requires_grad
-    (3 * y.sum()).backward()
+    if R in (0, N - 1):  # the others take no part
+        assert y.requires_grad
+        (3 * y.sum()).backward()
     assert R or torch.equal(w.grad, 6 * w)
 
     def loss(w, x):
         y = F.repartition(x, one, last)
         return (y * w).sum() if N - 1 == R else F.nothing((0,), y).sum()
 
-    raises_everywhere(AgreementError, lambda: grad(lambda w: loss(w, w**2 if R == 0 else torch.empty(0)))(w.detach()), "torch.func")
+    if R in (0, N - 1):
+        with pytest.raises(AgreementError, match=r"torch\.func"):
+            grad(lambda w: loss(w, w**2 if R == 0 else torch.empty(0)))(w.detach())
     g = grad(lambda w: loss(w, w**2 if R == 0 else F.nothing((0,), w)))(w.detach())
     wanted = {0: 2 * w**2, N - 1: w**2}.get(R, 0 * w)
     assert torch.equal(g, wanted.detach())
