@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 
 from . import transport as _transport
-from .transport.checking import DEFAULT_TIMEOUT, Observer
+from .transport.checking import Observer, default_timeout
 
 
 @contextmanager
@@ -32,8 +31,3 @@ def checking(timeout: float | None = None):
         yield
     finally:
         _transport.observer = before
-
-
-def default_timeout() -> float:
-    """Seconds that a rank may be late where no call says otherwise."""
-    return float(os.environ.get("DISTDL_CHECK_TIMEOUT") or DEFAULT_TIMEOUT)

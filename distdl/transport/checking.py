@@ -17,11 +17,15 @@ from typing import Any
 
 from .. import errors
 from .board import Board
-from .signature import HEAD, Call, Field, Said, call_of, differs, fingerprint, first_difference, groups, leads, names, unequal
+from .signature import HEAD, Call, Field, call_of, differs, fingerprint, first_difference, groups, leads, names, unequal
 from .where import user_line
 
 _SPINS, _GRACE = 200, 1.0  # polls before sleeping; seconds for the other ranks, once a fault is found
-DEFAULT_TIMEOUT = 60.0
+
+
+def default_timeout() -> float:
+    """Seconds that a rank may be late where no call says otherwise."""
+    return float(os.environ.get("DISTDL_CHECK_TIMEOUT") or 60)
 
 
 class Checked:
@@ -183,13 +187,14 @@ class Observer:
             "a rank without data F.nothing")  # fmt: skip
 
     def _disagreement(self, call, swap, rank, where):
-        """The first field in which ranks differ, and what each has."""
-        mine = Said(call.op, call.fields, call.near, call.copies, where)
-        said = {rank: mine, **{r: swap.said(r) for r in swap.arrived()}}
-        field, shown = first_difference(dict(sorted(said.items())))
+        """The first field in which ranks differ, and what each has; in the same words on every rank."""
+        said = dict(sorted({rank: call.said(where), **{r: swap.said(r) for r in swap.arrived()}}.items()))
+        field, shown = first_difference(said)
+        first = next(iter(said.values()))
         told = [f"{names(rs)}: {text}" for text, rs in groups(shown).items()] + self._hints(one.op for one in said.values())
-        return errors.AgreementError, dict(problem=f"the ranks disagree in {field.name}", expected="the same on every rank",
-                                           actual="; ".join(told), next_step=field.next_step)  # fmt: skip
+        return errors.AgreementError, dict(
+            problem=f"the ranks disagree in {field.name}", op=first.op, partitions=first.partitions,
+            expected="the same on every rank", actual="; ".join(told), next_step=field.next_step)  # fmt: skip
 
     def _hints(self, ops):
         """Why some ranks may not come to these adjoints."""

@@ -40,10 +40,9 @@ class SideChannel:
             yield status.Get_source(), data
 
     def close(self) -> None:
-        """Free the communicator; collective."""
+        """Free the communicator; collective. Reports that nobody has read are lost."""
         for request in self.sends:
             if not request.Test():
-                request.Cancel()
                 request.Free()
         self.comm.Free()
 

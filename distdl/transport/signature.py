@@ -50,7 +50,11 @@ class Call:
     @cached_property
     def packed(self) -> bytes:
         """What other ranks need to judge, and to tell, a difference: read by :func:`unpack`."""
-        return pickle.dumps(Said(self.op, self.fields, self.near, self.copies))
+        return pickle.dumps(self.said())
+
+    def said(self, where: str = "") -> Said:
+        """This call as told to other ranks."""
+        return Said(self.op, self.partitions, self.fields, self.near, self.copies, where)
 
     def __str__(self):
         return f"{self.op} over {self.partitions}"
@@ -60,6 +64,7 @@ class Said(NamedTuple):
     """A call as told to other ranks; ``where`` the user called it, and what this rank last completed."""
 
     op: str
+    partitions: str
     fields: tuple[Field, ...]
     near: tuple[int, ...]
     copies: tuple[int, ...]

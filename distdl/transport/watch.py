@@ -14,14 +14,14 @@ import time
 import traceback
 
 from .. import transport as _transport
-from .checking import DEFAULT_TIMEOUT, Observer
+from .checking import Observer, default_timeout
 
 
 def watch(host) -> None:
     """Start what the environment asks for: checking (``DISTDL_CHECK=1``), the watchdog (``DISTDL_WATCHDOG_S``), or both."""
     limit = float(os.environ.get("DISTDL_WATCHDOG_S") or 0)
     if _transport.observer is None and os.environ.get("DISTDL_CHECK", "0") not in ("", "0"):
-        _transport.observer = Observer(float(os.environ.get("DISTDL_CHECK_TIMEOUT") or DEFAULT_TIMEOUT))
+        _transport.observer = Observer(default_timeout())
     if limit > 0 and hasattr(host, "board"):
         if _transport.observer is None:
             _transport.observer = Observer()
