@@ -71,7 +71,8 @@ ORDER = [set(line.split()) for line in """
     errors
     partition
     plan
-    halo _torch transport
+    halo _torch
+    transport
     exchange
     world
     linear_map
