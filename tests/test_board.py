@@ -28,6 +28,13 @@ def test_what_one_rank_writes_others_read():
     assert "is inside shift at here.py:3 for 0." in str(entry) and "last completed nothing" in str(entry)
     a.leave(completed=True)
     assert str(c.read(0)) == "is outside of any movement, last completed shift at here.py:3"
+    a.enter("shift", "here.py:3")
+    assert str(c.read(0)).endswith("last completed shift at here.py:3")
+    a.leave(completed=False)
+    a.enter("gather", "here.py:4")
+    assert c.read(0).op == "gather" and c.read(0).done == "shift at here.py:3" == a.done
+    a.leave(completed=True)
+    assert c.read(0).done == "gather at here.py:4" == a.done
     a.enter("é" * 1000, "x")
     assert b.read(0).op.startswith("é" * 319) and b.read(0).where == "x"
     a.close()

@@ -337,6 +337,8 @@ def start(A, x) -> _Pending:
             recorded = x.requires_grad and torch.is_grad_enabled()
             transport = _transport.observer.movement(A.world.host, transport, (A,), (x,), recorded)
         moving = exchange.start((A.plan,), [x.detach()], transport)
+        if hasattr(transport, "pause"):  # a checked one
+            transport.pause()
     return _Pending(A, x, moving)
 
 

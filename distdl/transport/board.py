@@ -14,8 +14,10 @@ import time
 from typing import NamedTuple
 
 _SLOT, _TEXT = 2048, 640  # bytes per rank, and of each of its three texts
-_HEAD = struct.Struct("<QBdQHHH")  # version (odd while it is being written), state, since, count, lengths of the texts
+# Version (odd while it is being written), state, whether the current movement is the last completed one, since, count, lengths.
+_HEAD = struct.Struct("<QB?dQHHH")
 _STATES = ("not started", "idle", "inside", "left")
+IDLE, INSIDE, LEFT = 1, 2, 3
 
 
 class Entry(NamedTuple):
@@ -44,8 +46,14 @@ class Board:
         self.memory = memory or mmap.mmap(-1, _SLOT)
         self.rank, self.at = rank, self.places[rank] * _SLOT
         self.version, self.count, self.missing = 0, 0, None
-        self.state, self.since, self.op, self.where, self.done = 1, time.monotonic(), "", "", ""
+        self.state, self.since, self.op, self.where, self.over = IDLE, time.monotonic(), "", "", False
+        self.before, self.lengths = "", [0, 0, 0]
         self._write()
+
+    @property
+    def done(self) -> str:
+        """What this rank last completed."""
+        return f"{self.op} at {self.where}" if self.over else self.before
 
     @classmethod
     def shared(cls, comm):
@@ -73,32 +81,32 @@ class Board:
 
     def enter(self, op: str, where: str) -> None:
         """This rank is inside ``op``."""
-        self.state, self.since, self.op, self.where, self.count = 2, time.monotonic(), op, where, self.count + 1
-        self._write()
+        before = self.done
+        texts = [None if op == self.op else op, None if where == self.where else where, None if before == self.before else before]
+        self.op, self.where, self.before, self.over = op, where, before, False
+        self.state, self.since, self.count = INSIDE, time.monotonic(), self.count + 1
+        self._write(texts)
 
     def leave(self, completed: bool) -> None:
         """It no longer waits for others; ``completed``: the movement is over."""
-        self.state, self.since, self.missing = 1, time.monotonic(), None
-        if completed:
-            self.done = f"{self.op} at {self.where}"
+        self.state, self.since, self.missing, self.over = IDLE, time.monotonic(), None, completed or self.over
         self._write()
 
     def close(self) -> None:
         """This rank has left its world."""
-        self.state, self.since = 3, time.monotonic()
+        self.state, self.since = LEFT, time.monotonic()
         self._write()
 
-    def _write(self) -> None:
-        texts = [text.encode()[:_TEXT] for text in (self.op, self.where, self.done)]
-        head = self.state, self.since, self.count, *map(len, texts)
-        memory, at = self.memory, self.at
+    def _write(self, texts=()) -> None:
+        memory, at, lengths = self.memory, self.at, self.lengths
         self.version += 2
-        _HEAD.pack_into(memory, at, self.version - 1, *head)
-        start = at + _HEAD.size
-        for text in texts:
-            memory[start : start + len(text)] = text
-            start += _TEXT
-        _HEAD.pack_into(memory, at, self.version, *head)
+        _HEAD.pack_into(memory, at, self.version - 1, self.state, self.over, self.since, self.count, *lengths)
+        for i, text in enumerate(texts):
+            if text is not None:  # only what has changed
+                data = text.encode()[:_TEXT]
+                lengths[i], start = len(data), at + _HEAD.size + i * _TEXT
+                memory[start : start + len(data)] = data
+        _HEAD.pack_into(memory, at, self.version, self.state, self.over, self.since, self.count, *lengths)
 
     def read(self, rank: int) -> Entry | None:
         """What ``rank`` last wrote, or ``None`` where it is on another node."""
@@ -107,12 +115,13 @@ class Board:
             return None
         for _ in range(100):
             slot = self.memory[place * _SLOT : (place + 1) * _SLOT]
-            version, state, since, count, *lengths = _HEAD.unpack_from(slot)
+            version, state, over, since, count, *lengths = _HEAD.unpack_from(slot)
             if version % 2 == 0 and version == _HEAD.unpack_from(self.memory, place * _SLOT)[0]:
                 break
         texts = [slot[start : start + n].decode(errors="replace")
                  for start, n in zip(range(_HEAD.size, _SLOT, _TEXT), lengths)]
-        return Entry(_STATES[state], since, count, *texts)
+        op, where, before = texts
+        return Entry(_STATES[state], since, count, op, where, f"{op} at {where}" if over else before)
 
 
 def _file(size: int) -> str:

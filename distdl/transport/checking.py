@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from .. import errors
-from .board import Board
+from .board import INSIDE, Board
 from .signature import HEAD, Call, Field, call_of, differs, fingerprint, first_difference, groups, leads, names, unequal
 from .where import user_line
 
@@ -31,30 +31,37 @@ def default_timeout() -> float:
 class Checked:
     """The engine ``inner`` during one movement: the board says while this rank waits in it, and from whom something is missing."""
 
-    def __init__(self, inner, board: Board, call: Call, where: str):
-        self.inner, self.board, self.call, self.where = inner, board, call, where
+    def __init__(self, inner, board: Board, op: str, where: str):
+        self.inner, self.board, self.op, self.where = inner, board, op, where
         self.rank, self.size, self.device_types = inner.rank, inner.size, inner.device_types
 
     def post(self, sends, receives):
         return self.inner.post(sends, receives)
 
+    def pause(self):
+        """This rank does something else until :meth:`wait`."""
+        self.board.leave(completed=False)
+
     def wait(self, handle):
-        self.board.enter(str(self.call), self.where)
-        if hasattr(self.inner, "side"):  # it can tell from whom something is missing
-            self.inner.wait(handle, self.board)
-        else:
-            self.inner.wait(handle)
-        self.board.leave(completed=True)
+        # An engine with a side channel can tell from whom something is missing.
+        return self._inside(self.inner.wait, *((handle, self.board) if hasattr(self.inner, "side") else (handle,)))
 
     def all_reduce(self, tensor, ranks):
-        self.board.enter(str(self.call), self.where)
-        self.inner.all_reduce(tensor, ranks)
-        self.board.leave(completed=True)
+        return self._inside(self.inner.all_reduce, tensor, ranks)
 
     def all_gather(self, data, ranks):
-        self.board.enter(str(self.call), self.where)
-        found = self.inner.all_gather(data, ranks)
-        self.board.leave(completed=True)
+        return self._inside(self.inner.all_gather, data, ranks)
+
+    def _inside(self, call, *args):
+        board = self.board
+        if board.state != INSIDE:
+            board.enter(self.op, self.where)
+        try:
+            found = call(*args)
+        except BaseException:
+            board.leave(completed=False)
+            raise
+        board.leave(completed=True)
         return found
 
     def close(self):
@@ -103,38 +110,43 @@ class Observer:
 
     def _checked(self, host, board, transport, call, maps=(), xs=(), recorded=False):
         where = user_line()
+        if self.timeout is not None or not call.waits:
+            board.enter(call.text, where)
         if self.timeout is not None:
-            board.enter(str(call), where)
             try:
                 self._compare(host.side, board, call, where, maps, xs, recorded)
-            finally:
+            except BaseException:
                 board.leave(completed=False)
+                raise
         if not call.waits:
-            board.done = f"{call} at {where}"
-        return Checked(transport, board, call, where)
+            board.leave(completed=True)
+        return Checked(transport, board, call.text, where)
 
     def _compare(self, side, board, call, where, maps, xs, recorded) -> None:
         others = [r for r in call.ranks if r != side.rank]
         for r in others:
             side.counts[r] += 1
-        heard = _reported(side)
-        if heard is not None:
-            self._fail(side, call, heard)
+        problem = _reported(side)
+        if problem is not None:
+            self._fail(side, call, problem)
         hashed, norm = fingerprint(xs) if call.copies and not self.tracing else (bytes(8), 0.0)
-        tail = *call.digests, recorded, hashed, norm
+        mine = 0, *call.digests, recorded, hashed, norm
         body = call.packed + pickle.dumps((where, board.done))
-        swap = side.swap({r: HEAD.pack(side.counts[r], *tail) + body for r in others})
+        swap = side.swap({r: HEAD.pack(side.counts[r], *mine[1:]) + body for r in others}, mine)
         problem = self._wait(side, board, call, where, swap)
-        heads = {side.rank: (0, *tail), **{r: HEAD.unpack_from(data) for r, data in swap.arrived().items()}}
-        if problem is None and len({head[4] for head in heads.values()}) > 1:
-            problem = unequal(call.op, heads, {call.copies, *(swap.said(r).copies for r in others)})
+        if problem is None and call.copies:
+            heads = swap.heads()
+            if len({head[4] for head in heads.values()}) > 1:
+                problem = unequal(call.op, heads, {call.copies, *(swap.said(r).copies for r in others)})
         if problem is not None:
             swap.cancel()
             self._fail(side, call, problem)
-        if self.unrecorded and maps:  # all came, all the same
+        if not maps:
+            return
+        if self.unrecorded:  # all came, all the same
             self.unrecorded.get(call.op, {}).pop(maps[0], None)
-        if maps and any(head[3] != recorded for head in heads.values()):
-            self._note_unrecorded(maps[0], heads, {side.rank: where, **{r: swap.said(r).where for r in others}})
+        if any(head[3] != recorded for head in swap.heads().values()):
+            self._note_unrecorded(maps[0], swap.heads(), {side.rank: where, **{r: swap.said(r).where for r in others}})
 
     def _wait(self, side, board, call, where, swap):
         """Wait until all are there and equal; returns what is wrong, or ``None``."""
@@ -142,25 +154,22 @@ class Observer:
         while True:
             complete = swap.poll()
             if complete or spins > _SPINS:
-                wrong = differs(call, swap.arrived(), side.rank)
                 heard = _reported(side)
                 if heard is not None:
                     return heard
+                wrong = differs(call, swap, side.rank)
                 if complete:
                     return self._disagreement(call, swap, side.rank, where) if wrong else None
-                waited = time.monotonic() - began
-                gone = [r for r in swap.missing() if (entry := board.read(r)) and entry.state == "left"]
-                if gone or wrong:
+                waited, missing = time.monotonic() - began, swap.missing()
+                board.missing = missing
+                if wrong:  # the others may still come, and tell more
                     limit = min(limit, waited + _GRACE)
-                    why = why or ("has left the program" if gone else "")
-                    spins = _SPINS + 1
-                    if gone and limit - waited > 0.2:
-                        limit = waited + 0.2
+                elif any((entry := board.read(r)) and entry.state == "left" for r in missing):
+                    limit, why = min(limit, waited + _GRACE / 4), "has left the program"
                 if waited >= limit:
                     if wrong:
                         return self._disagreement(call, swap, side.rank, where)
                     return self._absence(call, swap, board, where, why)
-                board.missing = swap.missing()
                 time.sleep(0.001 if waited < 1 else 0.01)
             elif spins > 20:
                 os.sched_yield()
@@ -168,7 +177,7 @@ class Observer:
 
     def _absence(self, call, swap, board, where, why):
         absent = swap.missing()
-        here = {board.rank: where, **{r: swap.said(r).where for r in swap.arrived()}}
+        here = {board.rank: where, **{r: swap.said(r).where for r in swap.here()}}
         said = []
         for r in absent:
             entry = board.read(r)
@@ -188,7 +197,7 @@ class Observer:
 
     def _disagreement(self, call, swap, rank, where):
         """The first field in which ranks differ, and what each has; in the same words on every rank."""
-        said = dict(sorted({rank: call.said(where), **{r: swap.said(r) for r in swap.arrived()}}.items()))
+        said = dict(sorted({rank: call.said(where), **{r: swap.said(r) for r in swap.here()}}.items()))
         field, shown = first_difference(said)
         first = next(iter(said.values()))
         told = [f"{names(rs)}: {text}" for text, rs in groups(shown).items()] + self._hints(one.op for one in said.values())

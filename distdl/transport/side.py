@@ -23,9 +23,9 @@ class SideChannel:
         self.buffers: dict[int, bytearray] = {}
         self.sends: list = []
 
-    def swap(self, data: dict[int, bytes]) -> Swap:
-        """Begin to send ``data[r]`` to each rank r, and to receive what it sends."""
-        return Swap(self, data)
+    def swap(self, data: dict[int, bytes], mine: tuple) -> Swap:
+        """Begin to send ``data[r]`` to each rank r, and to receive what it sends. ``mine``: the head of this rank's own."""
+        return Swap(self, data, mine)
 
     def report(self, peer: int, data: bytes) -> None:
         """Send ``peer`` something that it takes whenever it looks; nothing is waited for."""
@@ -50,13 +50,14 @@ class SideChannel:
 class Swap:
     """One swap under way."""
 
-    def __init__(self, side: SideChannel, data: dict[int, bytes]):
-        self.side, self.peers, comm = side, list(data), side.comm
+    def __init__(self, side: SideChannel, data: dict[int, bytes], mine: tuple):
+        self.side, self.peers, self.mine, comm = side, list(data), mine, side.comm
+        self.found: dict[int, tuple] = {}  # heads of what has come
         for r in self.peers:
             if r not in side.buffers:
                 side.buffers[r] = bytearray(_ROOM)
-        self.receives = [self._receive(r) for r in self.peers]
-        self.sends = [comm.Isend((mine[:_ROOM], MPI.BYTE), r, _SWAP) for r, mine in data.items()]
+        self.receives = [self._receive(r) for r in self.peers]  # before sending: who has our message may rely on it
+        self.sends = [comm.Isend((message[:_ROOM], MPI.BYTE), r, _SWAP) for r, message in data.items()]
 
     def _receive(self, r):
         return self.side.comm.Irecv((self.side.buffers[r], MPI.BYTE), r, _SWAP)
@@ -65,29 +66,34 @@ class Swap:
         """Whether all messages are here."""
         if not MPI.Request.Testall(self.receives):
             return False
-        stale = [i for i, r in enumerate(self.peers) if self._count(r) < self.side.counts[r]]
-        for i in stale:  # of a movement that this rank has given up: the next one is meant
-            self.receives[i] = self._receive(self.peers[i])
-        if stale:
+        if self.missing():
             return False
         MPI.Request.Waitall(self.sends)  # who has answered was already receiving
         return True
 
-    def _count(self, r):
-        return HEAD.unpack_from(self.side.buffers[r])[0]
-
     def missing(self) -> list[int]:
         """Ranks whose message is not here."""
-        return [r for r, request in zip(self.peers, self.receives) if not request.Test() or self._count(r) < self.side.counts[r]]
+        for i, r in enumerate(self.peers):
+            if r not in self.found and self.receives[i].Test():
+                head = HEAD.unpack_from(self.side.buffers[r])
+                if head[0] < self.side.counts[r]:  # of a movement that this rank has given up: the next one is meant
+                    self.receives[i] = self._receive(r)
+                else:
+                    self.found[r] = head
+        return [r for r in self.peers if r not in self.found]
 
-    def arrived(self) -> dict:
-        """{rank: its message} of the others."""
-        missing = self.missing()
-        return {r: self.side.buffers[r] for r in self.peers if r not in missing}
+    def here(self) -> list[int]:
+        """Ranks whose message has been seen."""
+        return list(self.found)
+
+    def heads(self) -> dict[int, tuple]:
+        """{rank: head of its message}, of all that have been seen, and of this rank's own."""
+        return {self.side.rank: self.mine, **self.found}
 
     def said(self, r: int) -> Said | None:
         """What rank r said in its last message, of this swap or of an earlier one; ``None`` where there is none."""
-        return unpack(self.side.buffers[r]) if self._count(r) else None
+        data = self.side.buffers[r]
+        return unpack(data) if HEAD.unpack_from(data)[0] else None
 
     def cancel(self) -> None:
         """Wait for nothing more."""

@@ -41,6 +41,11 @@ class Call:
     fields: tuple[Field, ...]
 
     @cached_property
+    def text(self) -> str:
+        """For the board."""
+        return f"{self.op} over {self.partitions}"
+
+    @cached_property
     def digests(self) -> tuple[bytes, bytes]:
         """Of the common fields, and of all."""
         texts = [repr([(f.name, f.value) for f in self.fields if f.common or near]) for near in (False, True)]
@@ -55,9 +60,6 @@ class Call:
     def said(self, where: str = "") -> Said:
         """This call as told to other ranks."""
         return Said(self.op, self.partitions, self.fields, self.near, self.copies, where)
-
-    def __str__(self):
-        return f"{self.op} over {self.partitions}"
 
 
 class Said(NamedTuple):
@@ -115,14 +117,14 @@ def call_of(maps, leads, xs, rank) -> Call:
     return Call(str(first), first.partitions, first.ranks, tuple(sorted(near)), copies, waits, fields)
 
 
-def differs(call: Call, arrived: dict, rank: int) -> bool:
-    """Whether these ranks (this one, and those whose messages have arrived) are in different calls. All of them see the same."""
-    digests = {rank: call.digests, **{r: HEAD.unpack_from(data)[1:3] for r, data in arrived.items()}}
+def differs(call: Call, swap, rank: int) -> bool:
+    """Whether this rank, and those whose messages have come, are in different calls. All of them see the same."""
+    digests = {r: head[1:3] for r, head in swap.heads().items()}
     if len(set(digests.values())) == 1:
         return False
     if len({common for common, _ in digests.values()}) > 1:
         return True
-    near = {rank: call.near, **{r: unpack(data).near for r, data in arrived.items()}}
+    near = {r: call.near if r == rank else swap.said(r).near for r in digests}
     return any(digests[r] != digests[peer] for r in near for peer in near[r] if peer in digests)
 
 

@@ -14,6 +14,7 @@ import time
 import traceback
 
 from .. import transport as _transport
+from .board import INSIDE, LEFT
 from .checking import Observer, default_timeout
 
 
@@ -30,10 +31,10 @@ def watch(host) -> None:
 
 def _look(host, limit: float) -> None:
     board = host.board
-    while board.state != 3:
+    while board.state != LEFT:
         time.sleep(min(1.0, limit / 4))
         stuck = time.monotonic() - board.since
-        if board.state == 2 and stuck > limit:
+        if board.state == INSIDE and stuck > limit:
             text = report(host, stuck)
             if not _leave(text):
                 sys.stderr.write(text + "\n")
