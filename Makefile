@@ -40,6 +40,7 @@ bench: .venv/ready
 	$(PY) -m bench.bench_overhead
 	$(PY) -m distdl run -n 2 -m bench.bench_movement
 	$(PY) -m distdl run -n 2 -m bench.bench_layers
+	$(PY) -m distdl run -n 2 -m bench.bench_checking
 
 docs: .venv/docs
 	$(PY) -m pytest tests/test_docs.py -q
