@@ -5,7 +5,7 @@ RANKS := 1 2 3 4 8
 LIMIT := 900
 PYTEST_MPI := -m pytest tests/mpi -p no:cacheprovider -q
 
-.PHONY: demo test test-all lint unit mpi bench docs format clean
+.PHONY: demo test test-all lint unit mpi check bench docs format clean
 .NOTPARALLEL:
 
 demo: .venv/ready
@@ -16,7 +16,13 @@ test: lint unit mpi
 # Slow sweeps too, and more ranks than this machine has cores.
 test-all: .venv/ready
 	$(MAKE) lint unit mpi MARKS='-m ""' LIMIT=3000
+	$(MAKE) check
 	timeout -k 10 1800 $(PY) -m distdl run -n 20 $(PYTEST_MPI)
+
+# The MPI suite again, with every movement checked.
+check: .venv/ready
+	DISTDL_CHECK=1 timeout -k 10 3000 $(PY) -m distdl run -n 2 $(PYTEST_MPI)
+	DISTDL_CHECK=1 timeout -k 10 3000 $(PY) -m distdl run -n 3 $(PYTEST_MPI)
 
 lint: .venv/ready
 	$(PY) -m ruff check .
@@ -34,6 +40,7 @@ bench: .venv/ready
 	$(PY) -m bench.bench_overhead
 	$(PY) -m distdl run -n 2 -m bench.bench_movement
 	$(PY) -m distdl run -n 2 -m bench.bench_layers
+	$(PY) -m distdl run -n 2 -m bench.bench_checking
 
 docs: .venv/docs
 	$(PY) -m pytest tests/test_docs.py -q

@@ -4,6 +4,7 @@
 """
 
 from . import errors, func, functional, init, maps, nn, testing
+from .checking import checking
 from .halo import HaloSpec
 from .launch import launch
 from .linear_map import LinearMap, linear_map
@@ -14,6 +15,6 @@ from .world import Topology, World, world
 __version__ = "0.1.0"
 
 __all__ = [
-    "HaloSpec", "Layout", "LinearMap", "Partition", "Topology", "World", "errors", "func", "functional", "init", "launch",
-    "linear_map", "maps", "nn", "remat", "testing", "world",
+    "HaloSpec", "Layout", "LinearMap", "Partition", "Topology", "World", "checking", "errors", "func", "functional", "init",
+    "launch", "linear_map", "maps", "nn", "remat", "testing", "world",
 ]  # fmt: skip

@@ -20,6 +20,8 @@ import threading
 import time
 import traceback
 
+_HERE = __file__  # Python forgets the name before functions registered with atexit run
+
 
 def start() -> tuple[int, int]:
     """(rank, number of ranks). MPI starts now, not at first use: only then can a rank that fails early end the others."""
@@ -87,7 +89,7 @@ def failure(error: BaseException) -> tuple[int, str]:
             return error.code or 0, f"exit code {error.code}"
         return 1, str(error.code)
     trace = error.__traceback__
-    while trace and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    while trace and trace.tb_frame.f_code.co_filename in (_HERE, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next  # begin at the user's code
     return 1, "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 
@@ -104,13 +106,41 @@ def report(path: str, code: int, text: str, error: BaseException) -> None:
         print(text, file=sys.stderr)
 
 
+def fail(reports: str, rank: int, size: int, code: int, text: str, error: BaseException) -> None:
+    """Report what ended this rank, and end all of them."""
+    report(os.path.join(reports, f"{rank}.failure"), code, text, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if size > 1:
+        from mpi4py import MPI
+
+        if not MPI.Is_finalized():
+            MPI.COMM_WORLD.Abort(code)
+    os._exit(code)  # not sys.exit: handlers at exit may wait for the other ranks
+
+
+def watch_exit(reports: str, rank: int, size: int) -> None:
+    """An exception in a function registered with ``atexit`` ends the job too; Python itself only prints it, and exits with 0."""
+    previous = sys.unraisablehook
+
+    def hook(unraisable):
+        if (unraisable.err_msg or "").startswith("Exception ignored in atexit callback"):
+            code, text = failure(unraisable.exc_value)
+            fail(reports, rank, size, code or 1, f"at exit:\n{text}", unraisable.exc_value)
+        previous(unraisable)
+
+    sys.unraisablehook = hook
+
+
 def main(reports: str, *argv: str) -> None:
     """Run; on failure report, then end every rank."""
     watch_parent()
+    os.environ["DISTDL_REPORTS"] = reports  # the watchdog reports there too
     # Whole lines, also from a job that is killed, and where PYTHONUNBUFFERED would have ranks interleave within a line.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     rank, size = start()
+    watch_exit(reports, rank, size)
     try:
         if argv[0] == "--call":
             call(argv[1], os.path.join(reports, f"{rank}.result"))
@@ -118,18 +148,8 @@ def main(reports: str, *argv: str) -> None:
             program(list(argv))
     except BaseException as error:  # whatever it is, the other ranks must not wait for this one
         code, text = failure(error)
-        if code == 0 and argv[0] != "--call":
-            return
-        code = code or 1  # a function that calls sys.exit(0) has no result
-        report(os.path.join(reports, f"{rank}.failure"), code, text, error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if size > 1:
-            from mpi4py import MPI
-
-            if not MPI.Is_finalized():
-                MPI.COMM_WORLD.Abort(code)
-        os._exit(code)  # not sys.exit: handlers at exit may wait for the other ranks
+        if code or argv[0] == "--call":  # a function that calls sys.exit(0) has no result
+            fail(reports, rank, size, code or 1, text, error)
 
 
 if __name__ == "__main__":

@@ -59,14 +59,20 @@ def grad_levels() -> tuple[tuple[int, str], ...]:
 
 
 def levels_of(tensor) -> dict[int, str]:
-    """Which active transforms see ``tensor`` as theirs: level -> "batched" or "tracked"."""
-    found = {}
+    """Which active transforms see ``tensor`` as theirs: level -> "batched" or "tracked".
+
+    Inside a transform every fresh tensor has its wrapper, also one that depends on nothing: only what requires a gradient, or has
+    a tangent, is tracked. (Of forward mode that is known for the innermost transform; further out the wrapper must do.)
+    """
+    found, kinds, outermost = {}, dict(grad_levels()), tensor
     while _functorch.is_functorch_wrapped_tensor(tensor):
         level = _functorch.maybe_get_level(tensor)
         if _functorch.is_batchedtensor(tensor):
             found[level] = "batched"
         elif _functorch.is_gradtrackingtensor(tensor):
-            found[level] = "tracked"
+            forward = kinds.get(level) == "Jvp"
+            if (tensor is not outermost or has_tangent(tensor)) if forward else tensor.requires_grad:
+                found[level] = "tracked"
         tensor = _functorch.get_unwrapped(tensor)
     return found
 

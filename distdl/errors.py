@@ -53,5 +53,14 @@ class AgreementError(DistdlError, RuntimeError):
     """Ranks that should do the same thing do not; raised on every rank of the call."""
 
 
+class AbsenceError(AgreementError):
+    """Under ``dd.checking()``: a rank did not come to a movement within the time limit; raised on every rank that waited."""
+
+
+class InvariantError(AgreementError):
+    """Under ``dd.checking()``: the copies of one invariant value, cotangent or tangent differ; raised on every rank of the call,
+    with the rule of the cotangent convention that was broken."""
+
+
 class TransportError(DistdlError, RuntimeError):
     """The transport cannot do what is asked, or a message arrived with another length than planned."""

@@ -192,7 +192,11 @@ def run(n: int, program: list[str], *, timeout: float | None = None) -> int:
             signal.signal(number, handler)
     if failed:
         return failed[0].code
-    return 128 - code if code < 0 else code  # as a shell counts signals
+    code = 128 - code if code < 0 else code  # as a shell counts signals
+    if code:  # a rank was killed, or left by os._exit
+        cause = f" (signal {code - 128}: {signal.strsignal(code - 128)})" if 128 < code < 128 + signal.NSIG else ""
+        print(f"distdl run: a rank ended without a report, exit code {code}{cause}", file=sys.stderr, flush=True)
+    return code
 
 
 def launch(fn: Callable, n: int, *, timeout: float | None = None, env: dict[str, str] | None = None) -> Callable[..., list]:

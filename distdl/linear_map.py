@@ -20,6 +20,7 @@ from functools import cached_property
 import torch
 
 from . import _torch, exchange
+from . import transport as _transport
 from .errors import AgreementError, PartitionError, ShapeError
 from .plan import Plan
 from .world import world
@@ -312,20 +313,23 @@ def _require_grad(*groups) -> bool:
     return False
 
 
-def _run(maps, xs, pending=None):
-    """The movement itself, on plain tensors."""
+def _run(maps, xs, pending=None, recorded=False):
+    """The movement itself, on plain tensors; ``recorded``: a graph holds its adjoint."""
     if pending is not None:
         return pending.finish()
-    return traced_move(maps, xs) if _dispatch_modes() else run_plain(maps, xs)
+    return traced_move(maps, xs) if _dispatch_modes() else run_plain(maps, xs, recorded)
 
 
-def run_plain(maps, xs):
+def run_plain(maps, xs, recorded=False):
     """Move plain tensors, outside any trace."""
     first = maps[0]
     if type(first) is UserMap:
         return [m.run(x) for m, x in zip(maps, xs)]
     plans = first._plans if len(maps) == 1 else tuple(m.plan for m in maps)
-    return exchange.run(plans, xs, first.world.transport(xs[0], first.plan.ranks))
+    transport = first.world.transport(xs[0], first.plan.ranks)
+    if _transport.observer is not None:
+        transport = _transport.observer.movement(first.world.host, transport, maps, xs, recorded)
+    return exchange.run(plans, xs, transport)
 
 
 _ties: dict = {}  # an empty tensor for each device
@@ -347,7 +351,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(maps, pending, n, *args):
         xs = args[:n]
-        return (*_run(maps, xs, pending), _new_tie(xs[0]))
+        return (*_run(maps, xs, pending, True), _new_tie(xs[0]))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -492,7 +496,14 @@ def traced_move(maps, xs):
         return [m.run(x) for m, x in zip(maps, xs)]
     name = "; ".join(f"{m} {m.plan.digest}" for m in maps)
     _traced[name] = tuple(maps)
-    return torch.ops.distdl.move(list(xs), name)
+    observer = _transport.observer
+    if observer is None:
+        return torch.ops.distdl.move(list(xs), name)
+    before, observer.tracing = observer.tracing, True
+    try:
+        return torch.ops.distdl.move(list(xs), name)
+    finally:
+        observer.tracing = before
 
 
 def _move_real(xs, movement):

@@ -110,6 +110,8 @@ def check_map(A, *, dtype=torch.float64, seed: int = 0) -> None:
     x, x2, y = (_random(s, dtype, seed + i, where.rank) for i, s in enumerate((A.in_shape, A.in_shape, A.out_shape)))
     if A.domain.kind == "invariant":
         x, x2 = A.T(y), A.T(3 * y)
+    if A.range.kind == "invariant":
+        y = A(_random(A.in_shape, dtype, seed + 3, where.rank))
     before = x.clone()
     with count_messages() as single:
         Ax = A(x)

@@ -14,6 +14,7 @@ from .errors import PartitionError, TransportError
 from .partition import set_rank_source
 from .transport.local import LocalTransport
 from .transport.nccl import NcclEngines, engines_on
+from .transport.watch import watch
 
 _worlds: dict[str, World] = {}
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by MPI launchers for their ranks
@@ -50,6 +51,8 @@ class World:
         self.rank, self.size = self.host.rank, self.host.size
         self._engines: NcclEngines | None = None
         _worlds[name] = self
+        if self.size > 1:
+            watch(self.host)
 
     def transport(self, x, ranks):
         """The engine that moves ``x`` among ``ranks`` (sorted). What it cannot read is staged through pinned host memory."""
@@ -87,7 +90,8 @@ class World:
         data, ranks = pickle.dumps(value), tuple(sorted(ranks))
         if _transport.log is not None:
             _transport.log.append(("agree", ranks, len(data)))
-        return dict(zip(ranks, map(pickle.loads, self.host.all_gather(data, ranks))))
+        host = self.host if _transport.observer is None else _transport.observer.agreement(self.host, value, ranks)
+        return dict(zip(ranks, map(pickle.loads, host.all_gather(data, ranks))))
 
     def close(self) -> None:
         """Free communicators; collective. Called at exit."""
@@ -150,6 +154,18 @@ def _abort_on_exception(transport) -> None:
         transport.abort(1)
 
     sys.excepthook = hook
+    ignored = sys.unraisablehook
+
+    def at_exit(unraisable):  # Python only prints these, and exits with 0
+        try:
+            ignored(unraisable)
+        finally:
+            if (unraisable.err_msg or "").startswith("Exception ignored in atexit callback"):
+                sys.stderr.write(f"distdl: rank {transport.rank} of {transport.size} failed at exit; ending the job\n")
+                sys.stderr.flush()
+                transport.abort(1)
+
+    sys.unraisablehook = at_exit
 
 
 @atexit.register

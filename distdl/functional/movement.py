@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from .. import _torch, exchange, maps
+from .. import transport as _transport
 from ..agree import negotiate, outside, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
@@ -332,7 +333,12 @@ def start(A, x) -> _Pending:
             return _Pending(A, A(x), None)  # raises the usual error
         x = x if x.shape == A.in_shape else nothing(A.in_shape, x)
         transport = A.world.transport(x, A.ranks)
+        if _transport.observer is not None:
+            recorded = x.requires_grad and torch.is_grad_enabled()
+            transport = _transport.observer.movement(A.world.host, transport, (A,), (x,), recorded)
         moving = exchange.start((A.plan,), [x.detach()], transport)
+        if hasattr(transport, "pause"):  # a checked one
+            transport.pause()
     return _Pending(A, x, moving)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 log: list | None = None  # distdl.testing.count_messages puts a list here: (kind, peer or ranks, bytes)
+observer: Any = None  # distdl.transport.checking.Observer while ranks check each other, or are watched
 
 Buffer = tuple[int, int, int]  # peer rank, address of the first byte, number of bytes
 

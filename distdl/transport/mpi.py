@@ -10,6 +10,8 @@ import torch
 from mpi4py import MPI
 
 from ..errors import TransportError
+from .board import Board
+from .side import SideChannel
 
 _TAGS = 32768  # every MPI offers at least this many
 _SLOT = 1024  # bytes per rank of one small all-gather
@@ -39,6 +41,8 @@ class MpiTransport:
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.size = self.comm.rank, self.comm.size
         self.groups = {tuple(range(self.size)): self.comm}
+        # Made now, while all ranks are here: who checks or watches later need not ask the others.
+        self.side, self.board = SideChannel(self.comm), Board.shared(self.comm)
         self._sent: dict[int, int] = defaultdict(int)
         self._received: dict[int, int] = defaultdict(int)
 
@@ -69,13 +73,16 @@ class MpiTransport:
                 outgoing.append(comm.Isend((fromaddress(address + start, size), MPI.BYTE), peer, tag))
         return incoming, outgoing, receives
 
-    def wait(self, handle):
+    def wait(self, handle, board=None):
         if handle is None:  # a collective, which is done
             return
         incoming, outgoing, receives = handle
         statuses = [MPI.Status() for _ in incoming]
         try:
-            MPI.Request.Waitall(incoming, statuses)
+            if board is not None:
+                self._note_missing(incoming, statuses, receives, board)
+            else:
+                MPI.Request.Waitall(incoming, statuses)
             MPI.Request.Waitall(outgoing)
         except MPI.Exception as error:
             raise TransportError(
@@ -89,6 +96,18 @@ class MpiTransport:
                     "a message has another length than planned", op="exchange", rank=self.rank,
                     expected=f"{nbytes} bytes from rank {peer}", actual=f"{status.Get_count(MPI.BYTE)} bytes",
                     next_step="give every rank the same layouts and dtype")
+
+    def _note_missing(self, incoming, statuses, receives, board):
+        """Wait for all messages, while ``board.missing`` tells who has not sent yet."""
+        peers = [p for p, _, n in receives for _ in range(0, n, self.chunk)]
+        left = set(range(len(peers)))
+        while left:
+            board.missing = sorted({peers[i] for i in left})
+            some = [MPI.Status() for _ in incoming]
+            for i, status in zip(MPI.Request.Waitsome(incoming, some) or (), some):
+                left.discard(i)
+                statuses[i] = status
+        board.missing = None
 
     def group(self, ranks):
         """The communicator of ``ranks`` (sorted), made by its members on first use."""
@@ -142,5 +161,7 @@ class MpiTransport:
         self.comm.Abort(code)
 
     def close(self):
+        self.board.close()
+        self.side.close()
         for ranks in list(self.groups)[::-1]:  # the same order on all members: program order, backwards
             self.groups.pop(ranks).Free()

@@ -1,0 +1,33 @@
+"""Check agreement before every message: ``with dd.checking(): ...``, or ``DISTDL_CHECK=1`` in the environment."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+from . import transport as _transport
+from .transport.checking import Observer, default_timeout
+
+
+@contextmanager
+def checking(timeout: float | None = None):
+    """Compare, before every movement inside the block, what its ranks are about to do; for all threads of this process.
+
+    Every movement (forward, adjoint, tangent, batch) and every negotiation first swaps one small message with each of its ranks:
+    operator, partitions, number of tensors, batch axes, dtype, device kind and layouts must be equal. Where a cotangent is
+    invariant, and where a value is marked varying, the copies must be equal to the last bit. Results and graphs do not change.
+    Enter it on all ranks.
+
+    Args:
+        timeout: seconds that a rank may be late (default: ``DISTDL_CHECK_TIMEOUT``, else 60).
+
+    Raises:
+        AgreementError: inside the block, on every rank of the movement: the ranks disagree.
+        AbsenceError: a rank did not come in time; the error says what it last completed, and where the others are.
+        InvariantError: copies of an invariant cotangent or value differ; the error names the rule that was broken.
+    """
+    before = _transport.observer
+    _transport.observer = Observer(default_timeout() if timeout is None else timeout)
+    try:
+        yield
+    finally:
+        _transport.observer = before

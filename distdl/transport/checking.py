@@ -1,0 +1,239 @@
+"""Checking: before a movement its ranks compare what they are about to do, so that a disagreement is an error and not a hang.
+
+:class:`Checked` wraps any engine for one movement. :class:`Observer` makes it: it writes on the node's board (for those who wait,
+and for the watchdog), and, where a time limit is set, first swaps a signature with every rank of the movement: point-to-point on
+a communicator of its own, because a collective would itself wait for a rank that never comes. A rank that finds a fault tells
+all ranks of the movement, also those that come later, and raises; they raise the same error.
+
+This changes neither results nor graphs. While ``distdl.transport.observer`` is ``None``, a movement pays for one comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from typing import Any
+
+from .. import errors
+from .board import INSIDE, Board
+from .signature import HEAD, Call, Field, call_of, differs, fingerprint, first_difference, groups, leads, names, unequal
+from .where import user_line
+
+_SPINS, _GRACE = 200, 1.0  # polls before sleeping; seconds for the other ranks, once a fault is found
+
+
+def default_timeout() -> float:
+    """Seconds that a rank may be late where no call says otherwise."""
+    return float(os.environ.get("DISTDL_CHECK_TIMEOUT") or 60)
+
+
+class Checked:
+    """The engine ``inner`` during one movement: the board says while this rank waits in it, and from whom something is missing."""
+
+    def __init__(self, inner, board: Board, op: str, where: str):
+        self.inner, self.board, self.op, self.where = inner, board, op, where
+        self.rank, self.size, self.device_types = inner.rank, inner.size, inner.device_types
+        self.collectives, self.sums, self.wide = inner.collectives, inner.sums, inner.wide
+
+    def post(self, sends, receives):
+        return self.inner.post(sends, receives)
+
+    def pause(self):
+        """This rank does something else until :meth:`wait`."""
+        self.board.leave(completed=False)
+
+    def wait(self, handle):
+        # An engine with a side channel can tell from whom something is missing.
+        return self._inside(self.inner.wait, *((handle, self.board) if hasattr(self.inner, "side") else (handle,)))
+
+    def collective(self, kind, source, target, count, dtype, ranks):
+        return self._inside(self.inner.collective, kind, source, target, count, dtype, ranks)
+
+    def all_gather(self, data, ranks):
+        return self._inside(self.inner.all_gather, data, ranks)
+
+    def _inside(self, call, *args):
+        board = self.board
+        if board.state != INSIDE:
+            board.enter(self.op, self.where)
+        try:
+            found = call(*args)
+        except BaseException:
+            board.leave(completed=False)
+            raise
+        board.leave(completed=True)
+        return found
+
+    def close(self):
+        self.inner.close()
+
+
+class Observer:
+    """Watches the movements of this process. ``timeout``: seconds to wait for a rank; ``None``: compare nothing."""
+
+    def __init__(self, timeout: float | None = None):
+        self.timeout = timeout
+        self.tracing = False  # while torch traces, values may be uninitialised memory
+        self.calls: dict[Any, Call] = {}
+        self.unrecorded: dict[str, dict] = {}  # by name, adjoints that some ranks will not call, and why
+
+    def movement(self, host, transport, maps, xs, recorded: bool):
+        """The engine for this movement. Collective over its ranks, where it compares.
+
+        Args:
+            host: the world's engine for host memory, which has the board and the side channel.
+            transport: the engine that the movement uses.
+            maps, xs: LinearMaps, and this rank's plain tensors with any batch axes.
+            recorded: whether a graph will call the adjoint.
+        """
+        board = getattr(host, "board", None)
+        if board is None or (len(maps[0].ranks) < 2) or host.rank not in maps[0].ranks:
+            return transport
+        axes = leads(maps, xs)
+        key = (tuple(maps), axes, tuple(x.dtype for x in xs), xs[0].device.type)
+        call = self.calls.get(key)
+        if call is None:
+            if len(self.calls) > 4096:
+                self.calls.clear()
+            call = self.calls[key] = call_of(maps, axes, xs, host.rank)
+        return self._checked(host, board, transport, call, maps, xs, recorded)
+
+    def agreement(self, host, value, ranks: tuple[int, ...]):
+        """The engine for a small all-gather over ``ranks``. What it carries is compared by those who asked for it."""
+        board = getattr(host, "board", None)
+        if board is None or len(ranks) < 2:
+            return host
+        op = f"agreement for {value.op}" if hasattr(value, "op") else "agreement"
+        same = Field("the operator called", "agreement", True, "call the same operators in the same order", op)
+        who = Field("the ranks that agree", str(ranks), True, "pass equal partitions on every rank")
+        return self._checked(host, board, host, Call(op, f"ranks {ranks}", ranks, ranks, (), True, (same, who)))
+
+    def _checked(self, host, board, transport, call, maps=(), xs=(), recorded=False):
+        where = user_line()
+        if self.timeout is not None or not call.waits:
+            board.enter(call.text, where)
+        if self.timeout is not None:
+            try:
+                self._compare(host.side, board, call, where, maps, xs, recorded)
+            except BaseException:
+                board.leave(completed=False)
+                raise
+        if not call.waits:
+            board.leave(completed=True)
+        return Checked(transport, board, call.text, where)
+
+    def _compare(self, side, board, call, where, maps, xs, recorded) -> None:
+        others = [r for r in call.ranks if r != side.rank]
+        for r in others:
+            side.counts[r] += 1
+        problem = _reported(side)
+        if problem is not None:
+            self._fail(side, call, problem)
+        hashed, norm = fingerprint(xs) if call.copies and not self.tracing else (bytes(8), 0.0)
+        mine = 0, *call.digests, recorded, hashed, norm
+        body = call.packed + pickle.dumps((where, board.done))
+        swap = side.swap({r: HEAD.pack(side.counts[r], *mine[1:]) + body for r in others}, mine)
+        problem = self._wait(side, board, call, where, swap)
+        if problem is None and call.copies:
+            heads = swap.heads()
+            if len({head[4] for head in heads.values()}) > 1:
+                problem = unequal(call.op, heads, {call.copies, *(swap.said(r).copies for r in others)})
+        if problem is not None:
+            swap.cancel()
+            self._fail(side, call, problem)
+        if not maps:
+            return
+        if self.unrecorded:  # all came, all the same
+            self.unrecorded.get(call.op, {}).pop(maps[0], None)
+        if any(head[3] != recorded for head in swap.heads().values()):
+            self._note_unrecorded(maps[0], swap.heads(), {side.rank: where, **{r: swap.said(r).where for r in others}})
+
+    def _wait(self, side, board, call, where, swap):
+        """Wait until all are there and equal; returns what is wrong, or ``None``."""
+        began, spins, limit, why = time.monotonic(), 0, self.timeout, ""
+        while True:
+            complete = swap.poll()
+            if complete or spins > _SPINS:
+                heard = _reported(side)
+                if heard is not None:
+                    return heard
+                wrong = differs(call, swap, side.rank)
+                if complete:
+                    return self._disagreement(call, swap, side.rank, where) if wrong else None
+                waited, missing = time.monotonic() - began, swap.missing()
+                board.missing = missing
+                if wrong:  # the others may still come, and tell more
+                    limit = min(limit, waited + _GRACE)
+                elif any((entry := board.read(r)) and entry.state == "left" for r in missing):
+                    limit, why = min(limit, waited + _GRACE / 4), "has left the program"
+                if waited >= limit:
+                    if wrong:
+                        return self._disagreement(call, swap, side.rank, where)
+                    return self._absence(call, swap, board, where, why)
+                time.sleep(0.001 if waited < 1 else 0.01)
+            elif spins > 20:
+                os.sched_yield()
+            spins += 1
+
+    def _absence(self, call, swap, board, where, why):
+        absent = swap.missing()
+        here = {board.rank: where, **{r: swap.said(r).where for r in swap.here()}}
+        said = []
+        for r in absent:
+            entry = board.read(r)
+            last = swap.said(r)  # of its message before this one
+            said.append(f"{names([r])} {entry}" if entry else f"{names([r])} is on another node, and was last "
+                        f"{f'in {last.op} at {last.where}' if last else 'nowhere'}")
+        said += [f"{names(rs)} {'is' if len(rs) == 1 else 'are'} in {call.op} at {place}" for place, rs in groups(here).items()]
+        said += self._hints([call.op])
+        verb = why or f"did not come within {self.timeout:g} s"
+        if len(absent) > 1:
+            verb = verb.replace("has left", "have left")
+        return errors.AbsenceError, dict(
+            problem=f"{names(absent)} {verb}", expected=f"all of {names(call.ranks)}",
+            actual="; ".join(said),
+            next_step="make the same movements in the same order on every rank; an output that a rank does not use needs F.tie, "
+            "a rank without data F.nothing")  # fmt: skip
+
+    def _disagreement(self, call, swap, rank, where):
+        """The first field in which ranks differ, and what each has; in the same words on every rank."""
+        said = dict(sorted({rank: call.said(where), **{r: swap.said(r) for r in swap.here()}}.items()))
+        field, shown = first_difference(said)
+        first = next(iter(said.values()))
+        told = [f"{names(rs)}: {text}" for text, rs in groups(shown).items()] + self._hints(one.op for one in said.values())
+        return errors.AgreementError, dict(
+            problem=f"the ranks disagree in {field.name}", op=first.op, partitions=first.partitions,
+            expected="the same on every rank", actual="; ".join(told), next_step=field.next_step)  # fmt: skip
+
+    def _hints(self, ops):
+        """Why some ranks may not come to these adjoints."""
+        return list(dict.fromkeys(text for op in sorted(set(ops)) for text in self.unrecorded.get(op, {}).values()))
+
+    def _note_unrecorded(self, A, heads, where):
+        """Remember that some ranks recorded no graph for this movement: they will not come to its adjoint."""
+        without, recorded = ([r for r in sorted(heads) if heads[r][3] == wanted] for wanted in (False, True))
+        text = (f"{names(without)} recorded no graph for {A} at {where[without[0]]} (an input without requires_grad, or "
+                f"torch.no_grad), {names(recorded)} did")  # fmt: skip
+        self.unrecorded.setdefault(str(A.T), {})[A.T] = text
+
+    def _fail(self, side, call, problem):
+        """Tell the ranks of the call, and raise."""
+        kind, parts = problem
+        parts = {"op": call.op, "partitions": call.partitions, **parts}
+        for r in call.ranks:
+            if r != side.rank:
+                side.failed[r] = side.counts[r]
+                side.report(r, pickle.dumps((side.counts[r], kind.__name__, parts)))
+        raise kind(**{**parts, "rank": side.rank})
+
+
+def _reported(side):
+    """What another rank found wrong, unless this rank has raised for the same movement."""
+    for peer, data in side.reports():
+        count, kind, parts = pickle.loads(data)
+        if count > side.failed[peer]:
+            side.failed[peer] = count
+            side.counts[peer] = max(side.counts[peer], count)
+            return getattr(errors, kind), parts
+    return None

@@ -1,0 +1,193 @@
+"""Signatures: what a rank is about to do, in a form that others can compare, and what is wrong where they differ."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from .. import _torch, errors
+
+HEAD = struct.Struct("<Q16s16s?8sd")  # count, digests of the common and of all fields, recorded, hash and norm of an invariant
+
+
+@dataclass(frozen=True)
+class Field:
+    """Something that must be equal: on all ranks of the call (``common``), or on those that exchange messages."""
+
+    name: str
+    value: str
+    common: bool
+    next_step: str
+    shown: str = ""  # for errors, where that says more than the value
+
+
+@dataclass(frozen=True)
+class Call:
+    """The signature of a movement or of an agreement, as this rank sees it."""
+
+    op: str
+    partitions: str
+    ranks: tuple[int, ...]
+    near: tuple[int, ...]  # ranks with which messages are exchanged: there everything must be equal
+    copies: tuple[int, ...]  # ranks that hold the same invariant input
+    waits: bool  # whether this rank waits for anyone in the movement itself
+    fields: tuple[Field, ...]
+
+    @cached_property
+    def text(self) -> str:
+        """For the board."""
+        return f"{self.op} over {self.partitions}"
+
+    @cached_property
+    def digests(self) -> tuple[bytes, bytes]:
+        """Of the common fields, and of all."""
+        texts = [repr([(f.name, f.value) for f in self.fields if f.common or near]) for near in (False, True)]
+        first, second = (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
+        return first, second
+
+    @cached_property
+    def packed(self) -> bytes:
+        """What other ranks need to judge, and to tell, a difference: read by :func:`unpack`."""
+        return pickle.dumps(self.said())
+
+    def said(self, where: str = "") -> Said:
+        """This call as told to other ranks."""
+        return Said(self.op, self.partitions, self.fields, self.near, self.copies, where)
+
+
+class Said(NamedTuple):
+    """A call as told to other ranks; ``where`` the user called it, and what this rank last completed."""
+
+    op: str
+    partitions: str
+    fields: tuple[Field, ...]
+    near: tuple[int, ...]
+    copies: tuple[int, ...]
+    where: str = ""
+    done: str = ""
+
+
+def unpack(data) -> Said:
+    """What followed the head of a message."""
+    stream = io.BytesIO(memoryview(data)[HEAD.size :])
+    said, (where, done) = pickle.load(stream), pickle.load(stream)
+    return said._replace(where=where, done=done)
+
+
+def leads(maps, xs):
+    """The batch axes of each tensor."""
+    return tuple(x.shape[: x.dim() - len(m.in_shape)] for m, x in zip(maps, xs))
+
+
+def call_of(maps, leads, xs, rank) -> Call:
+    """The signature of a movement."""
+    first, near, waits = maps[0], set(), False
+    for m in maps:
+        for plan in (m.plan, m.adjoint):
+            view = plan.view(rank)
+            here = {message.peer for message in (*view.sends, *view.received)} - {rank}
+            near |= here
+            waits |= bool(here) and plan is m.plan
+    copies: tuple[int, ...] = ()
+    if first.domain.kind == "invariant":
+        found = (m.adjoint.summing_group(rank) for m in maps)
+        copies = next((g for g in found if g), ())
+
+    def each(values):
+        return ", ".join(dict.fromkeys(map(str, values)))
+
+    plans = hashlib.sha256(" ".join(m.plan.digest for m in maps).encode()).hexdigest()[:16]
+    local = f"local {each(m.in_shape for m in maps)} -> {each(m.out_shape for m in maps)} by plan {plans}"[:600]
+    fields = (
+        Field("the operator called", each(maps), True, "call the same operators in the same order"),
+        Field("the partitions", each(m.partitions for m in maps), True, "pass equal partitions on every rank"),
+        Field("the number of tensors", str(len(maps)), True, "pass the same pytree on every rank"),
+        Field("the device kind", xs[0].device.type, True, "give every rank's tensor the same device kind"),
+        Field("the batch sizes (vmap)", each(map(tuple, leads)), False, "map over axes of one size on all ranks"),
+        Field("the dtype", each(x.dtype for x in xs), False, "give every rank's tensor the same dtype"),
+        Field("the layouts or shapes", plans, False, "give every rank the same layouts, or shapes that fit together", local),
+    )
+    return Call(str(first), first.partitions, first.ranks, tuple(sorted(near)), copies, waits, fields)
+
+
+def differs(call: Call, swap, rank: int) -> bool:
+    """Whether this rank, and those whose messages have come, are in different calls. All of them see the same."""
+    digests = {r: head[1:3] for r, head in swap.heads().items()}
+    if len(set(digests.values())) == 1:
+        return False
+    if len({common for common, _ in digests.values()}) > 1:
+        return True
+    near = {r: call.near if r == rank else swap.said(r).near for r in digests}
+    return any(digests[r] != digests[peer] for r in near for peer in near[r] if peer in digests)
+
+
+def first_difference(said: dict[int, Said]) -> tuple[Field, dict[int, str]]:
+    """The first field in which ranks differ that should not, and what each rank has."""
+    for field in next(iter(said.values())).fields:
+        values = {r: next((f.value for f in one.fields if f.name == field.name), None) for r, one in said.items()}
+        pairs = ((r, peer) for r, one in said.items() for peer in (said if field.common else one.near) if peer in said)
+        if any(values[r] != values[peer] for r, peer in pairs):
+            break
+    shown = {r: next((f.shown or f.value for f in one.fields if f.name == field.name), one.op) for r, one in said.items()}
+    return field, {r: f"{shown[r]} at {one.where}" for r, one in said.items()}
+
+
+def fingerprint(xs) -> tuple[bytes, float]:
+    """Hash of all bits, and norm, of some tensors."""
+    found, square = hashlib.blake2b(digest_size=8), 0.0
+    for x in xs:
+        x = (_torch.plain(x.detach()).cpu() + 0).contiguous()  # + 0: both zeros are one value
+        found.update(x.reshape(-1).view(torch.uint8).numpy().data)
+        square += float(torch.linalg.vector_norm(x.to(torch.complex128 if x.is_complex() else torch.float64))) ** 2
+    return found.digest(), square**0.5
+
+
+def unequal(op: str, found: dict, groups_of_copies):
+    """What is wrong where the copies of an invariant input differ: a cotangent at an adjoint, else a value or a tangent.
+
+    ``found``: {rank: head of its message}.
+    """
+    wrong = [group for group in groups_of_copies if len({found[r][4] for r in group}) > 1]
+    if not wrong:
+        return None
+    norms = {r: found[r][5] for r in min(wrong)}
+    zero = [r for r, norm in norms.items() if norm == 0]
+    what = "cotangent" if op.endswith(".T") else "value"
+    if what == "value":
+        rule = "rule 1: an invariant value is one value, stored on all its ranks"
+        step = ("give parameters the same start and the same updates on every rank; values that are meant to differ are varying "
+                "already, without F.mark_varying")  # fmt: skip
+    elif zero:
+        rule = (f"rule 2: every rank that holds an invariant value must use it, and equally; {names(zero)} gave it the cotangent 0 "
+                "(0 * loss, or a loss used on some ranks only)")  # fmt: skip
+        step = "use the value on all its ranks, or F.sum_reduce it to the one rank on which it is used"
+    else:
+        rule = ("rule 1: combine an invariant value only with values that are equal on all its ranks (or rule 3: agree on loss "
+                "scales first)")  # fmt: skip
+        step = "apply F.mark_varying to the invariant value before it meets a value that differs by rank"
+    said = "; ".join(f"{names(rs)}: norm {norm}" for norm, rs in groups({r: f"{n:.17g}" for r, n in norms.items()}).items())
+    if len(set(norms.values())) == 1:
+        said += ", but other entries"
+    return errors.InvariantError, dict(problem=f"the copies of an invariant {what} differ, against {rule}",
+                                       expected="bitwise equal copies", actual=said, next_step=step)  # fmt: skip
+
+
+def groups(values: dict) -> dict:
+    """{value: ranks that have it}."""
+    found: dict = {}
+    for r, value in sorted(values.items()):
+        found.setdefault(value, []).append(r)
+    return found
+
+
+def names(ranks) -> str:
+    """"rank 1" or "ranks 0, 2"."""
+    ranks = sorted(ranks)
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

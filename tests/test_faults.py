@@ -1,0 +1,171 @@
+"""Faults of a running job: it ends by itself, with a non-zero code, the cause is printed last, and no process stays."""
+
+import os
+import signal
+import subprocess
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from test_launch import command, gone
+
+from distdl.launch import find_mpi
+
+pytestmark = pytest.mark.skipif(find_mpi() is None, reason="needs mpi4py and an MPI library")
+HEAD = """
+import os, signal, sys, threading, time
+import torch
+import distdl as dd
+import distdl.functional as F
+rank, size = dd.world().rank, dd.world().size
+P = dd.Partition((size,))
+x = torch.ones(4, requires_grad=True)
+F.all_sum_reduce(x, P)  # all are here
+open(f"pid{rank}", "w").write(str(os.getpid()))
+def now():
+    open("fault", "w").close()
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Run a program that fails: ``(exit code, lines of stderr)``. Checks what holds for every fault."""
+
+    def run(body, n=2, sent=None, within=20, **variables):
+        path = tmp_path / "program.py"
+        path.write_text(HEAD + textwrap.dedent(body))
+        started = subprocess.Popen(command("run", "-n", n, path), cwd=tmp_path, stdin=subprocess.DEVNULL, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **variables})  # fmt: skip
+        if sent is not None:
+            until = time.monotonic() + 60
+            while not (tmp_path / "fault").exists() and time.monotonic() < until:
+                time.sleep(0.1)
+            time.sleep(1)
+            started.send_signal(sent)
+        try:
+            _, err = started.communicate(timeout=100)
+        finally:
+            started.kill()
+            started.communicate()
+        ended = time.time()
+        assert started.returncode != 0
+        assert ended - (tmp_path / "fault").stat().st_mtime < within, "it took too long to end"
+        pids = [(tmp_path / f"pid{r}").read_text() for r in range(n)]
+        assert gone(pids)
+        boards = [b for folder in ("/dev/shm", "/tmp") if os.path.isdir(folder) for b in Path(folder).glob("distdl-board-*")
+                  if b.stat().st_mtime < ended - 5 and b.stat().st_uid == os.getuid()]  # fmt: skip
+        assert not boards
+        return started.returncode, err.replace("\0", "").rstrip().splitlines()  # Open MPI writes a stray zero
+
+    return run
+
+
+FAULTS = {  # what rank 1 does while the others wait for it, and how the last line ends
+    "forward": ("if rank == 1: now(); raise ValueError('broken')\nF.shift(x, P, 0)", "ValueError: broken"),
+    "backward": ("""
+        y = F.shift(x, P, 0) * 2
+        def hook(g):
+            now()
+            raise ValueError("broken")
+        if rank == 1: y.register_hook(hook)
+        y.sum().backward()
+        """, "ValueError: broken"),
+    "at exit": ("""
+        import atexit
+        def broken():
+            now()
+            raise ValueError("broken")
+        if rank == 1: atexit.register(broken)
+        else: F.shift(x, P, 0)
+        """, "ValueError: broken"),
+    "memory": ("if rank == 1: now(); torch.empty(2**56)\nF.shift(x, P, 0)", "bytes"),
+    "sys.exit": ("if rank == 1: now(); sys.exit('enough')\nF.shift(x, P, 0)", "enough"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["backward", "at exit", *(pytest.param(w, marks=pytest.mark.slow)
+                                                            for w in ("forward", "memory", "sys.exit"))])  # fmt: skip
+def test_exception_on_one_rank(job, where):
+    body, last = FAULTS[where]
+    code, lines = job(body, 3 if where == "backward" else 2)
+    assert code == 1 and lines[-1].startswith("[rank 1] ") and last in lines[-1], lines[-8:]
+
+
+def test_killed_rank(job):
+    """kill -9, as by the system when memory runs out, while that rank waits for a message: no Python code runs any more."""
+    code, lines = job("""
+        def kill():
+            now()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1: threading.Timer(1, kill).start()
+        while rank == 1: F.shift(x, P, 0)
+        F.shift(x, P, 0)
+        time.sleep(600)
+        """)  # fmt: skip
+    assert code in (1, 128 + signal.SIGKILL) and "(signal 9: Killed)" in lines[-1], lines[-8:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+def test_interrupt_during_a_movement(job, sent):
+    code, _ = job("if rank == 0: now(); F.shift(x, P, 0)\ntime.sleep(600)", sent=sent)
+    assert code == 128 + sent
+
+
+STUCK = """
+F.shift(x, P, 0)
+if rank == 1:  # early stop on one rank
+    now()
+    sys.exit(0)
+def step(): return F.all_sum_reduce(x, P)
+step()
+"""
+
+
+def test_watchdog(job):
+    """Without checking: who waits says where, shows its stack, and what the others last did."""
+    code, lines = job(STUCK, 3, DISTDL_WATCHDOG_S="2")
+    text = "\n".join(lines)
+    assert code == 1
+    assert "is stuck for" in text and "in all_sum_reduce over Partition((3,))" in text and "program.py:18 in step" in text
+    assert "still missing" in text and "def step(): return F.all_sum_reduce(x, P)" in text
+    assert "rank 1 has left the program, last completed shift over Partition((3,))" in text and "is inside all_sum_reduce" in text
+    assert lines[-1].startswith(("[rank 0]   rank ", "[rank 2]   rank "))
+
+
+@pytest.mark.slow
+def test_watchdog_names_the_missing_peer(job):
+    code, lines = job("""
+        if rank == 1:
+            now()
+            time.sleep(600)
+        F.shift(x, P, 0, periodic=False)
+        time.sleep(600)
+        """, 3, DISTDL_WATCHDOG_S="2")  # fmt: skip
+    text = "\n".join(lines)
+    assert code == 1 and "rank 2 of 3 is stuck" in text and "still missing: rank 1\n" in text
+    assert "rank 1 is outside of any movement, last completed all_sum_reduce" in text
+
+
+def test_checking_by_the_environment(job):
+    """A rank that left is reported at once, whatever the time limit."""
+    code, lines = job(STUCK, 3, DISTDL_CHECK="1", DISTDL_CHECK_TIMEOUT="60")
+    assert code == 1
+    for words in ("AbsenceError: all_sum_reduce: rank 1 has left the program", "last completed shift over Partition((3,)) at ",
+                  "program.py:14", "ranks 0, 2 are in all_sum_reduce", "program.py:18 in step"):  # fmt: skip
+        assert words in lines[-1]
+
+
+@pytest.mark.slow
+def test_groups_in_another_order(job):
+    """Case 39: a ring of four in two groups of pairs; odd ranks begin with the other group, so that each waits for the next."""
+    code, lines = job("""
+        pairs = [dd.Partition((2,), (0, 1)), dd.Partition((2,), (2, 3)), dd.Partition((2,), (1, 2)), dd.Partition((2,), (3, 0))]
+        if rank == 0: now()
+        with dd.checking(timeout=3):
+            for Q in pairs if rank % 2 else pairs[::-1]:
+                if rank in Q.ranks: F.all_sum_reduce(x, Q)
+        """, 4)  # fmt: skip
+    assert code == 1 and "AbsenceError: all_sum_reduce: rank " in lines[-1] and "did not come within 3 s" in lines[-1]
+    assert "is inside all_sum_reduce over Partition((2,)" in lines[-1]
