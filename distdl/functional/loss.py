@@ -101,7 +101,7 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
 
     dtype, x = x.dtype, wide(x)
     if softmax:
-        x = x - pivot(x, where, c)
+        x = x - pivot(x, where, (c,))
     weight = None if weight is None else weight.to(x.dtype)
     by_class = 1 if weight is None else weight.reshape(-1, *[1] * (where.ndim - c - 1))
     if likely:
