@@ -82,6 +82,12 @@ def judge(module, code) -> str:
     return said or f"ended by signal {os.waitstatus_to_exitcode(status)}"
 
 
+def _worked() -> float:
+    """Seconds of processor time so far, of all children."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/mutation")
     parser.add_argument("modules", nargs="*", default=MODULES)
@@ -112,9 +118,9 @@ def main() -> int:
                 print(f"killed    {module}.py:{line}: {what}: {verdict}")
         mine = sum(m == module for m, _, _ in survivors)
         print(f"{module}: {len(found[:: options.every]) - mine} of {len(found[:: options.every])} killed, "
-              f"{time.monotonic() - began:.0f} s so far", flush=True)
+              f"{time.monotonic() - began:.0f} s ({_worked():.0f} s of work) so far", flush=True)
     share = 100 * killed / max(total, 1)
-    print(f"{killed} of {total} mutants killed: {share:.1f} %, in {time.monotonic() - began:.0f} s")
+    print(f"{killed} of {total} mutants killed: {share:.1f} %, in {time.monotonic() - began:.0f} s, {_worked():.0f} s of them on the processor")
     return int(share < options.least)
 
 

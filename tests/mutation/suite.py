@@ -68,12 +68,34 @@ def fuzz(share):
             assert not faults, (name, kind, pair, faults)
 
 
+def examples(count):
+    """The bodies of the tests that hypothesis drives, with a few examples of our own."""
+    import random
+
+    import test_partition
+    import test_plan
+    from fuzzing import KINDS, _layout
+
+    import distdl as dd
+
+    rng = random.Random(5)
+    for i in range(count):
+        L = _layout(rng, 6, KINDS[i % 3], ndim=1 + i % 3, least=1)
+        M = _layout(rng, 6, KINDS[(i + 1) % 3], ndim=L.ndim, least=1)
+        M = dd.Layout(M.partition, L.shape)
+        test_partition.test_blocks_cover_exactly_once.hypothesis.inner_test(L)
+        test_partition.test_balanced.hypothesis.inner_test(3 * i, 1 + i % 5)
+        test_plan.test_repartition.hypothesis.inner_test((L, M))
+        test_plan.test_repartition.hypothesis.inner_test((L, L))
+        test_plan.test_transpose_is_the_matrix_transpose.hypothesis.inner_test((L, M))
+
+
 def run(module):
     """Every test that judges mutants of ``module``; raises at the first that fails."""
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", message=".*torch.jit.script. is deprecated")
+    warnings.simplefilter("ignore")
     for name in FIRST[module]:
         run_module(name)
+    examples(6)
     fuzz([0])
     for name in ["test_partition", "test_plan"]:
         if name not in FIRST[module]:
