@@ -5,7 +5,7 @@ RANKS := 1 2 3 4 8
 LIMIT := 900
 PYTEST_MPI := -m pytest tests/mpi -p no:cacheprovider -q
 
-.PHONY: demo test test-all lint unit mpi bench docs format clean
+.PHONY: demo test test-all lint unit mpi soak mutation bench docs format clean
 .NOTPARALLEL:
 
 demo: .venv/ready
@@ -17,6 +17,15 @@ test: lint unit mpi
 test-all: .venv/ready
 	$(MAKE) lint unit mpi MARKS='-m ""' LIMIT=3000
 	timeout -k 10 1800 $(PY) -m distdl run -n 20 $(PYTEST_MPI)
+	timeout -k 10 1800 $(PY) -m distdl run -n 4 tests/soak.py 20000
+
+# A million mixed operations on 4 ranks: hours where the ranks share two cores.
+soak: .venv/ready
+	$(PY) -m distdl run -n 4 tests/soak.py 1000000
+
+# Ten minutes of one core.
+mutation: .venv/ready
+	$(PY) tests/mutation
 
 lint: .venv/ready
 	$(PY) -m ruff check .

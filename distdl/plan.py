@@ -57,8 +57,11 @@ def whole(n: int) -> Axis:
 
 
 def key(dim: int | None, keys) -> Axis:
-    """A key axis: the rank at coordinate i of a grid dim has key ``keys[i]`` (``None``: it has nothing)."""
-    return Axis(dim, tuple(() if k is None else ((k, k + 1, k),) for k in keys), None)
+    """A key axis: the rank at coordinate i of a grid dim has key ``keys[i]`` (``None``: it has nothing).
+
+    The local tensor lacks the dim, so that whatever arrives under any key arrives at the same place: 0.
+    """
+    return Axis(dim, tuple(() if k is None else ((k, k + 1, 0),) for k in keys), None)
 
 
 @dataclass(frozen=True)

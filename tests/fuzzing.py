@@ -1,11 +1,11 @@
 """Random movements, and every pair of transforms of them, beside serial torch.
 
-:func:`draw` takes a ``random.Random`` (hypothesis has one that shrinks) and gives a :class:`registry.Case`: the map, its spellings, and
-its meaning by slicing a global tensor. :func:`compare` runs one pair of transforms on it, either with all ranks in this process
+:func:`draw` takes a ``random.Random`` (hypothesis has one that shrinks) and gives a :class:`registry.Case`: the map, its spellings,
+and its meaning by slicing a global tensor. :func:`compare` runs one pair of transforms on it, with all ranks in this process
 (:class:`Simulated`) or as one rank among others (:class:`Spmd`). The cells of a report are operator x kind x pair.
 
-Kinds: ``uneven`` blocks of different sizes, none empty, on any ranks in any order; ``empty``: at least one block is empty; ``disjoint``:
-no rank both holds and wants (where an operator has one partition only: ranks of the world take no part).
+Kinds: ``uneven`` blocks of different sizes, none empty, on any ranks in any order; ``empty``: at least one block is empty;
+``disjoint``: no rank both holds and wants (where an operator has one partition only: ranks of the world take no part).
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def _gather(rng, n, kind, zero):
     root = rng.choice([r for r in range(n) if r not in P.ranks]) if kind == "disjoint" else rng.randrange(n)
     return dict(map=dd.maps.gather(L, root), shape=L.shape, get=lambda X, r: X if r == root else None,
                 put=lambda X, r: cut(X, P, coords(P, r), L.splits),
-                calls={"layout": lambda x: F.gather(x, L, root=root), "bare": lambda x: F.gather(x, P, root=root)}), (L,)  # fmt: skip
+                calls={"layout": lambda x: F.gather(x, L, root=root),
+                       "bare": lambda x: F.gather(x, P, root=root)}), (L,)  # fmt: skip
 
 
 def _copied(rng, n, kind, zero):
@@ -193,7 +194,6 @@ def _summing(factory, call):
         dims = tuple(sorted(rng.sample(range(ndim), rng.randint(1, ndim if kind == "disjoint" else ndim - 1))))
         L = _layout(rng, n, kind, ndim=ndim, equal=dims, zero=zero)
         P, kept = L.partition, [d for d in range(ndim) if d not in dims]
-        where = "layout"
         if factory is dd.maps.mark_varying:
             shape = [L.sizes(d)[0] if d in dims else L.shape[d] for d in range(ndim)]
             put = get = lambda X, r: cut(X, P, coords(P, r), L.splits, kept)
@@ -207,7 +207,8 @@ def _summing(factory, call):
                 places = itertools.product(*[range(P.shape[d]) if d in dims else (at[d],) for d in range(ndim)])
                 return sum(cut(X, P, place, L.splits) for place in places)
 
-        return dict(map=factory(L, None, dims), shape=tuple(shape), put=put, get=get, calls={where: lambda x: call(x, L, dims)}), (L,)
+        return dict(map=factory(L, None, dims), shape=tuple(shape), put=put, get=get,
+                    calls={"layout": lambda x: call(x, L, dims)}), (L,)  # fmt: skip
 
     return build
 
@@ -271,7 +272,8 @@ def _permute(rng, n, kind, zero):
 
 def _halo(rng, n, kind, zero):
     L = _layout(rng, n, kind, zero=zero)
-    boundary = [rng.choice(("none", "zeros", "circular", "reflect", "replicate") if size else ("none", "zeros")) for size in L.shape]
+    every = ("none", "zeros", "circular", "reflect", "replicate")
+    boundary = [rng.choice(every if size else every[:2]) for size in L.shape]
     most = [size - 1 if b == "reflect" else 5 for b, size in zip(boundary, L.shape)]
     left, right = (tuple(min(rng.randint(0, 5), m) for m in most) for _ in range(2))
     return registry._halo(L.partition, L.shape, left, right, tuple(boundary), L.splits), (L,)

@@ -1,7 +1,7 @@
 """All ranks of a program in one process, one after the other: no MPI, and yet every transform, agreement and error.
 
-A rank sends what it can, and takes what its peers sent in the round before; rounds go on until nothing changes any more. A program whose
-longest chain of messages is k settles after k + 1 rounds.
+A rank sends what it can, and takes what its peers sent in the round before; rounds go on until nothing changes any more. A program
+whose longest chain of messages is k settles after k + 1 rounds.
 """
 
 from __future__ import annotations

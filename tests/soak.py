@@ -1,8 +1,9 @@
 """Soak: ``python -m distdl run -n 4 tests/soak.py OPERATIONS``.
 
-Mixed operations over random partitions: maps and their adjoints, backward, forward mode, batches and split-phase calls. Small integers as
-float64, so that sums are exact and every result can be compared with the simulated one by its bytes. Said at the end, and checked: the
-checksum of the run and of the simulated run, the memory of each rank at half time (caches are full by then) and now, and communicators.
+Mixed operations over random partitions: maps and their adjoints, backward, forward mode, batches and split-phase calls. Small
+integers as float64, so that sums are exact and every result can be compared with the simulated one by its bytes. Said at the end,
+and checked: the checksums of the run and of the simulated one, and how far memory (caches are full by half time) and the number of
+communicators have grown since half time.
 """
 
 from __future__ import annotations

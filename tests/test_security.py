@@ -1,4 +1,4 @@
-"""What may run what: functions go to processes that were started for them, through private files, without a shell; plans are plain values."""
+"""Who may run what: functions go to processes started for them, by private files and no shell; plans are plain values."""
 
 import ast
 import importlib

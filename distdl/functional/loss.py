@@ -89,7 +89,8 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
     if not 0 <= eps <= 1:
         raise ShapeError("smoothing is a probability", op=op, expected="0 <= label_smoothing <= 1", actual=eps)
     if where.ndim == 0:
-        raise PartitionError("there is no class dim", op=op, partitions=P, expected="(batch, class, *space) or (class,)")
+        raise PartitionError("there is no class dim", op=op, partitions=P, expected="(batch, class, *space) or (class,)",
+                             actual="no dims")
     c = min(1, where.ndim - 1)
     rest = tuple(d for d in range(where.ndim) if d != c)
     if not where.active:

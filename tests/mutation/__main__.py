@@ -1,7 +1,8 @@
-"""Mutation testing in one process per mutant: ``python tests/mutation [module ...] [--line N] [--limit SECONDS]``.
+"""Mutation testing in one process per mutant: ``python tests/mutation [module ...] [--line N] [--every N]``.
 
-For each mutant of partition, plan, linear_map, exchange and maps this process forks: torch is there already, so a child costs the import
-of distdl (with the changed module in it) and the tests of :mod:`suite` up to the first that fails. No MPI: all ranks are simulated.
+For each mutant of partition, plan, linear_map, exchange and maps this process forks: torch is there already, so a child costs the
+import of distdl (with the changed module in it) and the tests of :mod:`suite` up to the first that fails. No MPI: all ranks are
+simulated.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 sys.modules["mpi4py"] = None  # the default world is then this process alone
 
-import hypothesis
-import numpy
-import pytest
-import torch
-import torch.func
-from mutate import mutants
-from torch.fx.experimental import proxy_tensor
+import hypothesis  # noqa: E402
+import numpy  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.func  # noqa: E402
+from mutate import mutants  # noqa: E402
+from torch.fx.experimental import proxy_tensor  # noqa: E402
 
 MODULES = ("partition", "plan", "linear_map", "exchange", "maps")
 PACKAGE = HERE.parents[1] / "distdl"
@@ -120,7 +121,7 @@ def main() -> int:
         print(f"{module}: {len(found[:: options.every]) - mine} of {len(found[:: options.every])} killed, "
               f"{time.monotonic() - began:.0f} s ({_worked():.0f} s of work) so far", flush=True)
     share = 100 * killed / max(total, 1)
-    print(f"{killed} of {total} mutants killed: {share:.1f} %, in {time.monotonic() - began:.0f} s, {_worked():.0f} s of them on the processor")
+    print(f"{killed} of {total} mutants killed: {share:.1f} %, in {time.monotonic() - began:.0f} s, {_worked():.0f} s of work")
     return int(share < options.least)
 
 

@@ -6,8 +6,8 @@ import ast
 import copy
 from collections.abc import Iterator
 
-COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot,
-           ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}  # fmt: skip
+COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+           ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}  # fmt: skip
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
               ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.Div: ast.Mult}  # fmt: skip
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "reversed": "list", "append": "extend"}
@@ -47,8 +47,7 @@ def _changes(node) -> Iterator[tuple[str, ast.AST]]:
         yield changed("without its start" if node.lower else "without its stop", **{"lower" if node.lower else "upper": None})
     elif isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
         yield changed("returns None", value=ast.copy_location(ast.Constant(None), node.value))
-    elif isinstance(node, (ast.Assign, ast.AugAssign)) and isinstance(node.targets[0] if isinstance(node, ast.Assign) else node.target,
-                                                                     (ast.Attribute, ast.Subscript)):  # fmt: skip
+    elif isinstance(node, (ast.Assign, ast.AugAssign)) and isinstance(_target(node), (ast.Attribute, ast.Subscript)):
         yield "assignment removed", ast.copy_location(ast.Pass(), node)
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         yield "call removed", ast.copy_location(ast.Pass(), node)
@@ -58,9 +57,14 @@ def _changes(node) -> Iterator[tuple[str, ast.AST]]:
         yield "raise removed", ast.copy_location(ast.Pass(), node)
 
 
+def _target(node):
+    return node.targets[0] if isinstance(node, ast.Assign) else node.target
+
+
 def _text(node) -> bool:
     sides = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
-    return any(isinstance(s, (ast.JoinedStr, ast.List)) or (isinstance(s, ast.Constant) and isinstance(s.value, str)) for s in sides)
+    texts = [s for s in sides if isinstance(s, ast.Constant) and isinstance(s.value, str)]
+    return bool(texts) or any(isinstance(s, (ast.JoinedStr, ast.List)) for s in sides)
 
 
 def _ignored(node) -> bool:
