@@ -90,7 +90,9 @@ def test_wrong_input_is_refused():
 
     for found in every_rank(3, shape):
         assert isinstance(found, ShapeError) and (found.expected, found.actual) == ((2,), (3,)) and found.next_step
-        assert found.op and found.partitions and found.rank in (0, 1, 2)
+        assert found.op == "all_gather" and found.partitions == "Partition((3,))" and found.rank in (0, 1, 2)
+    for found in every_rank(3, lambda: dd.maps.gather(dd.Layout(line(), (6,)), 2)(torch.ones(3))):
+        assert found.partitions == "Partition((3,)) -> Partition((1,), ranks=(2,))"
     for found in every_rank(3, far):
         assert isinstance(found, PartitionError) and "the world has 3 ranks" in str(found) and "-n 4" in str(found)
 

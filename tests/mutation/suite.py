@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "mpi"))
-FIRST = {"partition": ["test_partition"], "plan": ["test_plan"], "linear_map": [], "exchange": ["test_plan"], "maps": []}
+FIRST = {"partition": ["test_partition"], "plan": ["test_plan"], "linear_map": [], "exchange": ["test_exchange", "test_plan"],
+         "maps": []}
 SKIP = {"test_digest_is_equal_in_every_process", "test_planning_4096_ranks", "test_many_ranks_are_quick", "test_repartition",
         "test_transpose_is_the_matrix_transpose", "test_transpose_of_halos_is_the_matrix_transpose",
         "test_blocks_cover_exactly_once", "test_balanced", "test_many_of_every_cell", "test_a_few_of_every_cell"}  # fmt: skip
