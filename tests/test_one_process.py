@@ -97,6 +97,43 @@ def test_wrong_input_is_refused():
         assert isinstance(found, PartitionError) and "the world has 3 ranks" in str(found) and "-n 4" in str(found)
 
 
+@pytest.mark.parametrize("make, words", [
+    (lambda P, L: dd.maps.all_sum_reduce(L), "blocks of different sizes"),
+    (lambda P, L: dd.maps.invariant_sum(dd.Layout(dd.Partition((2, 2)), (4, 3)), None, (1,)), "over dim 1"),
+    (lambda P, L: dd.maps.repartition(L, dd.Partition((2, 1))), "another number of dims"),
+    (lambda P, L: dd.maps.repartition(L, dd.Layout(P, (4,))), "different global shapes"),
+    (lambda P, L: dd.maps.gathered_dims(P, 2, None, "all_gather"), "another number of dims"),
+    (lambda P, L: dd.maps.gathered_dims(P, 2, {2: 0}, "all_gather"), "dims do not fit"),
+    (lambda P, L: dd.maps.gathered_dims(P, 2, {-3: 0}, "all_gather"), "dims do not fit"),
+    (lambda P, L: dd.maps.gathered_dims(P, 2, {0: 0, 1: 0}, "all_gather"), "dims do not fit"),
+    (lambda P, L: dd.maps.permute(P, ((0, 2),), (1,)), "not a permutation"),
+    (lambda P, L: dd.maps.permute(P, ((2, 0),), (1,)), "not a permutation"),
+    (lambda P, L: dd.maps.permute(P, ((0, 1), (1, 1)), (1,)), "not a permutation"),
+    (lambda P, L: dd.maps.broadcast(P, dd.Partition((3,)), (1,)), "do not broadcast"),
+    (lambda P, L: dd.maps.broadcast(dd.Partition((1, 1)), P, (1,)), "do not broadcast"),
+    (lambda P, L: dd.maps.shift(P, 1, shape=(1,)), "no dim 1"),
+], ids=str)  # fmt: skip
+def test_maps_that_cannot_be(make, words):
+    P = dd.Partition((2,))
+    with pytest.raises(PartitionError, match=words) as caught:
+        make(P, dd.Layout(P, (5,)))
+    assert caught.value.op and (caught.value.actual is not None or caught.value.partitions is not None)
+
+
+def test_what_dims_may_be():
+    P = dd.Partition((2, 3))
+    pairs = dd.maps.gathered_dims
+    assert pairs(P, 2, None, "f") == {0: 0, 1: 1} and pairs(P, 2, -1, "f") == {1: 1}
+    assert pairs(P, 3, {-1: 0, 0: 1}, "f") == {2: 0, 0: 1}
+    assert pairs(P, 2, {-2: -1}, "f") == {0: 1} and pairs(P, 2, (), "f") == {}
+    L = dd.Layout(dd.Partition((2, 1)), (5, 1))
+    A = dd.maps.all_sum_reduce(L, None, 1)
+    assert A.plan.view(0).out_shape == (3, 1) and dd.maps.all_sum_reduce(L, None, -1).plan == A.plan
+    B = dd.maps.gathering(P, (4, 7), {1: 1, 0: 0}, {0: (1, 3), 1: (0, 3, 4)})
+    assert B.plan.view(5).in_shape == (3, 4) and B.plan.view(0).in_shape == (1, 0) and B.plan.view(0).out_shape == (4, 7)
+    assert dd.maps.gathering(P, (4, 7), {0: 1}).plan.view(2).in_shape == (1, 7)
+
+
 def test_chains():
     def program():
         L, M = dd.Layout(line(), (4,)), dd.Layout(line(), (4,), ((0, 4, 0),))
@@ -106,6 +143,10 @@ def test_chains():
         assert C.in_shape == A.in_shape and C.out_shape == (4,) and C.plans == (*A.plans, *B.plans)
         assert C.T.T == C and C.T.maps == (B.T, A.T) and (B @ A).T == A.T @ B.T
         assert (dd.maps.reduce_scatter(L) @ C).maps == (*C.maps, dd.maps.reduce_scatter(L))
+        assert (C @ dd.maps.repartition(L, L)).maps == (dd.maps.repartition(L, L), A, B)
+        total = dd.maps.invariant_sum(line(), (4,)) @ C
+        assert (total.domain.kind, total.range.kind, total.T.domain.kind, total.T.range.kind) == (
+            "varying", "invariant", "invariant", "varying")  # fmt: skip
         assert C.world is dd.world() and C.domain.kind == C.range.kind == "varying"
         for left, right in ((A, B), (dd.maps.all_gather(L), dd.maps.invariant_sum(line(), (4,)))):
             with pytest.raises(PartitionError, match="do not compose"):
@@ -149,7 +190,8 @@ def test_own_pair_and_its_faults():
     seen = []
     B = dd.linear_map(lambda x: seen.append(x.dim()) or 2 * x, double, (3,), (3,), batched=True)
     vmap(B)(torch.ones(2, 3))
-    assert seen == [2]
+    vmap(dd.linear_map(B.forward, double, (3,), (3,)))(torch.ones(2, 3))
+    assert seen == [2, 1, 1], "one by one, unless it says that it takes batches"
     assert (A @ A)(x).tolist() == [0.0, 4.0, 8.0] and "double" in str(A)
 
 
