@@ -336,3 +336,40 @@ def test_transports_are_told_the_truth():
         return dd.maps.all_gather(L)(torch.ones(1, dtype=torch.float64 if rank() else torch.float32))
 
     assert any(isinstance(found, dd.errors.TransportError) for found in every_rank(3, program))
+
+
+def test_fake_tensors_go_through_derivatives():
+    """Shapes without values, and without messages: the tie too is of the mode's own kind."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    def program():
+        A = dd.maps.all_gather(dd.Layout(line(), (5,)))
+        with dd.testing.count_messages() as sent, FakeTensorMode():
+            x = torch.ones(A.in_shape)
+            slope = jvp(grad(lambda x: A(x.sin()).sin().sum()), (x,), (x,))[1]
+            stacked = vmap(A)(torch.ones(4, *A.in_shape))
+        return isinstance(slope, FakeTensor), tuple(slope.shape) == A.in_shape, tuple(stacked.shape), sent.bytes
+
+    assert returned(every_rank(3, program)) == [(True, True, (4, 5), 0)] * 3
+
+
+def test_integers_beside_differentiable_tensors():
+    """They travel forward in the same messages, and the gradient's messages leave them out."""
+
+    def program():
+        L = dd.Layout(line(2), (2,))
+        x, i = torch.ones(1, requires_grad=True), torch.full((1,), rank())
+        y, j = F.all_gather((x, i), L)
+        with dd.testing.count_messages() as sent:
+            ((rank() + 1) * y).sum().backward()
+        return j.tolist(), x.grad.item(), sent.bytes
+
+    assert returned(every_rank(2, program, rounds=4)) == [([0, 1], 3.0, 4)] * 2
+
+
+def test_broadcast_of_shapes_that_differ_by_rank():
+    def program():
+        x = torch.full((1 + rank(),), float(rank()))
+        return F.broadcast(x, dd.Partition((2, 1), (0, 1)), dd.Partition((2, 2))).tolist()
+
+    assert returned(every_rank(4, program)) == [[0.0], [0.0], [1.0, 1.0], [1.0, 1.0]]

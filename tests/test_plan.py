@@ -191,6 +191,7 @@ def test_how_arrivals_combine():
     assert combine(around) == [(False, True)] * 2 and combine(around.T) == [(True, False)] * 2
     nobody = Side(P, (key(0, (None, None)), whole(3)))
     assert combine(Plan(Side(P, (key(0, (0, 1)), whole(3))), nobody)) == [(False, False)] * 2
+    assert combine(dd.maps.all_sum_reduce(dd.Partition((1, 2)), (5,), (0,)).plan) == [(False, True)] * 2, "over a dim of one rank"
     empty = Side.of(dd.Layout(P, (0,)))
     assert combine(Plan(empty, empty)) == [(False, True)] * 2
     apart = Side(dd.Partition((3,)), (split(((0, 3), (1, 4), (0, 4)), 0),))  # blocks that overlap are no all-reduce
