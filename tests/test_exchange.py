@@ -125,3 +125,14 @@ def test_wrong_shapes_are_refused_before_anything_is_sent():
         with pytest.raises(dd.errors.ShapeError) as caught:
             exchange.run((gather,), [torch.ones(shape)], Posting(1))
         assert (caught.value.expected, caught.value.actual, caught.value.rank) == ((2, 8), shape, 1)
+
+
+def test_programs_of_several_leaves_differ_by_every_leaf():
+    p, q, x = dd.maps.all_gather(ROWS).plan, Plan(Side.of(ROWS), Side.of(COLUMNS)), torch.ones(2, 8)
+
+    def program(plans, xs):
+        return exchange._cached_program(plans, xs, 1, True)[0]
+
+    pair = program((p, p), [x, x])
+    assert program((p, p), [x, x]) is pair and program((p, q), [x, x]) is not pair
+    assert program((p, p), [x, x.double()]) is not pair and program((p, p), [x, torch.ones(3, 2, 8)[1]]) is pair
