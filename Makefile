@@ -3,21 +3,35 @@ PYTHON ?= python3
 PY := .venv/bin/python
 RANKS := 1 2 3 4 8
 LIMIT := 900
+NCCL_FILES := $(addprefix tests/mpi/test_,$(addsuffix .py,value adjoints dtypes))
 PYTEST_MPI := -m pytest tests/mpi -p no:cacheprovider -q
 
-.PHONY: demo test test-all lint unit mpi check bench docs format clean
+.PHONY: demo test test-all lint unit mpi nccl check soak mutation bench docs format clean
 .NOTPARALLEL:
 
 demo: .venv/ready
 	$(PY) -m distdl demo
 
-test: lint unit mpi
+test: lint unit mpi nccl
 
 # Slow sweeps too, and more ranks than this machine has cores.
 test-all: .venv/ready
-	$(MAKE) lint unit mpi MARKS='-m ""' LIMIT=3000
+	$(MAKE) lint unit mpi nccl MARKS='-m ""' LIMIT=3000
 	$(MAKE) check
 	timeout -k 10 1800 $(PY) -m distdl run -n 20 $(PYTEST_MPI)
+	timeout -k 10 1800 $(PY) -m distdl run -n 4 tests/soak.py 20000
+
+# A million mixed operations on 4 ranks: hours where the ranks share two cores.
+soak: .venv/ready
+	$(PY) -m distdl run -n 4 tests/soak.py 1000000
+
+# Every third mutant: about ten minutes of one core.
+mutation: .venv/ready
+	$(PY) tests/mutation --every 3
+
+# The engine for CUDA tensors, on a fake of NCCL.
+nccl: .venv/ready
+	timeout -k 10 $(LIMIT) $(PY) -m distdl run -n 3 -m pytest $(NCCL_FILES) -p no:cacheprovider -q --engine=fake-nccl
 
 # The MPI suite again, with every movement checked.
 check: .venv/ready

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+__all__ = ["AgreementError", "DistdlError", "PartitionError", "ShapeError", "TransportError"]
+
+_rank_of = {"source": lambda: None}  # which rank am I? world.py replaces the answer; None where no world runs
+
+
+def set_rank_source(source) -> None:
+    """Set the function that gives this process's rank to errors that do not name one."""
+    _rank_of["source"] = source
+
 
 class DistdlError(Exception):
     """Base of distdl's errors.
 
     Attributes ``op``, ``partitions``, ``expected``, ``actual``, ``rank`` and ``next_step`` hold the parts of the
-    message; a part that does not apply is ``None``.
+    message; a part that does not apply is ``None``. ``rank`` is where the error was raised, also where the message does not
+    name it, as every rank has the same one.
     """
 
     def __init__(self, problem, *, op=None, partitions=None, expected=None, actual=None, rank=None, next_step=None):
         self.problem, self.op, self.partitions = problem, op, partitions
         self.expected, self.actual, self.rank, self.next_step = expected, actual, rank, next_step
+        if rank is None:
+            self.rank = _rank_of["source"]()
         parts = [f"{op}: {problem}" if op else problem]
         if expected is not None or actual is not None:
             parts.append(f"expected {expected}, got {actual}")
@@ -26,7 +38,7 @@ class DistdlError(Exception):
 
     def __reduce__(self):
         # Exceptions cross processes (dd.launch); the default would call __init__ with the joined message only.
-        return _rebuild, (type(self), self.__dict__.copy())
+        return _rebuild, (type(self), self.args, self.__dict__.copy())
 
 
 def _one_line(value) -> str:
@@ -36,9 +48,10 @@ def _one_line(value) -> str:
     return str(value).splitlines()[0] if str(value) else ""
 
 
-def _rebuild(cls, state):
-    keys = ("problem", "op", "partitions", "expected", "actual", "rank", "next_step")
-    return cls(**{key: state[key] for key in keys})
+def _rebuild(cls, args, state):
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class PartitionError(DistdlError, ValueError):

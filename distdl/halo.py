@@ -87,7 +87,8 @@ class HaloSpec(_Value):
             lefts = tuple(as_int(n) for n in per_dim(left, layout.ndim, "left"))
             rights = tuple(as_int(n) for n in per_dim(left if right is None else right, layout.ndim, "right"))
         except TypeError:
-            raise PartitionError("widths must be integers", op="HaloSpec", partitions=layout, actual=(left, right)) from None
+            raise PartitionError("widths must be integers", op="HaloSpec", partitions=layout, expected="integers",
+                                 actual=(left, right)) from None
         if min((*lefts, *rights, 0)) < 0:
             raise PartitionError("halo widths cannot be negative", op="HaloSpec", partitions=layout, expected=">= 0",
                                  actual=(lefts, rights), next_step="narrow the tensor itself instead")

@@ -35,6 +35,10 @@ print(json.dumps([vendor, ".".join(map(str, version)), " ".join(library.split())
 _INHERITED = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "HYDI_", "HYDRA_", "MPI_LOCAL", "PRTE_LAUNCHED")
 
 
+# What keeps the ranks of a launched function from listening on a network: they are on one machine, and share memory.
+_LOCAL = {"Open MPI": {"OMPI_MCA_btl": "^tcp"}}
+
+
 class Mpi(NamedTuple):
     """The MPI that mpi4py loads: vendor ("MPICH", "Open MPI", "Intel MPI", ...), version, and its own description."""
 
@@ -120,7 +124,8 @@ def start(n: int, program: list[str], reports: str, env: dict[str, str] | None =
     """Start ``program`` (what _rank.py takes) on n ranks; one rank needs neither MPI nor a launcher."""
     mpi = find_mpi() if n > 1 else None
     command = [find_launcher(), "-n", str(n)] if n > 1 else []
-    variables = {**environment(n, mpi and mpi.vendor), **(env or {})}
+    local = _LOCAL.get(mpi.vendor, {}) if mpi and program[0] == "--call" else {}
+    variables = {**local, **environment(n, mpi and mpi.vendor), **(env or {})}
     return subprocess.Popen([*command, sys.executable, _RANK, reports, *program], env=variables, **popen)
 
 

@@ -61,7 +61,8 @@ class Partition(_Value):
             shape = tuple(as_int(n) for n in self.shape)
             ranks = None if self.ranks is None else tuple(as_int(r) for r in self.ranks)
         except TypeError as error:
-            raise PartitionError(f"shape and ranks must be sequences of integers ({error})", op="Partition") from None
+            raise PartitionError(f"shape and ranks must be sequences of integers ({error})", op="Partition",
+                                 expected="integers", actual=(self.shape, self.ranks)) from None
         if any(n < 1 for n in shape):
             raise PartitionError("every dim needs at least one rank", op="Partition", expected="sizes >= 1", actual=shape)
         size = math.prod(shape)
@@ -133,7 +134,8 @@ class Partition(_Value):
         dim = self._dim(dim, "Partition.take")
         n = self.shape[dim]
         if not -n <= index < n:
-            raise PartitionError(f"no index {index} in dim {dim}", op="Partition.take", partitions=self)
+            raise PartitionError(f"no index {index} in dim {dim}", op="Partition.take", partitions=self,
+                                 expected=f"an index of {n}", actual=index)
         inner = math.prod(self.shape[dim + 1 :])
         start, step = (index % n) * inner, n * inner
         ranks = tuple(r for s in range(start, self.size, step) for r in self.ranks[s : s + inner])

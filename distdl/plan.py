@@ -57,8 +57,11 @@ def whole(n: int) -> Axis:
 
 
 def key(dim: int | None, keys) -> Axis:
-    """A key axis: the rank at coordinate i of a grid dim has key ``keys[i]`` (``None``: it has nothing)."""
-    return Axis(dim, tuple(() if k is None else ((k, k + 1, k),) for k in keys), None)
+    """A key axis: the rank at coordinate i of a grid dim has key ``keys[i]`` (``None``: it has nothing).
+
+    The local tensor lacks the dim, so that whatever arrives under any key arrives at the same place: 0.
+    """
+    return Axis(dim, tuple(() if k is None else ((k, k + 1, 0),) for k in keys), None)
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ class Plan(_Value):
             return False
         apart = {a.dim for a in side.axes if not _collide([((0, s, e - s),) for r in a.runs for s, e, _ in r if s < e])}
         alone = all(n == 1 or d in apart for d, n in enumerate(side.partition.shape))
-        return alone and all(a.extents is None or all(_fills(r, n) for r, n in zip(a.runs, a.extents)) for a in side.axes)
+        return alone and all(all(a.runs if a.extents is None else map(_fills, a.runs, a.extents)) for a in side.axes)
 
     def summing_group(self, rank: int) -> tuple[int, ...] | None:
         """The ranks among which this movement is an all-reduce, or ``None`` where it is something else."""

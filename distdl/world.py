@@ -9,6 +9,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 
+from . import errors
 from . import transport as _transport
 from .errors import PartitionError, TransportError
 from .partition import set_rank_source
@@ -214,3 +215,4 @@ class Topology:
 
 
 set_rank_source(lambda name: world(name).rank)
+errors.set_rank_source(lambda: _worlds["default"].rank if "default" in _worlds else None)

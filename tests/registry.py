@@ -140,6 +140,9 @@ def window(X, ranges, boundaries):
         if lo >= hi:
             X = X.narrow(d, 0, 0)
             continue
+        if n == 0:  # nothing but zeros, which torch cannot index out of an empty dim
+            X = torch.cat([X, X.new_zeros(*X.shape[:d], hi - lo, *X.shape[d + 1 :])], d)
+            continue
         before, after = max(-lo, 0), max(hi - n, 0)
         index = pad_index(n, before, after, boundary)[lo + before : hi + before]
         shown = X.index_select(d, torch.as_tensor(np.maximum(index, 0)))

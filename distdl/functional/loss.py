@@ -89,7 +89,8 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
     if not 0 <= eps <= 1:
         raise ShapeError("smoothing is a probability", op=op, expected="0 <= label_smoothing <= 1", actual=eps)
     if where.ndim == 0:
-        raise PartitionError("there is no class dim", op=op, partitions=P, expected="(batch, class, *space) or (class,)")
+        raise PartitionError("there is no class dim", op=op, partitions=P, expected="(batch, class, *space) or (class,)",
+                             actual="no dims")
     c = min(1, where.ndim - 1)
     rest = tuple(d for d in range(where.ndim) if d != c)
     if not where.active:
@@ -101,7 +102,7 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
 
     dtype, x = x.dtype, wide(x)
     if softmax:
-        x = x - pivot(x, where, c)
+        x = x - pivot(x, where, (c,))
     weight = None if weight is None else weight.to(x.dtype)
     by_class = 1 if weight is None else weight.reshape(-1, *[1] * (where.ndim - c - 1))
     if likely:

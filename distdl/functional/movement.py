@@ -17,6 +17,7 @@ from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
 from ..linear_map import UserMap, apply, maps_of, nothing, tie
 from ..partition import Layout, Partition
+from ..world import world
 
 __all__ = [
     "all_gather", "all_sum_reduce", "broadcast", "gather", "halo_exchange", "invariant_sum", "mark_varying", "nothing",
@@ -262,6 +263,10 @@ def reduce_scatter(x, P, dims=None):
         xs, tree = _torch.flatten(x)
         movement = maps.reduce_scatter(P, _layout_dims(P, dims, "reduce_scatter"))
         return _torch.unflatten(_move(xs, [movement] * len(xs)), tree)
+    if not P.active:  # what such a rank passes need not have as many dims
+        world(P.world).check("reduce_scatter", P)
+        xs, tree = _torch.flatten(x)
+        return _torch.unflatten(outside("reduce_scatter", xs, P), tree)
 
     def factory(shape):
         pairs = maps.gathered_dims(P, len(shape), dims, "reduce_scatter")

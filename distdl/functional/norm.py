@@ -163,7 +163,8 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
                              expected="more than 1 value per channel when training")
         if training and running_mean is not None:
             if momentum is None and num_batches_tracked is None:
-                raise ShapeError("a cumulative average needs a count", op=op, expected="num_batches_tracked with momentum=None")
+                raise ShapeError("a cumulative average needs a count", op=op, expected="num_batches_tracked with momentum=None",
+                                 actual=num_batches_tracked)
             momentum = 1 / num_batches_tracked if momentum is None else momentum
             new = mean.detach().reshape(-1), var.detach().reshape(-1) * (n / (n - 1))
             running_mean, running_var = (

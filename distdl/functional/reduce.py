@@ -59,14 +59,15 @@ def one_each(x, P, dims):
     return all_gather(x, P, {d + lead: d for d in dims}, shape=tuple(shape))
 
 
-def pivot(x, P, dim: int):
-    """A constant near the largest x along ``dim`` over all ranks: what exponentials are taken relative to.
+def pivot(x, P, dims: tuple[int, ...]):
+    """A constant near the largest x over ``dims`` and all ranks: what exponentials are taken relative to.
 
     It has no derivative, as results do not depend on it. One all-gather of N elements; none backward.
     """
     x = x.detach()
-    highest = x.amax(dim, keepdim=True) if x.shape[dim] else x.new_full(_kept(x, (dim,)), -math.inf)
-    highest = one_each(highest, P, (dim,)).amax(dim, keepdim=True)
+    empty = 0 in (x.shape[d] for d in dims)
+    highest = x.new_full(_kept(x, dims), -math.inf) if empty else x.amax(dims, keepdim=True)
+    highest = one_each(highest, P, dims).amax(dims, keepdim=True)
     return torch.where(highest.isfinite(), highest, 0)
 
 
@@ -156,14 +157,14 @@ def dist_var(x, P, dim=None, keepdim=False, *, correction=1):
 
 
 def dist_logsumexp(x, P, dim, keepdim=False):
-    """log Σ exp(x) over one ``dim``, relative to the largest x of all ranks.
+    """log Σ exp(x) over ``dim``, one or several, relative to the largest x of all ranks.
 
     Messages: one all-gather and one all-reduce, of N elements each; none backward.
     """
     where, dims = _start("dist_logsumexp", x, P, dim)
     if not where.active:
         return _outside(x, dims, keepdim)
-    high = pivot(wide(x), where, dims[0])
+    high = pivot(wide(x), where, dims)
     total = invariant_sum((wide(x) - high).exp().sum(dims, True), where, dims)
     return _squeeze(total.log() + high, dims, keepdim).to(x.dtype)
 

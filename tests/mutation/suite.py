@@ -1,0 +1,111 @@
+"""The tests that judge a mutant, cheapest first: functions of the ordinary suite, all in one process."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "mpi"))
+FIRST = {"partition": ["test_partition"], "plan": ["test_plan"], "linear_map": [], "exchange": ["test_exchange", "test_plan"],
+         "maps": []}
+SKIP = {"test_digest_is_equal_in_every_process", "test_planning_4096_ranks", "test_many_ranks_are_quick", "test_repartition",
+        "test_transpose_is_the_matrix_transpose", "test_transpose_of_halos_is_the_matrix_transpose",
+        "test_blocks_cover_exactly_once", "test_balanced", "test_many_of_every_cell", "test_a_few_of_every_cell"}  # fmt: skip
+ONE_RANK = ["value", "split_phase", "inputs", "dtypes", "tracing"]  # of tests/mpi, as a world of one rank
+
+
+def calls(function):
+    """The calls that pytest would make of a test function; none where it needs fixtures or more ranks."""
+    marks = getattr(function, "pytestmark", [])
+    if any(m.name in ("slow", "gpu", "skipif") or (m.name == "mpi" and m.args[0] > 1) for m in marks):
+        return
+    choices = []
+    for mark in marks:
+        if mark.name == "parametrize":
+            names = [n.strip() for n in mark.args[0].split(",")] if isinstance(mark.args[0], str) else list(mark.args[0])
+            entries = []
+            for value in mark.args[1]:
+                if isinstance(value, type(pytest.param())):
+                    if any(m.name == "mpi" and m.args[0] > 1 for m in value.marks):
+                        continue
+                    value = value.values[0] if len(names) == 1 else value.values
+                entries.append(dict(zip(names, (value,) if len(names) == 1 else value)))
+            choices.append(entries)
+    wanted = set(inspect.signature(function).parameters)
+    for picked in itertools.product(*choices):
+        arguments = {k: v for part in picked for k, v in part.items()}
+        if wanted <= set(arguments):
+            yield arguments
+
+
+def run_module(name, skip=()):
+    module = importlib.import_module(name)
+    for test, function in list(vars(module).items()):
+        ours = test.startswith("test_") and test not in skip and test not in SKIP
+        if ours and callable(function) and not hasattr(function, "hypothesis"):
+            for arguments in calls(function):
+                function(**arguments)
+
+
+def fuzz(share):
+    """One case of each operator and kind, with pairs in turn; all of them where ``share`` is 1."""
+    import random
+
+    from fuzzing import BUILDERS, KINDS, PAIRS, Simulated, compare, draw, seed_of
+    from torch import float64
+
+    cells = list(itertools.product(BUILDERS, KINDS))
+    for i, (name, kind) in enumerate(cells):
+        if i % 3 in share:
+            pair = list(PAIRS)[i % len(PAIRS)]
+            seed = seed_of(name, kind, pair)
+            case = draw(name, kind, random.Random(seed), 4 + i % 3)
+            faults = compare(case, pair, Simulated(case), float64, seed)
+            assert not faults, (name, kind, pair, faults)
+
+
+def examples(count):
+    """The bodies of the tests that hypothesis drives, with a few examples of our own."""
+    import random
+
+    import test_partition
+    import test_plan
+    from fuzzing import KINDS, _layout
+
+    import distdl as dd
+
+    rng = random.Random(5)
+    for i in range(count):
+        L = _layout(rng, 6, KINDS[i % 3], ndim=1 + i % 3, least=1)
+        M = _layout(rng, 6, KINDS[(i + 1) % 3], ndim=L.ndim, least=1)
+        M = dd.Layout(M.partition, L.shape)
+        test_partition.test_blocks_cover_exactly_once.hypothesis.inner_test(L)
+        test_partition.test_balanced.hypothesis.inner_test(3 * i, 1 + i % 5)
+        test_plan.test_repartition.hypothesis.inner_test((L, M))
+        test_plan.test_repartition.hypothesis.inner_test((L, L))
+        test_plan.test_transpose_is_the_matrix_transpose.hypothesis.inner_test((L, M))
+
+
+def run(module):
+    """Every test that judges mutants of ``module``; raises at the first that fails."""
+    warnings.simplefilter("ignore")
+    for name in FIRST[module]:
+        run_module(name)
+    examples(6)
+    fuzz([0])
+    for name in ["test_partition", "test_plan"]:
+        if name not in FIRST[module]:
+            run_module(name)
+    run_module("test_one_process", skip={"test_random_movement"})
+    fuzz([1, 2])
+    for name in ONE_RANK:
+        run_module(f"test_{name}")
+    one_process = importlib.import_module("test_one_process")
+    for name in ("repartition", "mark_varying", "halo_exchange"):
+        one_process.test_random_movement(name)

@@ -1,0 +1,96 @@
+"""All ranks of a program in one process, one after the other: no MPI, and yet every transform, agreement and error.
+
+A rank sends what it can, and takes what its peers sent in the round before; rounds go on until nothing changes any more. A program
+whose longest chain of messages is k settles after k + 1 rounds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+
+import torch
+
+import distdl as dd
+from distdl import maps
+from distdl.errors import TransportError
+from distdl.world import _worlds
+
+
+class Recorded:
+    """Rank ``rank`` of ``size``: writes to ``now``, reads what the round ``before`` left."""
+
+    device_types = ("cpu",)
+    collectives = ("all_reduce",)
+    sums = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64, torch.complex64,
+                      torch.complex128, torch.bool})  # as MPI
+
+    def __init__(self, rank, size, before, now):
+        self.rank, self.size, self.before, self.now, self.count = rank, size, before, now, Counter()
+
+    def _key(self, *what):
+        self.count[what] += 1
+        return (*what, self.count[what])
+
+    def post(self, sends, receives):
+        for peer, address, nbytes in sends:
+            self.now[self._key("send", self.rank, peer)] = ctypes.string_at(address, nbytes)
+        return [(self._key("send", peer, self.rank), address, nbytes) for peer, address, nbytes in receives]
+
+    def wait(self, handle):
+        for key, address, nbytes in handle or ():
+            data = self.before.get(key, bytes(nbytes))
+            if len(data) != nbytes:
+                raise TransportError("a message has another length than planned", op="exchange", rank=self.rank,
+                                     expected=nbytes, actual=len(data))
+            ctypes.memmove(address, data, nbytes)
+
+    def _shared(self, kind, ranks, mine):
+        key = self._key(kind, ranks)
+        self.now[key, self.rank] = mine
+        return [self.before.get((key, r), mine) for r in ranks]
+
+    def collective(self, kind, source, target, count, dtype, ranks):
+        mine = torch.frombuffer(bytearray(ctypes.string_at(source, count * dtype.itemsize)), dtype=dtype)
+        total = torch.stack(self._shared("sum", ranks, mine)).sum(0).to(dtype)
+        ctypes.memmove(target, total.data_ptr(), count * dtype.itemsize)
+
+    def all_gather(self, data, ranks):
+        return self._shared("gather", ranks, data)
+
+    def close(self):
+        pass
+
+
+def _same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k] for k in a)
+
+
+def every_rank(n, program, rounds=None) -> list:
+    """What ``program()`` returns on each of ``n`` ranks; an exception that it raises there stands in its place.
+
+    ``rounds``: how many, where messages of several parts have gaps, which never settle.
+    """
+    outer, before, most = dict(_worlds), {}, rounds or 20
+    try:
+        for i in range(most):
+            now, results = {}, []
+            for rank in range(n):
+                for factory in vars(maps).values():  # maps remember which rank asked
+                    if hasattr(factory, "cache_clear"):
+                        factory.cache_clear()
+                dd.World(transport=Recorded(rank, n, before, now))
+                try:
+                    results.append(program())
+                except Exception as error:
+                    results.append(error)
+            if i + 1 == rounds or (rounds is None and _same(before, now)):
+                return results
+            before = now
+    finally:
+        _worlds.clear()
+        _worlds.update(outer)
+        for factory in vars(maps).values():
+            if hasattr(factory, "cache_clear"):
+                factory.cache_clear()
+    raise AssertionError(f"the messages still change after {most} rounds")

@@ -1,0 +1,130 @@
+"""Soak: ``python -m distdl run -n 4 tests/soak.py OPERATIONS``.
+
+Mixed operations over random partitions: maps and their adjoints, backward, forward mode, batches and split-phase calls. Small
+integers as float64, so that sums are exact and every result can be compared with the simulated one by its bytes. Said at the end,
+and checked: the checksums of the run and of the simulated one, and how far memory (caches are full by half time) and the number of
+communicators have grown since half time.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import torch
+from fuzzing import BUILDERS, KINDS, draw
+from registry import integers
+from torch.func import jvp, vmap
+
+import distdl as dd
+import distdl.functional as F
+
+MAPS = 500  # random ones at a time; others after as many operations as TURN
+TURN = 20_000
+GROWTH = 48 * 2**20  # bytes that a rank may grow in the second half: arenas of the allocator, not a leak of 5 bytes per operation
+
+
+def resident() -> int:
+    """Bytes of memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def mix(i, rank, y) -> int:
+    """A number that depends on the operation, the rank and every byte of the result."""
+    data = y.detach().contiguous().numpy().tobytes()
+    return (zlib.crc32(data, zlib.crc32(f"{i} {rank} {tuple(y.shape)}".encode())) * 2654435761) % 2**61
+
+
+def forward(A, x):
+    return A(x)
+
+
+def backward(A, x):
+    y = A(x.requires_grad_())
+    (g,) = torch.autograd.grad((2 * y).sum(), x)
+    return g
+
+
+def forward_mode(A, x):
+    return jvp(A, (x,), (x,))[1]
+
+
+def batch(A, x):
+    return vmap(A)(torch.stack([x, 2 * x]))
+
+
+def split_phase(A, x):
+    pending = F.start(A, x)
+    return F.wait(pending)
+
+
+def doubled(plan, xs):
+    return plan.simulate([torch.stack([x, 2 * x]) for x in xs])
+
+
+def back(A, xs):
+    ys = A.plan.simulate(xs)
+    return A.adjoint.simulate([torch.full_like(y, 2) for y in ys])
+
+
+OPERATIONS = [  # what a rank does, and what the same is with all ranks in one process; by the held or by the wanted side
+    (forward, lambda A, xs: A.plan.simulate(xs)), (backward, back), (forward_mode, lambda A, xs: A.plan.simulate(xs)),
+    (batch, lambda A, xs: doubled(A.plan, xs)), (split_phase, lambda A, xs: A.plan.simulate(xs)),
+]  # fmt: skip
+
+
+def population(turn, n):
+    """Random maps: (map, every rank's held tensor, of both directions)."""
+    rng, found = random.Random(turn), []
+    cells = [(name, kind) for name in BUILDERS for kind in KINDS]
+    while len(found) < MAPS:
+        name, kind = rng.choice(cells)
+        case = draw(name, kind, rng, n)
+        if case is not None:
+            A = case.map
+            for B in (A, A.T):
+                held = B.plan.held
+                found.append((B, [integers(held.local_shape(r), 7 * r + turn) for r in held.partition.ranks]))
+    return found
+
+
+def main(total: int) -> None:
+    where = dd.world()
+    n, me, rng, began = where.size, where.rank, random.Random(1), time.monotonic()
+    ours = theirs = 0
+    half = groups = None
+    for i in range(total):
+        if i % TURN == 0:
+            maps = population(i // TURN, n)
+        A, xs = maps[rng.randrange(len(maps))]
+        run, simulated = OPERATIONS[rng.randrange(len(OPERATIONS))]
+        held = A.plan.held.partition.ranks
+        x = xs[held.index(me)].clone() if me in held else torch.zeros(A.in_shape, dtype=torch.float64)
+        y = run(A, x)
+        out = (A.plan.held if run is backward else A.plan.wanted).partition.ranks
+        if me in out:
+            ours = (ours + mix(i, me, y)) % 2**61
+        if i % n == me:  # ranks share the work of simulating
+            theirs = (theirs + sum(mix(i, r, y) for r, y in zip(out, simulated(A, [x.clone() for x in xs])))) % 2**61
+        if i + 1 == total // 2:
+            half, groups = resident(), len(where.host.groups)
+        if (i + 1) % max(total // 10, 1) == 0:
+            sums = [sum(part) % 2**61 for part in zip(*dd.testing.gather_objects((ours, theirs)))]
+            assert sums[0] == sums[1], f"the checksums {sums[0]:x} and {sums[1]:x} (simulated) differ after {i + 1} operations"
+            if me == 0:
+                print(f"{i + 1} operations, checksum {sums[0]:x} as simulated, {time.monotonic() - began:.0f} s, "
+                      f"{resident() / 2**20:.0f} MiB, {len(where.host.groups)} communicators", flush=True)
+    grown = resident() - half
+    found = dd.testing.gather_objects((grown, len(where.host.groups) - groups))
+    if me == 0:
+        print("growth in the second half, by rank: " + ", ".join(f"{g / 2**20:+.1f} MiB, {c} communicators" for g, c in found))
+    assert all(g < GROWTH for g, _ in found), f"memory grows: {found}"
+    assert total < 10_000 or all(c == 0 for _, c in found), f"communicators are made without end: {found}"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]))

@@ -1,0 +1,139 @@
+"""The executor's economy, which results do not show: what is copied, what is kept, and what is given back."""
+
+import pytest
+import torch
+
+import distdl as dd
+from distdl import exchange
+from distdl.plan import Plan, Side
+from distdl.transport.local import NullTransport
+
+ROWS, COLUMNS = dd.Layout(dd.Partition((4, 1)), (8, 8)), dd.Layout(dd.Partition((1, 4)), (8, 8))
+
+
+class Posting(NullTransport):
+    """Carries nothing, and remembers what it was given."""
+
+    def __init__(self, rank):
+        super().__init__(rank, 4)
+        self.sends, self.receives = [], []
+
+    def post(self, sends, receives):
+        self.sends, self.receives = sends, receives
+
+
+def within(address, tensor):
+    return tensor.data_ptr() <= address < tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+def program_of(plan, x, rank=1):
+    return exchange._cached_program((plan,), [x], NullTransport(rank, 4))[0]
+
+
+def test_contiguous_boxes_are_neither_packed_nor_unpacked():
+    """Sent from the tensor's own memory, and received into the result's, also where dims of size 1 have odd strides."""
+    gather = dd.maps.all_gather(ROWS).plan
+    for x in (torch.ones(2, 8), torch.ones(3, 2, 8)[1], torch.ones(2, 8)[None].transpose(0, 1)[:, 0]):
+        transport = Posting(1)
+        (y,) = exchange.run((gather,), [x], transport)
+        assert len(transport.sends) == len(transport.receives) == 3
+        assert all(within(a, x) for _, a, _ in transport.sends) and all(within(a, y) for _, a, _ in transport.receives)
+        assert program_of(gather, x).staging == 0
+    batch = torch.ones(2, 1, 8).as_strided((1, 2, 8), (3, 8, 1))  # a batch of one: its stride says nothing
+    transport = Posting(1)
+    (y,) = exchange.run((gather,), [batch], transport)
+    assert all(within(a, batch) for _, a, _ in transport.sends) and all(within(a, y) for _, a, _ in transport.receives)
+
+
+def test_other_boxes_are_packed_once():
+    to_columns, x = Plan(Side.of(ROWS), Side.of(COLUMNS)), torch.ones(2, 8)
+    transport = Posting(1)
+    (y,) = exchange.run((to_columns,), [x], transport)
+    program = program_of(to_columns, x)
+    assert [part.size for part in program.packs] == [(2, 2, 2), (2, 2)], "two of them are one copy"
+    assert not any(within(a, x) for _, a, _ in transport.sends)
+    assert all(within(a, y) for _, a, _ in transport.receives) and program.late == []
+    assert len({a for _, a, _ in transport.sends}) == 3 and all(a % 64 == transport.sends[0][1] % 64 for _, a, _ in transport.sends)
+    summing = to_columns.T
+    program = program_of(summing, torch.ones(8, 2))
+    assert len(program.late) == 3 and len(program.moves) + len(program.early) == 1
+
+
+def test_what_stays_is_copied_in_the_cheapest_way():
+    """One run of memory by one move, anything else before messages arrive; sums after."""
+    x = torch.ones(2, 8)
+    gather = program_of(dd.maps.all_gather(ROWS).plan, x)
+    assert len(gather.moves) == 1 and not gather.early and not gather.late
+    columns = program_of(Plan(Side.of(ROWS), Side.of(COLUMNS)), x)
+    assert len(columns.early) == 1 and not columns.moves
+    scatter = program_of(dd.maps.reduce_scatter(ROWS).plan, torch.ones(8, 8))
+    assert not scatter.moves and not scatter.early and len(scatter.late) == 3, "rank 0's part arrives in place, the rest is added"
+    assert [source is None for _, source in scatter.late] == [False, True, True] and scatter.staging == 128
+    assert scatter.likes[0].shape == (2, 8) and scatter.likes[0].dtype == torch.float32 and scatter.zeroed == []
+    assert scatter.receives[0][1] == 0
+    assert program_of(dd.HaloSpec(ROWS, 1, boundary="zeros").plan(), x).zeroed == [0], "a window with gaps starts as zeros"
+
+
+def test_small_staging_stays_with_its_program_and_large_goes_back():
+    to_columns = Plan(Side.of(ROWS), Side.of(COLUMNS))
+    pool = exchange._staging
+    for size, small in ((1, True), (5000, False)):
+        x = torch.ones(size, 2, 8)
+        program = program_of(to_columns, x)
+        assert (program.staging <= 2**16) == small and not program.spare
+        kept = pool.kept
+        first, second = (exchange.start((to_columns,), [x], Posting(1)) for _ in range(2))
+        assert first.staging[0].data_ptr() != second.staging[0].data_ptr(), "both are under way"
+        first.finish(), second.finish()
+        assert len(program.spare) == int(small) and first.staging is second.staging is None
+        assert pool.kept == sum(b.numel() for blocks in pool.free.values() for b in blocks) >= kept
+        assert len(pool.free[_size(program.staging)]) >= (1 if small else 2)
+        again = exchange.start((to_columns,), [x], Posting(1))
+        assert not program.spare
+        again.finish()
+
+
+def _size(nbytes):
+    return max(256, 1 << (nbytes - 1).bit_length())
+
+
+def test_the_pool_keeps_what_it_is_allowed():
+    pool = exchange._Staging()
+    block = pool.take(1000)
+    assert block.numel() == 1024 and pool.take(1).numel() == 256 and pool.take(1024).numel() == 1024
+    pool.give(block)
+    assert pool.kept == 1024 and pool.take(900) is block and pool.kept == 0
+    pool.limit = 1024
+    other = torch.empty(1024, dtype=torch.uint8)
+    pool.give(block), pool.give(other)
+    assert pool.kept == 1024 and pool.take(1024) is block, "the second did not fit"
+
+
+def test_programs_are_remembered_but_not_without_end():
+    gather = dd.maps.all_gather(dd.Layout(dd.Partition((2,), (0, 1)), (4,))).plan
+    view = gather.view(1)
+    program = program_of(gather, torch.ones(2))
+    assert program_of(gather, torch.ones(2)) is program and program_of(gather, torch.ones(2).double()) is not program
+    for n in range(200):
+        program_of(gather, torch.ones(n, 2))
+        assert len(view.programs) <= 64
+    assert program_of(gather, torch.ones(2, 2, 2).transpose(0, 1)) is not program_of(gather, torch.ones(2, 2, 2))
+
+
+def test_wrong_shapes_are_refused_before_anything_is_sent():
+    gather = dd.maps.all_gather(ROWS).plan
+    for shape in ((8,), (8, 2), (3, 8), ()):
+        with pytest.raises(dd.errors.ShapeError) as caught:
+            exchange.run((gather,), [torch.ones(shape)], Posting(1))
+        assert (caught.value.expected, caught.value.actual, caught.value.rank) == ((2, 8), shape, 1)
+
+
+def test_programs_of_several_leaves_differ_by_every_leaf():
+    p, q, x = dd.maps.all_gather(ROWS).plan, Plan(Side.of(ROWS), Side.of(COLUMNS)), torch.ones(2, 8)
+
+    def program(plans, xs):
+        return exchange._cached_program(plans, xs, NullTransport(1, 4))[0]
+
+    pair = program((p, p), [x, x])
+    assert program((p, p), [x, x]) is pair and program((p, q), [x, x]) is not pair
+    assert program((p, p), [x, x.double()]) is not pair and program((p, p), [x, torch.ones(3, 2, 8)[1]]) is pair

@@ -1,0 +1,375 @@
+"""Programs of several ranks in one process: what users call, under transforms, without MPI."""
+
+import random
+
+import pytest
+import torch
+from fuzzing import BUILDERS, KINDS, PAIRS, Spmd, compare, draw, seed_of
+from one_process import every_rank
+from torch.func import grad, jvp, vmap
+
+import distdl as dd
+import distdl.functional as F
+from distdl.errors import AgreementError, PartitionError, ShapeError
+
+
+def returned(results):
+    """The results; the first exception among them is raised."""
+    for found in results:
+        if isinstance(found, Exception):
+            raise found
+    return results
+
+
+def rank():
+    return dd.world().rank
+
+
+def one_case(name, kind, pair):
+    """Faults of one random case on 4 ranks, in each of its spellings."""
+    seed = seed_of(name, kind, pair)
+    spelling = random.Random(seed).randrange(4)
+
+    def program():
+        case = draw(name, kind, random.Random(seed), 4)
+        calls = [case.map, *case.calls.values()]
+        return compare(case, pair, Spmd(case, calls[spelling % len(calls)], seed), torch.float64, seed)
+
+    return returned(every_rank(4, program))
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_random_movement(name):
+    i = list(BUILDERS).index(name)
+    assert not any(one_case(name, KINDS[i % 3], list(PAIRS)[i % 9]))
+
+
+# ---------------------------------------------------------------- maps as values
+
+
+def line(n=3):
+    return dd.Partition((n,))
+
+
+def test_a_map_on_every_rank():
+    """Shapes, activity, ranks and plans as each rank sees them; a rank outside passes anything."""
+
+    def program():
+        A = dd.maps.repartition(dd.Layout(dd.Partition((2,), (2, 0)), (5,)), dd.Layout(line(), (5,), ((0, 1, 4),)))
+        x = torch.arange(5.0)[:3] if rank() == 2 else torch.arange(3.0, 5.0) if rank() == 0 else torch.full((2, 2), torch.nan)
+        y = A(x)
+        return (A.in_shape, A.out_shape, A.active, A.T.active, A.ranks, A.plans == (A.plan,), A.T.T is A, A.T.T == A, y.tolist(),
+                A.is_identity, A.T.transposed, str(A), str(A.T))
+
+    a, b, c = returned(every_rank(3, program))
+    assert a[:5] == ((2,), (0,), True, True, (0, 1, 2)) and a[8] == []
+    assert b[:4] == ((0,), (1,), False, True) and b[8] == [0.0]
+    assert c[:4] == ((3,), (4,), True, True) and c[8] == [1.0, 2.0, 3.0, 4.0]
+    for found in (a, b, c):
+        assert found[5] and found[6] and found[7] and not found[9] and found[10] and found[11] != found[12]
+    L = dd.Layout(line(1), (3,))
+    assert dd.maps.repartition(L, L) is dd.maps.repartition(L, L) and dd.maps.repartition(L, L).plans == ()
+
+
+def test_an_identity_returns_its_input_and_others_fresh_memory():
+    def program():
+        L, x = dd.Layout(line(), (6,)), torch.ones(2)
+        alias = dd.maps.repartition(L, L)(x)
+        fresh = dd.maps.all_gather(L)(x)
+        return alias is x, fresh.data_ptr() != x.data_ptr() and fresh.tolist() == [1.0] * 6
+
+    assert returned(every_rank(3, program)) == [(True, True)] * 3
+
+
+def test_wrong_input_is_refused():
+    def shape():
+        dd.maps.all_gather(dd.Layout(line(), (6,)))(torch.ones(3))
+
+    def far():
+        dd.maps.all_gather(dd.Layout(line(4), (8,)))(torch.ones(2))
+
+    for found in every_rank(3, shape):
+        assert isinstance(found, ShapeError) and (found.expected, found.actual) == ((2,), (3,)) and found.next_step
+        assert found.op == "all_gather" and found.partitions == "Partition((3,))" and found.rank in (0, 1, 2)
+    for found in every_rank(3, lambda: dd.maps.gather(dd.Layout(line(), (6,)), 2)(torch.ones(3))):
+        assert found.partitions == "Partition((3,)) -> Partition((1,), ranks=(2,))"
+    for found in every_rank(3, far):
+        assert isinstance(found, PartitionError) and "the world has 3 ranks" in str(found) and "-n 4" in str(found)
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda P, L: dd.maps.all_sum_reduce(L), "blocks of different sizes"),
+    (lambda P, L: dd.maps.invariant_sum(dd.Layout(dd.Partition((2, 2)), (4, 3)), None, (1,)), "over dim 1"),
+    (lambda P, L: dd.maps.repartition(L, dd.Partition((2, 1))), "another number of dims"),
+    (lambda P, L: dd.maps.repartition(L, dd.Layout(P, (4,))), "different global shapes"),
+    (lambda P, L: dd.maps.gathered_dims(P, 2, None, "all_gather"), "another number of dims"),
+    (lambda P, L: dd.maps.gathered_dims(P, 2, {2: 0}, "all_gather"), "dims do not fit"),
+    (lambda P, L: dd.maps.gathered_dims(P, 2, {-3: 0}, "all_gather"), "dims do not fit"),
+    (lambda P, L: dd.maps.gathered_dims(P, 2, {0: 0, 1: 0}, "all_gather"), "dims do not fit"),
+    (lambda P, L: dd.maps.permute(P, ((0, 2),), (1,)), "not a permutation"),
+    (lambda P, L: dd.maps.permute(P, ((2, 0),), (1,)), "not a permutation"),
+    (lambda P, L: dd.maps.permute(P, ((0, 1), (1, 1)), (1,)), "not a permutation"),
+    (lambda P, L: dd.maps.broadcast(P, dd.Partition((3,)), (1,)), "do not broadcast"),
+    (lambda P, L: dd.maps.broadcast(dd.Partition((1, 1)), P, (1,)), "do not broadcast"),
+    (lambda P, L: dd.maps.shift(P, 1, shape=(1,)), "no dim 1"),
+], ids=str)  # fmt: skip
+def test_maps_that_cannot_be(make, words):
+    P = dd.Partition((2,))
+    with pytest.raises(PartitionError, match=words) as caught:
+        make(P, dd.Layout(P, (5,)))
+    assert caught.value.op and (caught.value.actual is not None or caught.value.partitions is not None)
+
+
+def test_what_dims_may_be():
+    P = dd.Partition((2, 3))
+    pairs = dd.maps.gathered_dims
+    assert pairs(P, 2, None, "f") == {0: 0, 1: 1} and pairs(P, 2, -1, "f") == {1: 1}
+    assert pairs(P, 3, {-1: 0, 0: 1}, "f") == {2: 0, 0: 1}
+    assert pairs(P, 2, {-2: -1}, "f") == {0: 1} and pairs(P, 2, (), "f") == {}
+    L = dd.Layout(dd.Partition((2, 1)), (5, 1))
+    A = dd.maps.all_sum_reduce(L, None, 1)
+    assert A.plan.view(0).out_shape == (3, 1) and dd.maps.all_sum_reduce(L, None, -1).plan == A.plan
+    B = dd.maps.gathering(P, (4, 7), {1: 1, 0: 0}, {0: (1, 3), 1: (0, 3, 4)})
+    assert B.plan.view(5).in_shape == (3, 4) and B.plan.view(0).in_shape == (1, 0) and B.plan.view(0).out_shape == (4, 7)
+    assert dd.maps.gathering(P, (4, 7), {0: 1}).plan.view(2).in_shape == (1, 7)
+
+
+def test_chains():
+    def program():
+        L, M = dd.Layout(line(), (4,)), dd.Layout(line(), (4,), ((0, 4, 0),))
+        A, B = dd.maps.repartition(L, M), dd.maps.all_gather(M)
+        C = B @ A
+        x = L.shard(torch.arange(4.0))
+        assert C.in_shape == A.in_shape and C.out_shape == (4,) and C.plans == (*A.plans, *B.plans)
+        assert C.T.T == C and C.T.maps == (B.T, A.T) and (B @ A).T == A.T @ B.T
+        assert (dd.maps.reduce_scatter(L) @ C).maps == (*C.maps, dd.maps.reduce_scatter(L))
+        assert (C @ dd.maps.repartition(L, L)).maps == (dd.maps.repartition(L, L), A, B)
+        total = dd.maps.invariant_sum(line(), (4,)) @ C
+        assert (total.domain.kind, total.range.kind, total.T.domain.kind, total.T.range.kind) == (
+            "varying", "invariant", "invariant", "varying")  # fmt: skip
+        assert C.world is dd.world() and C.domain.kind == C.range.kind == "varying"
+        for left, right in ((A, B), (dd.maps.all_gather(L), dd.maps.invariant_sum(line(), (4,)))):
+            with pytest.raises(PartitionError, match="do not compose"):
+                left @ right
+        return C(x).tolist(), C.T(torch.ones(4)).tolist()
+
+    assert [y for y, _ in returned(every_rank(3, program))] == [[0.0, 1.0, 2.0, 3.0]] * 3
+    assert [g for _, g in every_rank(3, program)] == [[3.0, 3.0], [3.0], [3.0]]
+    L, M = dd.Layout(line(), (4,)), dd.Layout(line(), (4,), ((0, 4, 0),))
+    shards = (dd.maps.all_gather(M) @ dd.maps.repartition(L, M)).simulate([torch.arange(4.0)[a:b] for a, b in L.blocks(0)])
+    assert [y.tolist() for y in shards] == [[0.0, 1.0, 2.0, 3.0]] * 3
+
+
+def test_weights_of_the_invariant_pair():
+    A, B = dd.maps.mark_varying(line(), (2,)), dd.maps.invariant_sum(line(), (2,))
+    assert (A.domain.kind, A.domain.copies, A.domain.weight, A.range.kind) == ("invariant", 3, 1 / 3, "varying")
+    assert (B.domain.weight, B.range.kind, B.range.weight) == (1.0, "invariant", 1 / 3)
+    assert A.plans == () and A.T.plans == (A.adjoint,) and not A.is_identity and A.T == A.T.T.T
+
+
+# ---------------------------------------------------------------- a user's own pair
+
+
+def test_own_pair_and_its_faults():
+    def double(x):
+        return 2 * x
+
+    A = dd.linear_map(double, double, (3,), (3,))
+    x = torch.arange(3.0)
+    assert torch.equal(A(x), 2 * x) and torch.equal(A.T(x), 2 * x) and A.T.T == A and A.plans == () and A.ranks == ()
+    assert torch.equal(vmap(A)(torch.stack([x, x])), torch.stack([2 * x, 2 * x]))
+    assert vmap(A)(torch.empty(0, 3)).shape == (0, 3)
+    assert torch.equal(vmap(vmap(A))(torch.ones(2, 2, 3)), 2 * torch.ones(2, 2, 3))
+    with pytest.raises(ShapeError, match="wrong shape"):
+        A(torch.ones(4))
+    with pytest.raises(ShapeError, match="returned another shape"):
+        dd.linear_map(lambda x: x[:2], double, (3,), (3,))(x)
+    same = dd.linear_map(lambda x: x, lambda x: x, (3,), (3,))
+    y = same(x)
+    assert y.data_ptr() != x.data_ptr() and torch.equal(y, x), "a result of its own"
+    seen = []
+    B = dd.linear_map(lambda x: seen.append(x.dim()) or 2 * x, double, (3,), (3,), batched=True)
+    vmap(B)(torch.ones(2, 3))
+    vmap(dd.linear_map(B.forward, double, (3,), (3,)))(torch.ones(2, 3))
+    assert seen == [2, 1, 1], "one by one, unless it says that it takes batches"
+    assert (A @ A)(x).tolist() == [0.0, 4.0, 8.0] and "double" in str(A)
+
+
+# ---------------------------------------------------------------- dependence without a value
+
+
+def test_nothing_and_tie():
+    x = torch.tensor([1.0, torch.nan], requires_grad=True)
+    z = torch.ones(2, dtype=torch.complex64, requires_grad=True)
+    with pytest.raises(ShapeError, match="has elements"):
+        F.nothing((2,), x)
+    empty = F.nothing((0, 2), x, z)
+    assert empty.shape == (0, 2) and empty.requires_grad and F.nothing((0,), x, dtype=torch.float64).dtype == torch.float64
+    value = torch.tensor(3.0)
+    assert F.tie(value) is value and F.tie(value, torch.tensor(1)) is value
+    tied = F.tie(value, x, z)
+    tied.backward()
+    assert tied.item() == 3 and tied.shape == () and x.grad.tolist() == [0.0, 0.0] and z.grad.tolist() == [0, 0]
+
+
+# ---------------------------------------------------------------- ranks that disagree
+
+
+def test_one_rank_has_no_batch():
+    """Under vmap a rank whose input is not batched gets the batch that its peers have."""
+
+    def program():
+        L = dd.Layout(line(), (3,))
+        A = dd.maps.all_gather(L)
+        c, xs = torch.ones(1), torch.arange(2.0).reshape(2, 1) + 10 * rank()
+        return vmap(lambda x: A(x) if rank() else A(c) + 0 * x)(xs).tolist()
+
+    assert returned(every_rank(3, program)) == [[[1.0, 10.0, 20.0], [1.0, 11.0, 21.0]]] * 3
+
+
+def test_vmaps_of_different_sizes():
+    def program():
+        A = dd.maps.all_gather(dd.Layout(line(), (3,)))
+        return vmap(A)(torch.ones(2 + (rank() == 1), 1))
+
+    for r, found in enumerate(every_rank(3, program)):
+        assert isinstance(found, AgreementError) and "different vmaps" in str(found) and found.rank == r
+        assert found.actual == {0: [2], 1: [3], 2: [2]} and found.next_step and found.expected
+
+
+def test_a_linear_loss_on_one_rank():
+    """Second derivatives send the same messages on every rank, whatever the local loss is: the tie."""
+
+    def program():
+        L = dd.Layout(line(), (3,))
+        A = dd.maps.all_gather(L)
+        f = lambda x: A(x.sin()).sum() if rank() else (A(x.sin()) ** 2).sum()
+        x = L.shard(torch.arange(3.0, dtype=torch.float64))
+        hvp = jvp(grad(f), (x,), (torch.ones_like(x),))[1]
+        y = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(f(y), y, create_graph=True)
+        (h,) = torch.autograd.grad(g.sum(), y)
+        return hvp, h
+
+    X = torch.arange(3.0, dtype=torch.float64)
+    expected = jvp(grad(lambda X: 2 * X.sin().sum() + (X.sin() ** 2).sum()), (X,), (torch.ones_like(X),))[1]
+    for r, found in enumerate(returned(every_rank(3, program))):
+        assert all(torch.allclose(t, expected[r : r + 1]) for t in found)
+
+
+# ---------------------------------------------------------------- the executor
+
+
+def test_a_pytree_is_one_set_of_messages():
+    def program():
+        L = dd.Layout(dd.Partition((3, 1)), (3, 1))
+        with dd.testing.count_messages() as sent:
+            trees = F.all_gather({"a": torch.full((1, 1), float(rank())), "b": [torch.full((1, 1), rank())]}, L, 0)
+            sums = F.all_sum_reduce((torch.ones(2), torch.ones(1, 2), torch.full((1,), 2, dtype=torch.int64)), line())
+        return (trees["a"].flatten().tolist(), trees["b"][0].flatten().tolist(), [s.tolist() for s in sums], sent.sends,
+                len(sent.of("all_reduce")), sent.bytes, [b for k, _, b in sent if k == "all_reduce"])
+
+    for found in returned(every_rank(3, program, rounds=3)):
+        assert found == ([0.0, 1.0, 2.0], [0, 1, 2], [[3.0, 3.0], [[3.0, 3.0]], [6]], 2, 2, 2 * (64 + 8) + 24, [16, 8])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_half_precision_is_summed_in_single(dtype):
+    def program():
+        x = torch.full((1,), 1.0 if rank() else 256.0, dtype=dtype)
+        P = dd.Partition((5,))
+        return (F.all_sum_reduce(x, P), F.sum_reduce(x, P, dd.Partition((1,), (2,)), shape=(1,)), dd.maps.all_sum_reduce(P, (1,)))
+
+    results = returned(every_rank(5, program))
+    assert [y.item() for y, _, _ in results] == [260.0] * 5 and results[2][1].item() == 260.0
+    assert all(y.dtype == dtype for y, _, _ in results)
+    simulated = results[0][2].plan.simulate([torch.full((1,), v, dtype=dtype) for v in (256.0, 1, 1, 1, 1)])
+    assert [y.item() for y in simulated] == [260.0] * 5 and simulated[0].dtype == dtype
+
+
+def test_lazy_tensors_and_odd_strides():
+    """Conjugates, negatives, expanded and transposed inputs, with more strides than are remembered, and large messages."""
+
+    def program():
+        L = dd.Layout(dd.Partition((3, 1)), (6, 4))
+        A = dd.maps.repartition(L, dd.Partition((1, 3)))
+        X = torch.arange(24.0).reshape(6, 4) * (1 + 2j)
+        x = L.shard(X)
+        found = [A(x.conj()), A(x.T.contiguous().T), A(torch.imag(x.conj())), A(x[:1, :1].expand(2, 4))]
+        for stride in range(1, 70):
+            wide = torch.zeros(2, 4, stride)
+            wide[..., 0] = x.real
+            found.append(A(wide[..., 0]))
+        batch = vmap(A)(x.real.expand(5000, 2, 4))
+        return *found, batch[0], batch[-1], vmap(A)(x.real.expand(0, 2, 4)).shape
+
+    X = torch.arange(24.0).reshape(6, 4) * (1 + 2j)
+    M = dd.Layout(dd.Partition((1, 3)), (6, 4))
+    for r, found in enumerate(returned(every_rank(3, program))):
+        conj, transposed, imag, expanded, *rest, shape = found
+        part = M.shard(X, r)
+        assert torch.equal(conj, part.conj()) and torch.equal(transposed, part) and torch.equal(imag, -part.imag)
+        assert torch.equal(expanded, X[::2, :1].repeat_interleave(2, 0).expand_as(part))
+        assert all(torch.equal(y, part.real) for y in rest) and shape == (0, *part.shape)
+
+
+def test_split_phase_overlaps():
+    def program():
+        L = dd.Layout(line(), (3,))
+        A, B = dd.maps.all_gather(L), dd.maps.shift(L, 0)
+        x = torch.full((1,), float(rank()), requires_grad=True)
+        first, second = F.start(A, x), F.start(B, x)
+        y = F.wait(second) + F.wait(first).sum()
+        y.sum().backward()
+        with pytest.raises(ShapeError, match="already waited"):
+            F.wait(first)
+        return y.item(), x.grad.item()
+
+    assert returned(every_rank(3, program)) == [(5.0, 4.0), (3.0, 4.0), (4.0, 4.0)]
+
+
+def test_transports_are_told_the_truth():
+    """A message of another length is an error, also between ranks of one process."""
+
+    def program():
+        L = dd.Layout(line(), (3,))
+        return dd.maps.all_gather(L)(torch.ones(1, dtype=torch.float64 if rank() else torch.float32))
+
+    assert any(isinstance(found, dd.errors.TransportError) for found in every_rank(3, program))
+
+
+def test_fake_tensors_go_through_derivatives():
+    """Shapes without values, and without messages: the tie too is of the mode's own kind."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    def program():
+        A = dd.maps.all_gather(dd.Layout(line(), (5,)))
+        with dd.testing.count_messages() as sent, FakeTensorMode():
+            x = torch.ones(A.in_shape)
+            slope = jvp(grad(lambda x: A(x.sin()).sin().sum()), (x,), (x,))[1]
+            stacked = vmap(A)(torch.ones(4, *A.in_shape))
+        return isinstance(slope, FakeTensor), tuple(slope.shape) == A.in_shape, tuple(stacked.shape), sent.bytes
+
+    assert returned(every_rank(3, program)) == [(True, True, (4, 5), 0)] * 3
+
+
+def test_integers_beside_differentiable_tensors():
+    """They travel forward in the same messages, and the gradient's messages leave them out."""
+
+    def program():
+        L = dd.Layout(line(2), (2,))
+        x, i = torch.ones(1, requires_grad=True), torch.full((1,), rank())
+        y, j = F.all_gather((x, i), L)
+        with dd.testing.count_messages() as sent:
+            ((rank() + 1) * y).sum().backward()
+        return j.tolist(), x.grad.item(), sent.bytes
+
+    assert returned(every_rank(2, program, rounds=4)) == [([0, 1], 3.0, 4)] * 2
+
+
+def test_broadcast_of_shapes_that_differ_by_rank():
+    def program():
+        x = torch.full((1 + rank(),), float(rank()))
+        return F.broadcast(x, dd.Partition((2, 1), (0, 1)), dd.Partition((2, 2))).tolist()
+
+    assert returned(every_rank(4, program)) == [[0.0], [0.0], [1.0, 1.0], [1.0, 1.0]]
