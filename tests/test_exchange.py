@@ -56,7 +56,7 @@ def test_other_boxes_are_packed_once():
     assert len({a for _, a, _ in transport.sends}) == 3 and all(a % 64 == transport.sends[0][1] % 64 for _, a, _ in transport.sends)
     summing = to_columns.T
     program = program_of(summing, torch.ones(8, 2))
-    assert len(program.late) == 3 and len(program.moves) + len(program.early) == 1
+    assert len(program.late) == 2 and len(program.moves) + len(program.early) == 1
 
 
 def test_what_stays_is_copied_in_the_cheapest_way():
