@@ -65,7 +65,8 @@ class _Program:
     """
 
     likes: list[torch.Tensor]  # for each output a tensor without memory, of its shape and working dtype
-    zeroed: list[int]  # the outputs that start as zeros
+    zeroed: list[int]  # the outputs that start as zeros,
+    blanks: list[_Part]  # and the boxes of large ones that do
     casts: list[torch.dtype] | None  # dtypes of the results, where the working ones differ
     sends: list[tuple[int, int, int, int]]
     receives: list[tuple[int, int, int, int]]
@@ -133,9 +134,11 @@ def _like(shape, dtype, device):
 
 def _parts(message, leaf, lead, dtype, strides, **how):
     """The boxes of a message inside a tensor with these strides."""
-    inner = strides[len(lead) :]
-    return [_Part(leaf, (*lead, *sizes), strides, sum(a * s for a, s in zip(starts, inner)), dtype, **how)
-            for starts, sizes in message.boxes]
+    return [_box(leaf, lead, starts, sizes, strides, dtype, **how) for starts, sizes in message.boxes]
+
+
+def _box(leaf, lead, starts, sizes, strides, dtype, **how):
+    return _Part(leaf, (*lead, *sizes), strides, sum(a * s for a, s in zip(starts, strides[len(lead) :])), dtype, **how)
 
 
 def _messages(by_peer, end: int):
@@ -225,12 +228,12 @@ def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> _Program:
     staged_small, staged_blocks = ([] if at[0] == 0 else _joined(parts) for at, parts in zip(ends, (small, blocks)))
     sends, receives = [[(rank, *at, n)] for at in (ends if kind == "all_gather" else ends[::-1])]
     packs, unpacks = (staged_small, staged_blocks) if kind == "all_gather" else (staged_blocks, staged_small)
-    return _Program(likes, [], None, sends, receives, [], [], packs, [(to, None) for to in unpacks], end, kind, group, True, [])
+    return _Program(likes, [], [], None, sends, receives, [], [], packs, [(to, None) for to in unpacks], end, kind, group, True, [])
 
 
 def _program(plans, leads, strides, dtypes, transport, device) -> _Program:
     rank = transport.rank
-    sends, receives, kept, likes, zeroed = defaultdict(list), defaultdict(list), [], [], []
+    sends, receives, kept, likes, zeroed, blanks = defaultdict(list), defaultdict(list), [], [], [], []
     late: list[tuple[_Part, _Part | None]] = []
     kind, group = _collective(plans, leads, dtypes, transport)
     for leaf, (plan, lead, stride, dtype) in enumerate(zip(plans, leads, strides, dtypes)):
@@ -238,8 +241,10 @@ def _program(plans, leads, strides, dtypes, transport, device) -> _Program:
         work = _WIDER.get(dtype, dtype) if _widens(view, dtype, kind, transport) else dtype
         shape = (*lead, *view.out_shape)
         likes.append(_like(shape, work, device))
-        if not view.covered:
+        if view.gaps is None or (view.gaps and math.prod(shape) * work.itemsize < _SMALL):
             zeroed.append(leaf)
+        else:
+            blanks += [_box(leaf, lead, starts, sizes, _dense(shape), work) for starts, sizes in view.gaps]
         if kind or not math.prod(lead):
             continue
 
@@ -270,7 +275,7 @@ def _program(plans, leads, strides, dtypes, transport, device) -> _Program:
         late = [(to, None) for to in _joined(sorted((to for to, _ in late), key=lambda part: part.place))]
     casts = list(dtypes) if any(like.dtype != d for like, d in zip(likes, dtypes)) else None
     travels = bool(send_messages or receive_messages)
-    return _Program(likes, zeroed, casts, send_messages, receive_messages, moves, early, packs, late, end, kind, group,
+    return _Program(likes, zeroed, blanks, casts, send_messages, receive_messages, moves, early, packs, late, end, kind, group,
                     travels, [])
 
 
@@ -319,6 +324,8 @@ class Pending:
             return
         for leaf in program.zeroed:
             ys[leaf].zero_()
+        for part in program.blanks:
+            part.of(ys[part.leaf]).zero_()
         for leaf, to, source, nbytes in program.moves:
             _memmove(ys[leaf].data_ptr() + to, xs[leaf].data_ptr() + source, nbytes)
         base = 0

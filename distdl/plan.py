@@ -111,7 +111,8 @@ class View:
     ``kept`` are the messages that stay here, as (where from, where to). ``received`` orders every arrival, kept ones
     included, as sums are to be taken: largest first, then in grid order, so that results do not depend on timing and are
     bitwise equal on ranks that want the same box. ``adds``: some element arrives more than once; ``piles``: perhaps more than
-    twice. ``covered``: what arrives fills the output without a gap.
+    twice. ``covered``: what arrives fills the output without a gap. ``gaps``: the boxes in which nothing arrives, or ``None``
+    where they were not worked out.
     """
 
     in_shape: tuple[int, ...]
@@ -122,6 +123,7 @@ class View:
     adds: bool
     piles: bool
     covered: bool
+    gaps: tuple[Box, ...] | None
     programs: dict = field(default_factory=dict, repr=False)  # the executor's notes, per shape and strides
 
 
@@ -217,7 +219,7 @@ class Plan(_Value):
             covered = False  # one message may name an element twice; only a single box surely fills the output
         sends.sort(key=lambda m: m.peer)
         return View(in_shape, out_shape, tuple(sends), tuple(received), kept, adds,
-                    adds and _piles(received), covered)
+                    adds and _piles(received), covered, () if covered else None if adds else _gaps(received, out_shape))
 
     def _meetings(self, rank: int, sending: bool):
         """Whose pieces meet this rank's: [(peer, per axis the overlaps)], and whether two of them meet each other here."""
@@ -280,6 +282,24 @@ def _piles(received) -> bool:
     boxes = [box for m in received[1:] for box in m.boxes]
     return len(received[0].boxes) > 1 or len(boxes) > 64 or _collide(
         [[(0, start, size) for start, size in zip(*box)] or [(0, 0, 1)] for box in boxes])
+
+
+def _gaps(received, shape):
+    """The boxes around what these messages, which do not meet, fill: where that is a single box; else ``None``."""
+    boxes = [box for m in received for box in m.boxes]
+    if not boxes:
+        return None
+    low = [min(starts) for starts in zip(*(starts for starts, _ in boxes))]
+    high = [max(stops) for stops in zip(*([a + n for a, n in zip(*box)] for box in boxes))]
+    if sum(m.volume for m in received) != math.prod(b - a for a, b in zip(low, high)):
+        return None
+    gaps, starts, sizes = [], [0] * len(shape), list(shape)
+    for d, n in enumerate(shape):  # what lies before and after in dim d, within what is left of the dims before it
+        for a, b in ((0, low[d]), (high[d], n)):
+            if a < b:
+                gaps.append(((*starts[:d], a, *starts[d + 1 :]), (*sizes[:d], b - a, *sizes[d + 1 :])))
+        starts[d], sizes[d] = low[d], high[d] - low[d]
+    return tuple(gaps)
 
 
 def _fills(runs, n: int) -> bool:

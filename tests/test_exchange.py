@@ -137,3 +137,18 @@ def test_programs_of_several_leaves_differ_by_every_leaf():
     pair = program((p, p), [x, x])
     assert program((p, p), [x, x]) is pair and program((p, q), [x, x]) is not pair
     assert program((p, p), [x, x.double()]) is not pair and program((p, p), [x, torch.ones(3, 2, 8)[1]]) is pair
+
+
+@pytest.mark.parametrize("widths", [(1, 2), (0, 9), (3, 0)])
+def test_only_the_gaps_of_large_windows_are_zeroed(widths, monkeypatch):
+    L = dd.Layout(dd.Partition((2, 3)), (5, 7))
+    plan = dd.HaloSpec(L, widths, boundary="zeros").plan()
+    xs = [L.shard(torch.arange(1.0, 36).reshape(5, 7), r) for r in range(6)]
+    wanted = plan.simulate(xs)
+    for r in range(6):
+        plan.view(r).programs.clear()
+    monkeypatch.setattr(exchange, "_SMALL", 0)
+    monkeypatch.setattr(exchange, "_empty_like", lambda like: torch.full(like.shape, torch.nan, dtype=like.dtype))
+    assert all(torch.equal(a, b) for a, b in zip(plan.simulate(xs), wanted))
+    programs = [next(iter(plan.view(r).programs.values())) for r in range(6)]
+    assert not any(p.zeroed for p in programs) and any(p.blanks for p in programs)

@@ -220,6 +220,11 @@ def check_combining(plan):
             assert view.covered == (len(first.boxes) == 1 and first.volume == len(arrivals)), plan
         else:
             assert view.covered == gapless, plan
+        if view.gaps is not None:
+            marked = torch.zeros(view.out_shape, dtype=torch.int64)
+            for starts, sizes in view.gaps:
+                marked[tuple(slice(a, a + n) for a, n in zip(starts, sizes))] += 1
+            assert torch.equal(marked.reshape(-1), (arrivals == 0).long()), plan
 
 
 def test_arrivals_are_counted_right():
