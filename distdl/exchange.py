@@ -25,6 +25,7 @@ _ALIGN = 64  # each part of a message starts at such an offset, on both ends
 # Sums of more than two of these are taken in the wider dtype (the sum of two is rounded only once in any case), and so are
 # those that the engine lacks.
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _empty_like, _memmove = torch.empty_like, ctypes.memmove
 
 
@@ -41,6 +42,7 @@ class _Part:
     cast: bool = False  # arrivals: the output is worked out in another dtype
     place: int = 0  # bytes
     dense: tuple[int, ...] = ()  # strides in the staging memory
+    words: bool = False  # whether ``dtype`` stands for several elements of the tensor's own
 
     def __post_init__(self):
         self.dense = self.dense or _dense(self.size)
@@ -50,11 +52,28 @@ class _Part:
 
     def of(self, tensor):
         """The box inside ``tensor``."""
+        if self.words:
+            tensor = tensor.view(self.dtype)
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
     def staged(self, staging):
         """The box inside the staging memory."""
         return staging.view(self.dtype).as_strided(self.size, self.dense, self.place // self.dtype.itemsize)
+
+    def factor(self, shape, strides, most: int) -> int:
+        """How many elements can be copied as one word of at most 16 bytes, in a tensor of this shape and strides."""
+        if self.add or self.cast or not self.size or self.stride[-1] != 1 or strides[-1] != 1:
+            return 1
+        numbers = (shape[-1], self.size[-1], self.offset, *self.stride[:-1], *strides[:-1])
+        return math.gcd(most, *numbers)
+
+    def in_words(self, k: int) -> _Part:
+        """The same box, ``k`` elements at a time."""
+        def shrink(numbers):
+            return tuple(n // k for n in numbers[:-1])
+
+        return replace(self, size=(*self.size[:-1], self.size[-1] // k), stride=(*shrink(self.stride), 1), offset=self.offset // k,
+                       dense=(*shrink(self.dense), 1), dtype=_WORDS[k * self.dtype.itemsize], words=True)
 
 
 @dataclass
@@ -82,10 +101,10 @@ class _Program:
     fused_early: fused.Boxes | None = None  # on a device: small boxes of ``early`` and ``packs``, which one kernel copies,
     fused_late: fused.Boxes | None = None  # and those of ``late``
 
-    def fuse(self, device) -> _Program:
+    def fuse(self, device) -> None:
         """Let one kernel copy many small boxes."""
-        if device.type != "cuda" or len(self.likes) > 1 or not fused.available():
-            return self
+        if len(self.likes) > 1 or not fused.available():
+            return
         itemsize, leave = self.likes[0].dtype.itemsize, lambda part: not fused.small(part)
         early = [fused.keeping(to, source) for to, source in self.early if fused.small(to)]
         early += [fused.packing(part) for part in self.packs if fused.small(part)]
@@ -97,7 +116,26 @@ class _Program:
             if len(late) > 1:
                 self.fused_late = fused.Boxes(late, itemsize, device)
                 self.late = [(to, None) for to, _ in self.late if leave(to)]
-        return self
+
+    def widen(self, xs) -> None:
+        """Copy large boxes in words of up to 16 bytes: a device copies strided memory element by element."""
+        def factor(part, x):
+            size = part.dtype.itemsize
+            if fused.small(part) or not part.size:
+                return 1
+            if x is None:
+                shape = self.likes[part.leaf].shape
+                return part.factor(shape, _dense(shape), 16 // size)
+            return part.factor(x.shape, x.stride(), max(math.gcd(16, x.data_ptr()) // size, 1))
+
+        for i, (to, source) in enumerate(self.early):
+            k = math.gcd(factor(to, None), factor(source, xs[source.leaf]))
+            self.early[i] = (to.in_words(k), source.in_words(k)) if k > 1 else (to, source)
+        for i, part in enumerate(self.packs):
+            self.packs[i] = part.in_words(k) if (k := factor(part, xs[part.leaf])) > 1 else part
+        for i, (to, source) in enumerate(self.late):
+            if source is None and (k := factor(to, None)) > 1:
+                self.late[i] = to.in_words(k), None
 
     def take_staging(self, device):
         """Staging memory, with views of it for ``packs`` and for ``late`` (None where nothing is staged)."""
@@ -392,6 +430,11 @@ def _sum(transport, xs, ys, group) -> None:
                 y.copy_(part.view_as(y))
 
 
+def _place(x):
+    """Where a device tensor lies: words of 16 bytes need a place that they divide."""
+    return x.device, x.data_ptr() % 16
+
+
 def _cached_program(plans, xs, transport):
     """The program for these tensors, and the tensors as plain memory."""
     rank, collectives = transport.rank, transport.collectives
@@ -400,10 +443,10 @@ def _cached_program(plans, xs, transport):
     if len(xs) == 1:
         if x.is_conj() or x.is_neg() or x._is_zerotensor():
             xs = [x] = [_torch.plain(x)]
-        key = (x.shape, x.stride(), x.dtype, x.is_cpu or x.device, collectives)
+        key = (x.shape, x.stride(), x.dtype, x.is_cpu or _place(x), collectives)
     else:
         xs = [_torch.plain(x) for x in xs]
-        key = (*((x.shape, x.stride(), x.dtype) for x in xs), x.is_cpu or x.device, collectives, plans[1:])
+        key = (*((x.shape, x.stride(), x.dtype, x.is_cpu or _place(x)) for x in xs), collectives, plans[1:])
     program = cache.get(key)
     if program is None:
         leads = []
@@ -418,7 +461,9 @@ def _cached_program(plans, xs, transport):
             cache.clear()
         strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
         program = cache[key] = _program(plans, leads, strides, dtypes, transport, xs[0].device)
-        program.fuse(xs[0].device)
+        if not xs[0].is_cpu:
+            program.fuse(xs[0].device)
+            program.widen(xs)
     return program, xs
 
 

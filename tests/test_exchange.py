@@ -152,3 +152,33 @@ def test_only_the_gaps_of_large_windows_are_zeroed(widths, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(plan.simulate(xs), wanted))
     programs = [next(iter(plan.view(r).programs.values())) for r in range(6)]
     assert not any(p.zeroed for p in programs) and any(p.blanks for p in programs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex64, torch.complex128])
+@pytest.mark.parametrize("shape", [(8, 12, 32), (8, 12, 20), (7, 5, 9)])
+def test_boxes_in_words(shape, dtype, monkeypatch):
+    """As a device copies them: several elements at a time, where sizes, strides and addresses allow."""
+    L, make, widened = dd.Layout(dd.Partition((2, 2, 1)), shape), exchange._program, []
+    current: list = []
+
+    def in_words(plans, leads, strides, dtypes, transport, device):
+        program = make(plans, leads, strides, dtypes, transport, device)
+        program.widen(current)
+        widened.extend(p for p in (*program.packs, *(p for pair in (*program.early, *program.late) for p in pair if p)) if p.words)
+        return program
+
+    X = (torch.arange(torch.Size(shape).numel()) % 97).to(dtype).reshape(shape)
+    for plan in (dd.HaloSpec(L, (1, 1, 0)).plan(), dd.maps.repartition(L, dd.Partition((1, 1, 4))).plan,
+                 dd.maps.all_gather(L, 1).plan):
+        xs = [L.shard(X, r).clone() for r in range(4)]
+        wanted = plan.simulate(xs)
+        for r in range(4):
+            plan.view(r).programs.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(exchange, "_program", in_words)
+            patch.setattr(exchange.fused, "small", lambda part: False)
+            for r, x in enumerate(xs):
+                current[:] = [x]
+                exchange._cached_program((plan,), [x], exchange.LocalTransport(r, 4))
+        assert all(torch.equal(a, b) for a, b in zip(plan.simulate(xs), wanted))
+    assert bool(widened) == (dtype != torch.complex128)

@@ -8,6 +8,7 @@ some of the ranks uses the whole world's communicator once that exists, since me
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import warnings
 from dataclasses import dataclass
 
@@ -133,12 +134,14 @@ class NcclEngines:
     def close(self) -> None:
         """Destroy the communicators, newest first, which is one order on all their ranks. Where a CUDA graph was captured they
         are left to the end of the process: a graph that still lives holds on to them, and to destroy them would wait for it."""
-        made = [e for e in self.engines.values() if e is not None]
+        made = [engine.comm for engine in self.engines.values() if engine is not None]
         self.engines.clear()
         self.whole = None
-        if made and not self.captured:
-            for engine in reversed(made):
-                engine.comm.destroy()
+        for comm in reversed(made):
+            if self.captured:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(comm))  # CuPy destroys a communicator that nobody holds
+            else:
+                comm.destroy()
 
 
 class NcclTransport:

@@ -43,7 +43,7 @@ def use(engine):
     if engine in ("nccl", "nccl-messages"):
         run = linear_map.run_plain
         device = torch.device("cuda", dd.world().rank % torch.cuda.device_count())
-        linear_map.run_plain = lambda maps, xs: [y.cpu() for y in run(maps, [x.to(device) for x in xs])]
+        linear_map.run_plain = lambda maps, xs, *more: [y.cpu() for y in run(maps, [x.to(device) for x in xs], *more)]
 
 
 class OneReport:
