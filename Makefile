@@ -13,9 +13,10 @@ demo: .venv/ready
 
 test: lint unit mpi
 
-# Slow sweeps too, and more ranks than this machine has cores.
+# Slow sweeps too, whole models on 16 ranks, and more ranks than this machine has cores.
 test-all: .venv/ready
 	$(MAKE) lint unit mpi MARKS='-m ""' LIMIT=3000
+	timeout -k 10 1800 $(PY) -m distdl run -n 16 -m pytest tests/mpi/test_neon_many.py -p no:cacheprovider -q -m ""
 	timeout -k 10 1800 $(PY) -m distdl run -n 20 $(PYTEST_MPI)
 
 lint: .venv/ready
