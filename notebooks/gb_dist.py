@@ -210,9 +210,9 @@ def train(kind, epochs, size=20):
 # %%
 if __name__ == "__main__":
     reduced = "DISTDL_REDUCED" in os.environ
-    epochs = 1 if reduced else 10
+    epochs = 1 if reduced else 6
     results = {"sequential": dd.launch(train, 1)(None, epochs)}
-    for kind in ("halopar",) if reduced else ("halopar", "halodatapar", "modelpar"):
+    for kind in ("halopar",) if reduced else ("halopar", "halodatapar"):
         results[kind] = dd.launch(train, 4)(kind, epochs)
     for name, ranks in results.items():
         history, score, _ = ranks[0]
