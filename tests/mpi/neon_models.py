@@ -51,6 +51,8 @@ def pretraining(kind, n, stage, tied, size=8, steps=20, rate=0.02):
     L, (x, _), (X, _), params, places = sides
     W, V = f"W{stage}", f"W{stage}" if tied else f"V{stage}"
     start = {name: gb_dist.normalised(w) for name, w in params.items() if name.startswith("W")}
+    norms = start[W].flatten(3).square().sum(3)  # of every filter at every pixel
+    dd.testing.collective_assert(torch.allclose(norms, torch.ones_like(norms)), "rows of W have norm 1", range(n))
     mine = {name: places[name](w) for name, w in start.items()}
     M = gb_dist.layout_of(L, stage)
     inputs = [gb_dist.features(mine, t, L, stage)[0] for t in x]
