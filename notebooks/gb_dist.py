@@ -29,7 +29,6 @@ import os
 import neon
 import torch
 import torch.nn.functional as local
-from matplotlib import pyplot as plt
 
 import distdl as dd
 import distdl.functional as F
@@ -229,6 +228,8 @@ if __name__ == "__main__":
 
 # %%
 if __name__ == "__main__":
+    from matplotlib import pyplot as plt
+
     figure, axes = plt.subplots(2, 2, figsize=(7, 7), layout="constrained")
     for rank, (ax, (_, _, W)) in enumerate(zip(axes.flat, results["halopar"])):
         few = local.pad(W[0, ::4, ::4, 0], (1, 1, 1, 1))  # one filter map: (rows, columns, 7, 7)
