@@ -14,10 +14,11 @@ demo: .venv/ready
 
 test: lint unit mpi nccl
 
-# Slow sweeps too, and more ranks than this machine has cores.
+# Slow sweeps too, whole models on 16 ranks, and more ranks than this machine has cores.
 test-all: .venv/ready
 	$(MAKE) lint unit mpi nccl MARKS='-m ""' LIMIT=3000
 	$(MAKE) check
+	timeout -k 10 1800 $(PY) -m distdl run -n 16 -m pytest tests/mpi/test_neon_many.py -p no:cacheprovider -q -m ""
 	timeout -k 10 1800 $(PY) -m distdl run -n 20 $(PYTEST_MPI)
 	timeout -k 10 1800 $(PY) -m distdl run -n 4 tests/soak.py 20000
 

@@ -446,12 +446,13 @@ def _agree_on_batches(maps, xs, ties):
 
 
 def _hooks(tensors):
-    """Empty views of the differentiable ones among ``tensors``."""
+    """Empty views of the differentiable ones among ``tensors``, of two dims: torch.cat's gradient for an empty tensor of one dim is
+    a constant, which would cut it off in the second derivative."""
     for t in tensors:
         if t.is_complex():
             t = torch.view_as_real(t.resolve_conj())
         if t.is_floating_point():
-            yield t.reshape(-1)[:0]
+            yield t.reshape(-1)[:0].unsqueeze(1)
 
 
 def nothing(shape, *tensors, dtype=None):
@@ -480,7 +481,7 @@ def tie(value, *tensors):
     backward that never comes. ``F.tie(loss, unused)`` makes it come, with cotangent zero.
     """
     hooks = [h.to(value.dtype) for h in _hooks(tensors)]
-    return torch.cat([value.reshape(-1), *hooks]).reshape(value.shape) if hooks else value
+    return torch.cat([value.reshape(-1, 1), *hooks]).reshape(value.shape) if hooks else value
 
 
 # ---------------------------------------------------------------- the movement as a torch operator, for tracing

@@ -170,3 +170,14 @@ def test_spellings():
     assert dd.HaloSpec(L, (5, 4), (1, 2)) == dd.HaloSpec(P, (5, 4), (5, 4), (1, 2)), "widths that look like the shape are widths"
     assert spec.in_layout == spec.out_layout == L
     assert dd.HaloSpec(L, 1, 2) == dd.HaloSpec(L, (1, 1), (2, 2))
+
+
+@pytest.mark.parametrize("ranks, widths", [
+    (2, [(0, 2), (2, 0)]), (3, [(0, 2), (2, 1), (3, 0)]), (4, [(0, 3), (1, 2), (2, 1), (3, 0)]),
+])
+def test_neon_tables(ranks, widths):
+    """Halo widths (left, right) of neon's configuration: 28 pixels, a kernel of 5, stride 1, no padding. The output's 24 pixels lie
+    in balanced blocks as the input's 28 do, so the halos are uneven."""
+    spec = dd.HaloSpec.window(dd.Partition((1, 1, ranks)), (1, 1, 28), (5,))
+    blocks, windows = spec.in_layout.blocks(2), spec.windows[2]
+    assert [(start - lo, hi - stop) for (start, stop), (lo, hi) in zip(blocks, windows)] == widths

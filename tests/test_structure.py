@@ -80,7 +80,7 @@ ORDER = [set(line.split()) for line in """
     agree
     functional
     init
-    func testing
+    func testing data
     nn
     parallel viz checkpoint remat checking
     launch demo _rank

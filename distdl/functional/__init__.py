@@ -1,12 +1,29 @@
 """The functional operators: ``import distdl.functional as F``."""
 
-from . import conv, dropout, embedding, expert, interpolate, linear, loss, movement, norm, params, pool, random, reduce, transition
+from . import (
+    conv,
+    dropout,
+    embedding,
+    expert,
+    interpolate,
+    linear,
+    local,
+    loss,
+    movement,
+    norm,
+    params,
+    pool,
+    random,
+    reduce,
+    transition,
+)
 from .conv import *  # noqa: F403
 from .dropout import *  # noqa: F403
 from .embedding import *  # noqa: F403
 from .expert import *  # noqa: F403
 from .interpolate import *  # noqa: F403
 from .linear import *  # noqa: F403
+from .local import *  # noqa: F403
 from .loss import *  # noqa: F403
 from .movement import *  # noqa: F403
 from .norm import *  # noqa: F403
@@ -16,6 +33,6 @@ from .random import *  # noqa: F403
 from .reduce import *  # noqa: F403
 from .transition import *  # noqa: F403
 
-_MODULES = (movement, linear, conv, pool, norm, reduce, loss, params,
+_MODULES = (movement, linear, conv, local, pool, norm, reduce, loss, params,
             dropout, embedding, expert, interpolate, random, transition)
 __all__ = [name for module in _MODULES for name in module.__all__]

@@ -12,9 +12,11 @@ from ..halo import HaloSpec
 from ..linear_map import nothing
 from ..partition import Layout
 from .movement import sum_reduce
+from .reduce import power
 from .window import tuple_of, windowed, with_layout
 
-__all__ = ["dist_adaptive_avg_pool", "dist_adaptive_max_pool", "dist_avg_pool", "dist_max_pool", "pool_layout"]
+__all__ = ["dist_adaptive_avg_pool", "dist_adaptive_max_pool", "dist_avg_pool", "dist_l2_pool", "dist_max_pool",
+           "pool_layout"]
 
 _MAX = {1: tf.max_pool1d, 2: tf.max_pool2d, 3: tf.max_pool3d}
 _AVG = {2: tf.avg_pool2d, 3: tf.avg_pool3d}
@@ -132,7 +134,7 @@ def dist_avg_pool(x, P, kernel_size, stride=None, padding=0, ceil_mode=False, co
 
     def body(x, L):
         kernel, step, pads, _, spec = _arguments(op, L, kernel_size, stride, padding, 1, ceil_mode)
-        n, coords = len(kernel), L.partition.index()
+        coords = L.partition.index()
 
         def divisor(like):
             counts = like.new_ones(())
@@ -146,13 +148,40 @@ def dist_avg_pool(x, P, kernel_size, stride=None, padding=0, ceil_mode=False, co
             return counts
 
         def local(window):
-            if n == 1:
-                sums = tf.avg_pool2d(window.unsqueeze(2), (1, *kernel), (1, *step), divisor_override=1).squeeze(2)
-            else:
-                sums = _AVG[n](window, kernel, step, divisor_override=1)
+            sums = _sums(window, kernel, step)
             return sums / (divisor(sums) if divisor_override is None else divisor_override)
 
         return windowed(x, spec, [1, *kernel], local)
+
+    return with_layout(op, x, P, shape, body)
+
+
+def _sums(window, kernel, step):
+    """Sums over sliding windows, without padding."""
+    if len(kernel) == 1:
+        return tf.avg_pool2d(window.unsqueeze(2), (1, *kernel), (1, *step), divisor_override=1).squeeze(2)
+    return _AVG[len(kernel)](window, kernel, step, divisor_override=1)
+
+
+def dist_l2_pool(x, P, kernel_size, stride=None, *, shape=None):
+    """L2 pooling of 1 to 3 spatial dims: y = √Σ x² over each window, channel by channel.
+
+    Where a whole window is zero y is not differentiable, and all derivatives are taken to be zero (not NaN), in every mode.
+
+    Args:
+        x: (batch, channels, *space), this rank's block.
+        P, kernel_size, stride, shape: as for :func:`dist_max_pool`; no padding.
+
+    Returns:
+        This rank's block, of layout :func:`pool_layout`.
+
+    Messages: one halo exchange; its transpose in backward.
+    """
+    op = "dist_l2_pool"
+
+    def body(x, L):
+        kernel, step, _, _, spec = _arguments(op, L, kernel_size, stride, 0, 1, False)
+        return windowed(x, spec, [1, *kernel], lambda window: power(_sums(window.square(), kernel, step), 0.5))
 
     return with_layout(op, x, P, shape, body)
 

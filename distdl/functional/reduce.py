@@ -237,11 +237,11 @@ def dist_norm(x, P, dim=None, keepdim=False, *, ord=2):
     x, dtype = wide(x), x.abs().dtype
     if ord == 0:
         return invariant_sum((x != 0).to(x.abs().dtype).sum(dims, keepdim), where, dims).to(dtype)
-    terms = x.square() if ord == 2 and not x.is_complex() else _power(x.abs(), ord)
-    return _power(invariant_sum(terms.sum(dims, keepdim), where, dims), 1 / ord).to(dtype)
+    terms = x.square() if ord == 2 and not x.is_complex() else power(x.abs(), ord)
+    return power(invariant_sum(terms.sum(dims, keepdim), where, dims), 1 / ord).to(dtype)
 
 
-def _power(x, exponent):
+def power(x, exponent):
     """x ** exponent, with derivative 0 where x = 0, as norms have it."""
     if exponent == 1 or exponent < 0:
         return x**exponent

@@ -14,10 +14,10 @@ from ..errors import PartitionError
 from ..functional.window import tuple_of
 from ..world import world
 
-_OF_DIMS = ("Conv", "ConvTranspose", "MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool")
+_OF_DIMS = ("Conv", "ConvTranspose", "LocalConv", "MaxPool", "AvgPool", "L2Pool", "AdaptiveMaxPool", "AdaptiveAvgPool")
 __all__ = [
-    "BatchNorm", "Dropout", "Embedding", "FeatureDropout", "GroupNorm", "InstanceNorm", "Layer", "LayerNorm", "Linear", "Movement",
-    "RMSNorm", "Upsample", *(f"{name}{n}d" for name in _OF_DIMS for n in (1, 2, 3)),
+    "BatchNorm", "Dropout", "Embedding", "FeatureDropout", "GroupNorm", "InstanceNorm", "LCN", "Layer", "LayerNorm", "Linear",
+    "Movement", "RMSNorm", "Upsample", *(f"{name}{n}d" for name in _OF_DIMS for n in (1, 2, 3)),
 ]  # fmt: skip
 
 
@@ -159,6 +159,25 @@ class _ConvTranspose(_Conv):
         return F.dist_conv_transpose(x, self.weight, self.P, self.bias, params="invariant", **self.options)
 
 
+class _LocalConv(Layer):
+    """:func:`distdl.functional.dist_local_conv`; ``input_size`` is the spatial size of x, as every output pixel has its filters."""
+
+    n: int
+
+    def __init__(self, P, in_channels, out_channels, kernel_size, input_size, stride=1, device=None, dtype=None):
+        super().__init__(P, device, dtype)
+        kernel, size, step = (tuple_of(v, self.n, "an argument", type(self).__name__) for v in (kernel_size, input_size, stride))
+        self.options = {"stride": step, "out_channels": out_channels}
+        shape = (out_channels, *((m - k) // s + 1 for m, k, s in zip(size, kernel, step)), in_channels, *kernel)
+        dims = (*range(1, self.n + 2), *(None,) * (self.n + 1))
+        bound = (in_channels * math.prod(kernel)) ** -0.5
+        self._parameter("weight", shape, dims, functools.partial(init.uniform, low=-bound, high=bound))
+
+    def forward(self, x):
+        """The untied filters of this rank's block."""
+        return F.dist_local_conv(x, self.weight, self.P, params="invariant", **self.options)
+
+
 def _swapped(layout, seed, **kind):
     return _weight(layout, seed, fan="out", **kind).transpose(0, 1).contiguous()
 
@@ -202,6 +221,12 @@ class Upsample(_Function):
     function = staticmethod(F.dist_interpolate)
 
 
+class LCN(_Function):
+    """:func:`distdl.functional.dist_lcn`: ``LCN(P, kernel_size)``."""
+
+    function = staticmethod(F.dist_lcn)
+
+
 def _define(base, name, n, **attributes):
     attributes |= {"n": n, "__module__": __name__, "__doc__": f"{n}-D. {base.__doc__}"}
     globals()[name] = type(name, (base,), attributes)
@@ -210,7 +235,8 @@ def _define(base, name, n, **attributes):
 for _n in (1, 2, 3):
     _define(_Conv, f"Conv{_n}d", _n)
     _define(_ConvTranspose, f"ConvTranspose{_n}d", _n)
-    for _kind, _function in (("MaxPool", F.dist_max_pool), ("AvgPool", F.dist_avg_pool),
+    _define(_LocalConv, f"LocalConv{_n}d", _n)
+    for _kind, _function in (("MaxPool", F.dist_max_pool), ("AvgPool", F.dist_avg_pool), ("L2Pool", F.dist_l2_pool),
                              ("AdaptiveMaxPool", F.dist_adaptive_max_pool), ("AdaptiveAvgPool", F.dist_adaptive_avg_pool)):
         _define(_Function, f"{_kind}{_n}d", _n, function=staticmethod(_function))
 

@@ -12,8 +12,10 @@ from distdl import demo
 STEPS = 20
 
 
-def compare(dist_loss, serial_loss, params, places=None, *, has_loss=True, steps=STEPS, rate=0.05, rtol=1e-10):
-    """Train both side by side from ``params`` (global tensors; ``places`` cut this rank's blocks, default: whole)."""
+def compare(dist_loss, serial_loss, params, places=None, *, has_loss=True, steps=STEPS, rate=0.05, rtol=1e-10,
+            after=lambda p: p, ranks=None):
+    """Train both side by side from ``params`` (global tensors; ``places`` cut this rank's blocks, default: whole). ``after``
+    follows each update of either; ``ranks`` are those that take part, by default the first four."""
     places = places or {}
     cut = lambda name, value: places[name](value).clone() if name in places else value.clone()
     mine, theirs = {name: cut(name, value) for name, value in params.items()}, dict(params)
@@ -28,12 +30,12 @@ def compare(dist_loss, serial_loss, params, places=None, *, has_loss=True, steps
             scale = max(1e-6, float(serial_grads[name].abs().max()))
             if not torch.allclose(g, expected, rtol=rtol, atol=rtol * scale):
                 faults.append(f"step {step}: gradient of {name} off by {float((g - expected).abs().max()):.1e} of {scale:.1e}")
-        mine = {name: value - rate * grads[name] for name, value in mine.items()}
-        theirs = {name: value - rate * serial_grads[name] for name, value in theirs.items()}
+        mine = after({name: value - rate * grads[name] for name, value in mine.items()})
+        theirs = after({name: value - rate * serial_grads[name] for name, value in theirs.items()})
     for name, value in mine.items():
         if not torch.allclose(value, cut(name, theirs[name]), rtol=rtol, atol=rtol):
             faults.append(f"parameter {name}")
-    dd.testing.collective_assert(not faults, f"{faults[:3]} and {len(faults)} in all", range(world_of()))
+    dd.testing.collective_assert(not faults, f"{faults[:3]} and {len(faults)} in all", ranks or range(world_of()))
 
 
 def drawn(shapes):

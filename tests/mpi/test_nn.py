@@ -142,3 +142,18 @@ def test_dropout_is_the_same_on_any_partition_and_other_each_time():
     agree(torch.equal(drop(P.shard(x)), P.shard(first)), "another mask")
     agree(torch.equal(drop(P.shard(x)), P.shard(second)) and not torch.equal(first, second), "the second mask")
     agree(drop.eval()(x) is x, "evaluation drops")
+
+
+def test_local_layers():
+    """Untied filters are the same on any number of ranks; then L2 pooling and contrast normalisation."""
+
+    def build(P):
+        torch.manual_seed(0)
+        return torch.nn.Sequential(nn.LocalConv2d(P, 2, 4, 3, (11, 7), **DOUBLE), nn.L2Pool2d(P, 2), nn.LCN(P, 3))
+
+    X = randn(3, 2, 11, 7)
+    alone = dd.Partition((1, 1, 1, 1), ranks=(dd.world().rank,))
+    expected = build(alone)(X)
+    for P in (line(1, 1, -1, 1), line(-1, 1, 1, 1), line(1, -1, 1, 1)):
+        y = build(P)(P.shard(X))
+        agree(torch.allclose(y, P.shard(expected), rtol=1e-12, atol=1e-12), f"{P}: another result")

@@ -232,3 +232,25 @@ def test_receiving_stage_with_nothing():
     assert torch.allclose(grad(f)(w), 2 * w * w if r == 0 else w**2)
     product = jvp(grad(f), (w,), (w,))[1]
     assert torch.allclose(product, 4 * w * w if r == 0 else 2 * w * w)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_placeholder_of_empty_tensors(count):
+    """A rank that holds nothing of any operand hands a placeholder to the movement, and stays in the second derivative: torch.cat's
+    gradient for an empty tensor of one dim would be a constant."""
+    if dd.world().rank not in PAIR:
+        return
+    A = dd.maps.broadcast(dd.Partition((1,), (1,)), P, (M,))  # rank 0 holds nothing
+    x = randn((M if dd.world().rank == 1 else 0,), 3)
+
+    def loss(*xs):
+        z = sum(xs) if dd.world().rank == 1 else F.nothing(A.in_shape if 0 in A.in_shape else (0,), *xs)
+        return A(z).pow(3).sum()
+
+    xs, argnums = (x,) * count, tuple(range(count))
+    slope = grad(loss, argnums=argnums)
+    bent = vjp(slope, *xs)[1](xs)
+    pushed = jvp(slope, xs, xs)[1]
+    if dd.world().rank == 1:  # two copies of (count x)^3: their second derivative 6 (count x) applied to count x, on two ranks
+        for g in (*bent, *pushed):
+            assert torch.allclose(g, 12 * count**2 * x**2, rtol=1e-12)
