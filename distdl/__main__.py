@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
+import os
 import platform
 import shutil
 import subprocess
@@ -41,8 +43,18 @@ def info() -> str:
         rows["launcher"] = str(error)
     gpu = [f"{d.name} {d.version}" for d in importlib.metadata.distributions() if d.name.startswith(("cupy", "nvidia-nccl"))]
     rows["CuPy, NCCL"] = ", ".join(sorted(set(gpu))) or "none"
+    rows["CUDA tensors"] = _cuda_way()
     rows["CUDA devices"] = _devices()
     return "\n".join(f"{name:>12}  {value}" for name, value in rows.items())
+
+
+def _cuda_way() -> str:
+    way, nccl = os.environ.get("DISTDL_CUDA", "nccl"), importlib.util.find_spec("cupy") is not None
+    if way == "nccl" and not nccl:
+        return "staged through pinned host memory and MPI, with a warning: CuPy is missing"
+    return {"nccl": "by NCCL (import torch before cupy: both then share torch's library)",
+            "staged": "staged through pinned host memory and MPI (DISTDL_CUDA)",
+            "mpi": "by a CUDA-aware MPI (DISTDL_CUDA)"}.get(way, f"DISTDL_CUDA={way} is none of nccl, staged, mpi")
 
 
 def _version(name: str) -> str:
