@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as tf
 
@@ -12,7 +14,7 @@ from ..linear_map import nothing
 from ..partition import Layout, balanced
 from .linear import bias_once, check_layouts, collect, spread
 from .params import replicated
-from .window import MODES, tuple_of, windowed, with_layout
+from .window import MODES, tuple_of, window_spec, windowed, with_layout
 
 __all__ = ["conv_layout", "conv_transpose_layout", "dist_conv", "dist_conv_transpose"]
 
@@ -32,7 +34,7 @@ def _paddings(padding, kernel, stride, dilation, op):
         return tuple((t // 2, t - t // 2) for t in total)  # an odd total pads the extra element after, as torch does
     if isinstance(padding, str):
         raise PartitionError("no such padding", op=op, expected="an int, a tuple, 'same' or 'valid'", actual=padding)
-    return tuple(p if isinstance(p, (tuple, list)) else (p, p) for p in tuple_of(padding, n, "padding", op))
+    return tuple(tuple(p) if isinstance(p, (tuple, list)) else (p, p) for p in tuple_of(padding, n, "padding", op))
 
 
 def _with_sizes(L: Layout, channels, space) -> Layout:
@@ -64,13 +66,28 @@ def _conv_need(stride, pads, dilation, kernel):
     return need
 
 
+@lru_cache(maxsize=1024)
+def _conv_windows(L, channels, kernel, stride, pads, dilation, groups, in_per_group, padding_mode):
+    """(windows of x, padding that is left to the local convolution, output channels per group)."""
+    op, n = "dist_conv", len(kernel)
+    out_per_group = _check_groups(op, L, sum(channels), groups, in_per_group * groups)
+    space = window_spec(L, None, kernel, stride, pads, dilation).out_layout.shape[2:]
+    # Zeros around a dim that is not split need no memory: the local convolution adds them.
+    inside = [padding_mode == "zeros" and L.partition.shape[2 + i : 3 + i] == (1,) and a == b for i, (a, b) in enumerate(pads)]
+    window_of = _conv_need(stride, pads, dilation, kernel)
+    spec = _spec(L, n, MODES[padding_mode], channels, space,
+                 lambda o0, o1: (o0 // out_per_group * in_per_group, -(-o1 // out_per_group) * in_per_group),
+                 lambda i, o0, o1: (0, L.shape[2 + i]) if inside[i] else window_of(i, o0, o1), op)
+    return spec, tuple(a if whole else 0 for (a, _), whole in zip(pads, inside)), out_per_group
+
+
 def conv_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, dilation=1) -> Layout:
     """The layout of :func:`dist_conv`'s result for an x of layout ``L``; ``out_channels`` a number, or one for each block."""
     n, op = L.ndim - 2, "conv_layout"
     kernel, stride, dilation = (tuple_of(v, n, "an argument", op) for v in (kernel_size, stride, dilation))
     pads = _paddings(padding, kernel, stride, dilation, op)
     blocks = out_channels if isinstance(out_channels, tuple) else balanced(out_channels, L.partition.shape[1])
-    return _with_sizes(L, blocks, HaloSpec.window(L, None, kernel, stride, pads, dilation).out_layout.shape[2:])
+    return _with_sizes(L, blocks, window_spec(L, None, kernel, stride, pads, dilation).out_layout.shape[2:])
 
 
 def conv_transpose_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, output_padding=0, dilation=1) -> Layout:
@@ -159,15 +176,7 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
 
     def body(x, L):
         channels = block_sizes(w.shape[0], where, 1, out_channels)
-        out_per_group = _check_groups(op, L, sum(channels), groups, in_per_group * groups)
-        space = HaloSpec.window(L, None, kernel, stride, pads, dilation).out_layout.shape[2:]
-        # Zeros around a dim that is not split need no memory: the local convolution adds them.
-        inside = [padding_mode == "zeros" and where.shape[2 + i : 3 + i] == (1,) and a == b for i, (a, b) in enumerate(pads)]
-        own = tuple(a if whole else 0 for (a, _), whole in zip(pads, inside))
-        window_of = _conv_need(stride, pads, dilation, kernel)
-        spec = _spec(L, n, MODES[padding_mode], channels, space,
-                     lambda o0, o1: (o0 // out_per_group * in_per_group, -(-o1 // out_per_group) * in_per_group),
-                     lambda i, o0, o1: (0, L.shape[2 + i]) if inside[i] else window_of(i, o0, o1), op)
+        spec, own, out_per_group = _conv_windows(L, channels, kernel, stride, pads, dilation, groups, in_per_group, padding_mode)
         first = _own_start(op, spec.out_layout, w.shape[0])
         least = [d * (k - 1) + 1 for k, d in zip(kernel, dilation)]
 

@@ -13,7 +13,7 @@ from ..linear_map import nothing
 from ..partition import Layout
 from .movement import sum_reduce
 from .reduce import power
-from .window import tuple_of, windowed, with_layout
+from .window import tuple_of, window_spec, windowed, with_layout
 
 __all__ = ["dist_adaptive_avg_pool", "dist_adaptive_max_pool", "dist_avg_pool", "dist_l2_pool", "dist_max_pool",
            "pool_layout"]
@@ -31,7 +31,7 @@ def _arguments(op, L, kernel_size, stride, padding, dilation, ceil_mode):
     stride = kernel if stride is None or stride == () else tuple_of(stride, n, "stride", op)
     if any(2 * p > (k - 1) * d + 1 for p, k, d in zip(padding, kernel, dilation)):
         raise PartitionError("padding is more than half of the kernel", op=op, actual=padding, expected=f"half of {kernel}")
-    spec = HaloSpec.window(L, None, kernel, stride, padding, dilation, "zeros", ceil_mode=ceil_mode)
+    spec = window_spec(L, None, kernel, stride, padding, dilation, "zeros", ceil_mode=bool(ceil_mode))
     return kernel, stride, padding, dilation, spec
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from ..agree import outside, partition_of, resolve
@@ -11,6 +13,10 @@ from ..linear_map import nothing
 from .movement import halo_exchange
 
 MODES = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
+
+
+# The windows of a layer's every call: worked out once.
+window_spec = lru_cache(maxsize=1024)(HaloSpec.window)
 
 
 def tuple_of(value, n: int, what: str, op: str) -> tuple[int, ...]:
