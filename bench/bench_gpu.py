@@ -1,6 +1,6 @@
 """Movements of CUDA tensors against hand-written NCCL, torch.distributed, DTensor and plain device copies, in one run.
 
-``python -m distdl run -n 2 -m bench.bench_gpu``, one rank for each device. A sample is ``inner`` calls, enqueued while the device is
+``python -m distdl run -n 2 -m bench.bench_gpu``, one rank for each device. A sample is ``inner`` calls, enqueued while it is
 still busy with something else: ``device`` is the time between two CUDA events around them, without the host's share, ``host`` the
 time until they had returned; a program that does little else between calls sees the larger one. As the slowest rank saw it;
 microseconds, medians over the rounds.
@@ -25,10 +25,10 @@ from .paired import report
 COMM = MPI.COMM_WORLD
 
 
-def measure(candidates, rounds=15, inner=20):
+def measure(candidates, rounds=11, inner=20):
     """{name: (device µs, host µs)} per call, the maximum over ranks of the medians over rounds."""
     names, times = list(candidates), np.zeros((len(candidates), 2, rounds))
-    block = torch.ones(8192, 8192, device="cuda")  # 20 ms or so: a head start for the host
+    block = torch.ones(6144, 6144, device="cuda")  # 9 ms or so: a head start for the host
     for name in names:
         for _ in range(4):
             candidates[name]()
