@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from collections.abc import Callable
 from itertools import accumulate
 from operator import index as as_int
 from typing import ClassVar
 
 from .errors import PartitionError, ShapeError
 
-_rank_of = {"source": lambda world: 0}  # who am I in a world? world.py replaces the answer; alone, a process is rank 0
+_rank_of: dict[str, Callable] = {}  # who am I in a world? world.py gives the answer
 
 
 def set_rank_source(source) -> None:
@@ -291,7 +292,7 @@ class Layout(_Value):
     def with_shape(self, shape) -> Layout:
         """The layout of another global shape on the same partition: splits stay where the size does, else balanced."""
         splits = self.splits or (None,) * self.ndim
-        kept = tuple(s if n == m else None for s, n, m in zip(splits, self.shape, shape, strict=True))
+        kept = tuple(s if n == m else None for s, n, m in zip(splits, self.shape, shape))
         return Layout(self.partition, shape, kept)
 
     def __repr__(self):

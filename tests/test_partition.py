@@ -164,3 +164,13 @@ def test_many_ranks_are_quick():
         return time.perf_counter() - start
 
     assert min(once() for _ in range(5)) < 0.02
+
+
+def test_inactive_blocks_and_other_numbers_of_dims():
+    one = dd.Layout(dd.Partition((), ranks=(3,)), ())
+    x = torch.tensor(7.0)
+    assert one.shard(x, 0).shape == (0,) and one.shard(x, 3) == 7 and one.slices(0) == ()
+    L = dd.Layout(dd.Partition((2, 2), ranks=(4, 5, 6, 7)), (5, 3))
+    assert L.slices(0) == (slice(0, 0), slice(0, 2)) and L.shard(torch.ones(5, 3), 0).numel() == 0
+    with pytest.raises(dd.errors.PartitionError):
+        L.with_shape((5, 3, 2))
