@@ -7,9 +7,9 @@ values: frozen, hashable, picklable, and free of MPI. *Read this file first, the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from collections.abc import Callable
 from itertools import accumulate
 from operator import index as as_int
 from typing import ClassVar
