@@ -303,3 +303,73 @@ def test_simulate_reproduces_itself():
     plan = dd.HaloSpec(L, 5, boundary="circular").plan().T
     xs = [torch.rand(plan.held.local_shape(r)) for r in range(4)]
     assert all(torch.equal(a, b) for a, b in zip(simulate(plan, xs), simulate(plan, xs)))
+
+
+def test_gathered():
+    """Which movements are an all-gather of equal blocks: asked of the whole plan, so that all ranks answer alike."""
+    P, L = dd.Partition((2, 3)), dd.Layout(dd.Partition((2, 3)), (4, 6))
+    for dims in ((0,), (1,), (0, 1), (1, 0)):
+        plan = dd.maps.all_gather(L, dims).plan
+        assert plan.gathered == tuple(sorted(dims)) and plan.T.gathered is None, dims
+    assert dd.maps.reduce_scatter(L, 1).plan.T.gathered == (1,)
+    assert dd.maps.gathering(P, (2, 5, 6), {2: 1}).plan.gathered == (1,), "copies of other ranks have keys of their own"
+    assert dd.maps.gathering(P, (6, 4), {1: 0, 0: 1}).plan.gathered == (0, 1)
+    assert dd.maps.gathering(dd.Partition((1, 3)), (6,), {0: 1}).plan.gathered == (1,), "a dim of one rank needs no key"
+    uneven, empty = dd.Layout(P, (5, 6)), dd.Layout(P, (4, 2))
+    assert dd.maps.all_gather(uneven, 0).plan.gathered is None and dd.maps.all_gather(uneven, 1).plan.gathered == (1,)
+    assert dd.maps.all_gather(empty, 1).plan.gathered is None and dd.maps.all_gather(empty, 0).plan.gathered == (0,)
+    backwards = dd.Layout(dd.Partition((3,), ranks=(2, 0, 1)), (6,))
+    assert dd.maps.all_gather(backwards).plan.gathered == (0,)
+    line = dd.Partition((3,))
+    for A in (dd.maps.repartition(L, dd.Partition((3, 2))), dd.maps.halo_exchange(dd.HaloSpec(L, 1)),
+              dd.maps.shift(line, 0, shape=(2,)), dd.maps.all_sum_reduce(line, (2,)), dd.maps.broadcast(dd.Partition((1,)), line, (2,)), dd.maps.scatter(L, 0),
+              dd.maps.gather(L, 0), dd.maps.repartition(L, dd.Layout(P, (4, 6), ((1, 3), None)))):
+        assert A.plan.gathered is None and A.plan.T.gathered is None, A
+    blocks = (((0, 2),), ((2, 4),))
+    held, whole_4 = split(tuple(b[0] for b in blocks), 0), whole(4)
+    columns = dd.Partition((2, 2))
+    assert Plan(Side(columns, (held,)), Side(columns, (whole_4,))).gathered is None, "copies along the other dim would be added"
+    keyed = key(1, (0, 1))
+    assert Plan(Side(columns, (keyed, held)), Side(columns, (keyed, whole_4))).gathered == (0,)
+    assert Plan(Side(columns, (key(1, (0, 0)), held)), Side(columns, (key(1, (0, 0)), whole_4))).gathered is None
+    assert Plan(Side(columns, (keyed, held)), Side(dd.Partition((2, 2), (0, 1, 3, 2)), (keyed, whole_4))).gathered is None
+    assert Plan(Side(columns, (keyed, held)), Side(columns, (keyed, whole(5)))).gathered is None
+    twice = Plan(Side(columns, (keyed, held, held)), Side(columns, (keyed, whole_4, whole_4)))
+    assert twice.gathered is None, "two tensor dims along one grid dim are no row of blocks"
+
+
+def test_piles():
+    """Whether an element may arrive three times or more: only then a sum of halves needs a wider dtype."""
+    def piles(plan):
+        return [plan.view(r).piles for r in plan.ranks]
+
+    for n in (2, 3):
+        P = dd.Partition((n,))
+        assert piles(dd.maps.all_sum_reduce(P, (2,)).plan) == piles(dd.maps.reduce_scatter(dd.Layout(P, (6,))).plan) == [n > 2] * n
+        assert piles(dd.maps.all_sum_reduce(P, ()).plan) == [n > 2] * n, "scalars too"
+    line = dd.Layout(dd.Partition((3,)), (12,))
+    assert piles(dd.maps.halo_exchange(dd.HaloSpec(line, 1)).plan.T) == [False] * 3, "ghosts of two sides do not meet"
+    assert piles(dd.maps.halo_exchange(dd.HaloSpec(line, 3)).plan.T) == [False, True, False]
+    assert piles(dd.maps.halo_exchange(dd.HaloSpec(line, 1)).plan) == [False] * 3, "nothing is added"
+    square = dd.Layout(dd.Partition((2, 2)), (8, 8))
+    assert piles(dd.maps.halo_exchange(dd.HaloSpec(square, 1)).plan.T) == [True] * 4, "corners"
+    folded = dd.maps.halo_exchange(dd.HaloSpec(dd.Layout(dd.Partition((2,)), (4,)), 3, boundary="circular")).plan.T
+    assert piles(folded) == [True] * 2
+    many = dd.Partition((66,))
+    assert dd.maps.sum_reduce(many, dd.Partition((1,)), (1,)).plan.view(0).piles
+
+
+def test_gaps():
+    """What a window with zeros leaves free, as boxes; not worked out where arrivals are no single box, or are added."""
+    L = dd.Layout(dd.Partition((2, 1)), (4, 3))
+    view = dd.HaloSpec(L, (1, 2), (0, 1), boundary="zeros").plan().view
+    assert view(0).gaps == (((0, 0), (1, 6)), ((1, 0), (2, 2)), ((1, 5), (2, 1)))
+    assert view(1).gaps == (((0, 0), (3, 2)), ((0, 5), (3, 1)))
+    below = dd.HaloSpec(dd.Layout(dd.Partition((2,)), (4,)), 0, 3, boundary="zeros").plan().view
+    assert below(0).gaps == (((4,), (1,)),) and below(1).gaps == (((2,), (3,)),)
+    assert dd.maps.repartition(L, dd.Partition((1, 2))).plan.view(0).gaps == ()
+    assert dd.maps.shift(dd.Partition((2,)), 0, 1, False, (2,)).plan.view(0).gaps is None, "nothing arrives"
+    assert dd.maps.halo_exchange(dd.HaloSpec(L, 1)).plan.T.view(0).gaps == ()
+    ends = Axis(0, (((0, 1, 0), (2, 3, 1)), ()), (2, 0))
+    corner = Plan(Side(dd.Partition((2,)), (ends,)), Side(dd.Partition((1,)), (whole(3),)))
+    assert corner.view(0).gaps is None and torch.equal(corner.simulate([torch.ones(2), torch.ones(0)])[0], torch.tensor([1.0, 0, 1]))
