@@ -322,7 +322,8 @@ def test_gathered():
     assert dd.maps.all_gather(backwards).plan.gathered == (0,)
     line = dd.Partition((3,))
     for A in (dd.maps.repartition(L, dd.Partition((3, 2))), dd.maps.halo_exchange(dd.HaloSpec(L, 1)),
-              dd.maps.shift(line, 0, shape=(2,)), dd.maps.all_sum_reduce(line, (2,)), dd.maps.broadcast(dd.Partition((1,)), line, (2,)), dd.maps.scatter(L, 0),
+              dd.maps.shift(line, 0, shape=(2,)), dd.maps.all_sum_reduce(line, (2,)),
+              dd.maps.broadcast(dd.Partition((1,)), line, (2,)), dd.maps.scatter(L, 0),
               dd.maps.gather(L, 0), dd.maps.repartition(L, dd.Layout(P, (4, 6), ((1, 3), None)))):
         assert A.plan.gathered is None and A.plan.T.gathered is None, A
     blocks = (((0, 2),), ((2, 4),))
@@ -372,4 +373,5 @@ def test_gaps():
     assert dd.maps.halo_exchange(dd.HaloSpec(L, 1)).plan.T.view(0).gaps == ()
     ends = Axis(0, (((0, 1, 0), (2, 3, 1)), ()), (2, 0))
     corner = Plan(Side(dd.Partition((2,)), (ends,)), Side(dd.Partition((1,)), (whole(3),)))
-    assert corner.view(0).gaps is None and torch.equal(corner.simulate([torch.ones(2), torch.ones(0)])[0], torch.tensor([1.0, 0, 1]))
+    assert corner.view(0).gaps is None
+    assert corner.simulate([torch.ones(2), torch.ones(0)])[0].tolist() == [1.0, 0.0, 1.0]
