@@ -17,6 +17,7 @@ class Group:
 
     def __init__(self, op, path, P):
         self.op, self.path = op, os.fspath(path)
+        self.told = self.path  # in errors: the first rank's, so that all say the same
         self.world = world() if P is None else world(partition_of(P).world)
         self.ranks = tuple(range(self.world.size)) if P is None else tuple(sorted(partition_of(P).ranks))
         if P is not None:
@@ -33,14 +34,15 @@ class Group:
             result = job()
         except Exception as error:  # it is raised below, on every rank
             cause, failure = error, f"{type(error).__name__}: {error}"
-        found = self.world.all_gather((failure, result), self.ranks)
-        failures = [f"rank {r}: {text}" for r, (text, _) in found.items() if text]
+        found = self.world.all_gather((failure, result, self.path), self.ranks)
+        self.told = found[self.ranks[0]][2]
+        failures = [f"rank {r}: {text}" for r, (text, _, _) in found.items() if text]
         if failures:
             undo()
             raise self.error("; ".join(failures), "mend the cause named here and call again") from cause
-        return {r: value for r, (_, value) in found.items()}
+        return {r: value for r, (_, value, _) in found.items()}
 
     def error(self, problem, next_step):
         """The error of every rank."""
-        return CheckpointError(problem, op=self.op, expected="success on every rank", actual=f"a failure for {self.path!r}",
+        return CheckpointError(problem, op=self.op, expected="success on every rank", actual=f"a failure for {self.told!r}",
                                next_step=next_step)
