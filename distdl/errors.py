@@ -76,7 +76,8 @@ class InvariantError(AgreementError):
 
 
 class CheckpointError(DistdlError, RuntimeError):
-    """A checkpoint cannot be written or read as asked; raised on every rank of the call. No file was changed."""
+    """A checkpoint cannot be written or read as asked; raised on every rank of the call. The file that was there before
+    stays as it was."""
 
 
 class TransportError(DistdlError, RuntimeError):

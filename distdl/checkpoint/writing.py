@@ -51,6 +51,11 @@ def _bytes(x) -> memoryview:
     return memoryview(x.reshape(-1).view(torch.uint8).numpy())
 
 
+def copied(x):
+    """A copy on the host."""
+    return x.detach().to("cpu", copy=True)
+
+
 def _write_all(fd, data, offset) -> None:
     while data:
         n = os.pwrite(fd, data, offset)  # may write less than asked
@@ -78,9 +83,8 @@ class Pending:
         self._temporary = os.path.join(folder, f".{name}.{token}.saving")
         self._head = header(self._entries, json.dumps(metadata), token)
         boxes = {name: box for name, (_, _, box) in reports[group.world.rank].tensors.items()}
-        self._mine = [(name, boxes[name], x.detach().to("cpu", copy=True) if background else x)
-                      for name, x in tensors.items() if boxes[name] in self._entries[name].holders]  # fmt: skip
-        group.step(self._create, self._remove)
+        self._mine: list[tuple] = []
+        group.step(lambda: self._create(tensors, boxes, background), self._remove)
         self._sums, self._failure, self._thread = {}, None, None
         self._waiting = True
         if background:
@@ -112,7 +116,9 @@ class Pending:
                                     "make them equal first (broadcast), or save only one rank's; see the cotangent convention")
         self._group.step(self._publish, self._remove)
 
-    def _create(self) -> None:
+    def _create(self, tensors, boxes, background) -> None:
+        self._mine += [(name, boxes[name], copied(x) if background else x) for name, x in tensors.items()
+                       if boxes[name] in self._entries[name].holders]  # fmt: skip
         if not self._group.leads:
             return
         for path in glob.glob(self._stale):  # of a job that was killed while it saved

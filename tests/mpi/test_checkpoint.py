@@ -3,6 +3,8 @@
 import errno
 import os
 import resource
+import shutil
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,12 +23,13 @@ LAST = N - 1
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """One folder for all ranks, which holds nothing but checkpoints in the end."""
-    path = Path(dd.testing.gather_objects(str(tmp_path))[0])
+def folder():
+    """One folder for all ranks (pytest's own are one for each), which holds nothing but checkpoints in the end."""
+    path = Path(dd.testing.gather_objects(tempfile.mkdtemp() if RANK == 0 else None)[0])
     yield path
-    dd.testing.gather_objects(None)  # all ranks have looked
-    assert not [p.name for p in path.iterdir() if p.suffix != ".safetensors"]
+    agree(all(name.endswith(".safetensors") for name in os.listdir(path)), str(os.listdir(path)))
+    if RANK == 0:
+        shutil.rmtree(path)
 
 
 def agree(ok, message=""):
@@ -180,13 +183,23 @@ def test_size_limit_on_one_rank(kept):
     """The system itself refuses (EFBIG): on one rank only, or where the size is reserved."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for limited in {0, LAST}:
-        if RANK == limited:
+        if limited == RANK:
             resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024 * N - 4096, hard))
         try:
             with refused(f"rank {limited}: OSError", "File too large"):
                 checkpoint.save(kept, *big())
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_memory_for_the_copy(kept, monkeypatch):
+    def broken(*args):
+        raise MemoryError("no memory")
+
+    if RANK == LAST:
+        monkeypatch.setattr(checkpoint.writing, "copied", broken)
+    with refused(f"rank {LAST}: MemoryError"):
+        checkpoint.async_save(kept, *big())
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace", "posix_fallocate"])
@@ -338,8 +351,9 @@ VECTOR = {1: [(1, 1)], 2: [(1, 2), (1, 1)], 3: [(1, 3), (1, 2), (1, 1)], 4: [(1,
 OPTIMIZERS = {"adam": torch.optim.Adam, "momentum": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)}
 
 
-@pytest.mark.parametrize("make, loss_of, shapes, kind", [(network, image_loss, IMAGE, "adam"), (perceptron, vector_loss, VECTOR, "adam"),
-                                                         (network, image_loss, IMAGE, "momentum")])  # fmt: skip
+@pytest.mark.parametrize("make, loss_of, shapes, kind", [
+    (network, image_loss, IMAGE, "adam"), (perceptron, vector_loss, VECTOR, "adam"), (network, image_loss, IMAGE, "momentum"),
+])  # fmt: skip
 def test_another_number_of_ranks_continues_the_curve(folder, make, loss_of, shapes, kind):
     """Ten steps on all ranks, saved after four; the other six on fewer ranks and other grids: the same losses."""
     path, kind = folder / "x.safetensors", OPTIMIZERS[kind]
@@ -392,11 +406,12 @@ def test_the_serial_model(folder):
 def test_layers_know_their_layouts(folder):
     """Parameters and buffers of every kind of layer: saved from any split, equal to what one rank has."""
     path = folder / "x.safetensors"
-    for make, split in ((lambda P: nn.Conv1d(P, 4, 6, 3), (1, 1, -1, 1)), (lambda P: nn.Conv1d(P, 4, 6, 3), (1, -1, 1, 1)),
-                        (lambda P: nn.ConvTranspose1d(P, 4, 6, 3), (1, -1, 1, 1)), (lambda P: nn.ConvTranspose1d(P, 4, 6, 3), (1, 1, -1, 1)),
-                        (lambda P: nn.ConvTranspose1d(P, 4, 6, 3), (1, 1, -1)), (lambda P: nn.BatchNorm(P, 5), (1, -1, 1)),
-                        (lambda P: nn.Embedding(P, 9, 6), (1, -1, 1)), (lambda P: nn.LayerNorm(P, 5), (1, -1)),
-                        *([(lambda P: nn.ConvTranspose1d(P, 4, 6, 3), (1, 2, 2, 1))] if N == 4 else [])):  # fmt: skip
+    kinds = [
+        (lambda P: nn.Conv1d(P, 4, 6, 3), [(1, 1, -1, 1), (1, -1, 1, 1)]), (lambda P: nn.BatchNorm(P, 5), [(1, -1, 1)]),
+        (lambda P: nn.ConvTranspose1d(P, 4, 6, 3), [(1, -1, 1, 1), (1, 1, -1, 1), (1, -1, 1), *[(1, 2, 2, 1)] * (N == 4)]),
+        (lambda P: nn.Embedding(P, 9, 6), [(1, -1, 1)]), (lambda P: nn.LayerNorm(P, 5), [(1, -1)]),
+    ]  # fmt: skip
+    for make, split in [(make, split) for make, splits in kinds for split in splits]:
         torch.manual_seed(2)
         module = make(dd.Partition(tuple(N if n < 0 else n for n in split)))
         checkpoint.save(path, *checkpoint.state(module))
