@@ -27,6 +27,7 @@ def folder():
     """One folder for all ranks (pytest's own are one for each), which holds nothing but checkpoints in the end."""
     path = Path(dd.testing.gather_objects(tempfile.mkdtemp() if RANK == 0 else None)[0])
     yield path
+    dd.testing.gather_objects(None)  # all have finished
     agree(all(name.endswith(".safetensors") for name in os.listdir(path)), str(os.listdir(path)))
     if RANK == 0:
         shutil.rmtree(path)
