@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import tempfile
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -125,14 +126,23 @@ def test_some_ranks_alone(folder):
             checkpoint.save(path, {"w": torch.arange(3)}, P=P)
 
 
-def test_async(folder):
+def test_async(folder, monkeypatch):
     """What is saved is what was there at the call; the file is there after wait."""
+    real, changed = os.pwrite, threading.Event()
+
+    def late(*args):  # the thread's writes come after the change below
+        assert threading.current_thread() is threading.main_thread() or changed.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwrite", late)
     path, x = folder / "x.safetensors", randn(4 * N, 3)
     L = dd.Layout(dd.Partition((N, 1)), x.shape)
     w = L.shard(x).clone()
     pending = checkpoint.async_save(path, {"w": w, "s": (s := torch.ones(()))}, {"w": L}, {"step": 1})
     w.zero_()
     s.zero_()
+    agree(not pending.done or RANK > 0)
+    changed.set()
     agree(torch.equal(F.all_gather(w, L), torch.zeros_like(x)), "movements go on meanwhile")
     agree(not path.exists())
     pending.wait()
