@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["AgreementError", "DistdlError", "PartitionError", "ShapeError", "TransportError"]
+__all__ = ["AgreementError", "CheckpointError", "DistdlError", "PartitionError", "ShapeError", "TransportError"]
 
 _rank_of = {"source": lambda: None}  # which rank am I? world.py replaces the answer; None where no world runs
 
@@ -73,6 +73,11 @@ class AbsenceError(AgreementError):
 class InvariantError(AgreementError):
     """Under ``dd.checking()``: the copies of one invariant value, cotangent or tangent differ; raised on every rank of the call,
     with the rule of the cotangent convention that was broken."""
+
+
+class CheckpointError(DistdlError, RuntimeError):
+    """A checkpoint cannot be written or read as asked; raised on every rank of the call. The file that was there before
+    stays as it was."""
 
 
 class TransportError(DistdlError, RuntimeError):

@@ -11,6 +11,7 @@ factorisation for what is set up once.
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import torch
 from torch.nn.init import calculate_gain
@@ -33,19 +34,21 @@ def parameter_layout(P, shape, dims) -> Layout:
 
     Args:
         shape: the parameter's global shape.
-        dims: for each of its dims a partition dim, in rising order, or ``None``: not split.
+        dims: for each of its dims a partition dim, in any order but each once, or ``None``: not split.
 
     Raises:
-        PartitionError: dims in another order, or another number of them.
+        PartitionError: a dim twice, or another number of them.
     """
     P = partition_of(P)
     used = [d for d in dims if d is not None]
-    if len(dims) != len(shape) or used != list(P.dims(used)):
+    if len(dims) != len(shape) or sorted(used) != list(P.dims(used)):
         raise PartitionError("one partition dim or None for each dim of the parameter", op="parameter_layout", partitions=P,
-                             expected=f"{len(shape)} entries in rising order", actual=tuple(dims))
+                             expected=f"{len(shape)} entries, no dim twice", actual=tuple(dims))
     fibre = P.along(used) or P.along(used, P.ranks[0])
     sizes = tuple(1 if d is None else P.shape[d] for d in dims)
-    return Layout(Partition(sizes, fibre.ranks, P.world), shape)
+    places = product(*(range(P.shape[d]) for d in used))  # the fibre's own order where ``used`` rises
+    ranks = tuple(fibre.rank_at([dict(zip(used, place)).get(d, 0) for d in range(P.ndim)]) for place in places)
+    return Layout(Partition(sizes, ranks, P.world), shape)
 
 
 def fans(shape) -> tuple[int, int]:

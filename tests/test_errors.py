@@ -8,10 +8,10 @@ import pytest
 from one_process import every_rank
 
 import distdl as dd
-from distdl.errors import AgreementError, DistdlError, PartitionError, ShapeError, TransportError
+from distdl.errors import AgreementError, CheckpointError, DistdlError, PartitionError, ShapeError, TransportError
 
 PACKAGE = Path(dd.__file__).parent
-KINDS = {kind.__name__ for kind in (PartitionError, ShapeError, AgreementError, TransportError)}
+KINDS = {kind.__name__ for kind in (PartitionError, ShapeError, AgreementError, CheckpointError, TransportError)}
 PARTS = ("op", "partitions", "expected", "actual", "rank", "next_step")
 
 
@@ -42,7 +42,7 @@ def test_parts_and_rank():
     for rank, error in enumerate(every_rank(3, program)):
         assert (error.rank, error.op, error.actual, error.expected) == (rank, "Partition.take", 5, "an index of 2")
         assert "rank" not in str(error).partition(";")[0] and isinstance(error, (DistdlError, ValueError))
-    for kind in (PartitionError, ShapeError, AgreementError, TransportError):
+    for kind in (PartitionError, ShapeError, AgreementError, CheckpointError, TransportError):
         grids = dd.Partition((2, 2)), dd.Partition((1,))
         error = kind("broken", op="f", partitions=grids, expected=1, actual=2, rank=3, next_step="mend it")
         assert str(error) == ("f: broken; expected 1, got 2; on rank 3; partitions: Partition((2, 2)) -> Partition((1,)); "

@@ -8,7 +8,8 @@ on the meta device (``to_empty`` and ``reset_parameters`` then fill them).
 from .convert import convert
 from .layers import *  # noqa: F403
 from .layers import __all__ as _layers
+from .layouts import layouts
 from .losses import *  # noqa: F403
 from .losses import __all__ as _losses
 
-__all__ = [*_layers, *_losses, "convert"]
+__all__ = [*_layers, *_losses, "convert", "layouts"]

@@ -35,7 +35,7 @@ class Layer(torch.nn.Module):
 
     Attributes:
         P: the partition (or Layout) that its function takes.
-        layouts: the global layout of every parameter that this rank has a block of, by name.
+        layouts: the global layout of every parameter and buffer, by name (:func:`distdl.nn.layouts` asks a whole model).
     """
 
     def __init__(self, P, device=None, dtype=None):
@@ -67,7 +67,7 @@ class Layer(torch.nn.Module):
             old.copy_(self._block(name, old.device, old.dtype))
 
     def extra_repr(self):
-        shapes = ", ".join(f"{name}={tuple(layout.shape)}" for name, layout in self.layouts.items())
+        shapes = ", ".join(f"{name}={tuple(self.layouts[name].shape)}" for name in self._draws)
         return f"{str(self.P).splitlines()[0]}, {shapes}"
 
 
@@ -79,8 +79,8 @@ def _zeros(layout, seed, **kind):
     return init.zeros(layout, **kind)
 
 
-def _weight(layout, seed, fan="in", **kind):
-    return init.kaiming_uniform(layout, seed, a=math.sqrt(5), fan=fan, **kind)
+def _weight(layout, seed, **kind):
+    return init.kaiming_uniform(layout, seed, a=math.sqrt(5), **kind)
 
 
 def _bias(layout, seed, weight_shape, **kind):
@@ -143,9 +143,8 @@ class _ConvTranspose(_Conv):
 
     def _weights(self, shape, general, groups):
         k = partition_of(self.P).shape[1]
-        if general:  # (in, out) over partition dims (2, 1): drawn the other way round
-            swapped = (shape[1], shape[0], *shape[2:])
-            self._parameter("weight", swapped, (1, 2, *(None,) * self.n), _swapped)
+        if general:
+            self._parameter("weight", shape, (2, 1, *(None,) * self.n), _weight)
         elif groups > 1 and k > 1:
             if groups % k:
                 raise PartitionError("ranks of the channel dim need whole groups", op=type(self).__name__, partitions=self.P,
@@ -176,10 +175,6 @@ class _LocalConv(Layer):
     def forward(self, x):
         """The untied filters of this rank's block."""
         return F.dist_local_conv(x, self.weight, self.P, params="invariant", **self.options)
-
-
-def _swapped(layout, seed, **kind):
-    return _weight(layout, seed, fan="out", **kind).transpose(0, 1).contiguous()
 
 
 class _Function(torch.nn.Module):
@@ -260,6 +255,8 @@ class BatchNorm(Layer):
         shape = layout.local_shape(None if layout.active else layout.partition.ranks[0])
         for name, make in (("running_mean", torch.zeros), ("running_var", torch.ones)):
             self.register_buffer(name, make(shape, device=device, dtype=dtype) if track_running_stats else None)
+            self.layouts[name] = layout
+        self.layouts["num_batches_tracked"] = init.parameter_layout(P, (), ())
         count = torch.zeros((), dtype=torch.int64, device=device) if track_running_stats else None
         self.register_buffer("num_batches_tracked", count)
 

@@ -164,10 +164,12 @@ def test_parameter_layout():
         whole = dd.init.normal(alone((5, 7)), 3)
         rows, columns = dd.Layout(P, (1, 5, 7)).slices()[1:]
         assert torch.equal(dd.init.normal(L, 3), whole[rows, columns])
+        turned = dd.init.parameter_layout(P, (7, 5), (2, 1))
+        assert torch.equal(dd.init.normal(turned, 3), dd.init.normal(alone((7, 5)), 3)[columns, rows])
         bias = dd.init.parameter_layout(P, (5,), (None,))
         assert bias.local_shape() == (5,) and WORLD.rank in bias.partition.ranks
     with pytest.raises(dd.errors.PartitionError):
-        dd.init.parameter_layout(P, (5, 7), (2, 1))
+        dd.init.parameter_layout(P, (5, 7), (2, 2))
 
 
 def test_memory_is_a_block_and_one_more():

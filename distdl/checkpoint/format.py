@@ -1,0 +1,127 @@
+"""What bytes of a safetensors file hold which box of which tensor. Pure functions of what the ranks say; no file is touched.
+
+The format (https://huggingface.co/docs/safetensors): the length of the header as 8 bytes, little-endian; the header, JSON: for each
+tensor its dtype, global shape, and (begin, end) in what follows; then the tensors, row-major, without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+__all__ = ["DTYPES", "Entry", "Report", "header", "plan", "runs", "volume"]
+
+_NAMES = {"bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
+          "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+          "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}  # fmt: skip
+DTYPES = {getattr(torch, name): code for name, code in _NAMES.items()}
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank brings to a save: where to, the metadata, and for each tensor (dtype, global shape, its box or ``None``)."""
+
+    path: str
+    metadata: str
+    token: str
+    tensors: dict[str, tuple[str, tuple[int, ...], Box | None]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the file: bytes ``begin .. end`` after the header, and who writes each box; ``holders`` have a copy of it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    writers: dict[Box, int]
+    holders: dict[Box, tuple[int, ...]]
+
+
+def volume(box: Box) -> int:
+    """Number of elements."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def plan(reports: dict[int, Report]) -> dict[str, Entry]:
+    """The file's tensors, in order, from all ranks' reports; the same on every rank.
+
+    Copies of a box are written once, in turn by one and another of the ranks that hold it.
+
+    Raises:
+        ValueError: the ranks disagree, or their boxes are not the whole of a tensor.
+    """
+    for what in ("path", "metadata"):
+        told = {r: getattr(report, what) for r, report in reports.items()}
+        if len(set(told.values())) > 1:
+            raise ValueError(f"the ranks disagree in the {what}: {told}")
+    table: dict[str, dict] = {}
+    for rank, report in reports.items():
+        for name, (dtype, shape, box) in report.tensors.items():
+            kind, boxes = table.setdefault(name, {"kind": (dtype, shape), "boxes": {}}).values()
+            if kind != (dtype, shape):
+                raise ValueError(f"the ranks disagree in {name!r}: {kind[0]} {kind[1]}, and {dtype} {shape} on rank {rank}")
+            if box is not None and volume(box):
+                boxes.setdefault(box, []).append(rank)
+    sizes = {name: getattr(torch, told["kind"][0]).itemsize for name, told in table.items()}
+    entries, begin, turn = {}, 0, 0
+    for name in sorted(table, key=lambda name: (-sizes[name], name)):  # so every tensor is aligned
+        (dtype, shape), boxes = table[name].values()
+        _check_whole(name, shape, boxes)
+        writers = {}
+        for box, holders in boxes.items():
+            writers[box] = holders[turn % len(holders)]
+            turn += 1
+        end = begin + math.prod(shape) * sizes[name]
+        entries[name] = Entry(dtype, shape, begin, end, writers, {box: tuple(ranks) for box, ranks in boxes.items()})
+        begin = end
+    return entries
+
+
+def _check_whole(name, shape, boxes) -> None:
+    """Blocks of a layout are a grid: in each dim the intervals follow one another, and every combination is there."""
+    if not math.prod(shape):
+        return
+    count = 1
+    for d, n in enumerate(shape):
+        intervals = sorted({box[d] for box in boxes})
+        count *= len(intervals)
+        at = 0
+        for start, stop in intervals:
+            if start != at:
+                raise ValueError(f"the blocks of {name!r} do not fit together: dim {d} of {shape} is held in {intervals}")
+            at = stop
+        if at != n:
+            raise ValueError(f"the blocks of {name!r} are not the whole: dim {d} of {shape} is held in {intervals}")
+    if count != len(boxes):
+        raise ValueError(f"the blocks of {name!r} are not the whole of {shape}: {len(boxes)} of {count} are there")
+
+
+def header(entries: dict[str, Entry], metadata: str, token: str) -> bytes:
+    """The file's first bytes; ``distdl`` in its metadata is JSON, and ``distdl.save`` another text for every save."""
+    table: dict = {"__metadata__": {"format": "pt", "distdl": metadata, "distdl.save": token}}
+    for name, e in entries.items():
+        table[name] = {"dtype": DTYPES[getattr(torch, e.dtype)], "shape": e.shape, "data_offsets": [e.begin, e.end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def runs(box: Box, shape: tuple[int, ...]):
+    """The block as contiguous runs of the row-major global tensor: (elements of a run, an iterator over their offsets), in the
+    block's own order."""
+    d = len(shape)
+    while d and box[d - 1] == (0, shape[d - 1]):
+        d -= 1
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    if not d:
+        return math.prod(shape), iter((0,))
+    start, stop = box[d - 1]
+    outer = product(*(range(a * s, b * s, s) for (a, b), s in zip(box[: d - 1], strides)))
+    return (stop - start) * strides[d - 1], (sum(at) + start * strides[d - 1] for at in outer)

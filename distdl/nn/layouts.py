@@ -1,0 +1,19 @@
+"""Where the tensors of a model lie."""
+
+from __future__ import annotations
+
+from ..partition import Layout
+from .layers import Layer
+
+__all__ = ["layouts"]
+
+
+def layouts(module) -> dict[str, Layout]:
+    """{name: Layout} of the partitioned parameters and buffers of a module and its children, named as in ``state_dict()``.
+
+    A name that is missing belongs to a module that knows no partition: its tensor is whole on every rank. A layout names the
+    ranks of one copy, the one that this rank is in; where layers are replicated, other ranks name others.
+    """
+    return {f"{prefix}.{name}" if prefix else name: layout for prefix, child in
+            module.named_modules(remove_duplicate=False) if isinstance(child, Layer)
+            for name, layout in child.layouts.items() if getattr(child, name) is not None}

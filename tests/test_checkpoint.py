@@ -1,0 +1,232 @@
+"""Checkpoints in one process: the format, files that run nothing, and a job that is killed while it saves."""
+
+import itertools
+import os
+import pickle
+import random
+import resource
+import signal
+import subprocess
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import load, load_file
+from test_launch import command, gone
+
+import distdl as dd
+from distdl import checkpoint
+from distdl.checkpoint.format import DTYPES, Report, header, plan, runs
+from distdl.launch import find_mpi
+
+needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="needs mpi4py and an MPI library")
+
+
+def spread(layouts, ranks, dtype="float32"):
+    """The reports of ``ranks`` that hold blocks of ``layouts``."""
+    return {r: Report("x", "{}", f"token {r}", {k: (dtype, L.shape, L.box(r)) for k, L in layouts.items()}) for r in range(ranks)}
+
+
+def test_every_byte_of_every_box_has_its_place():
+    """Random grids of four ranks: what they write, one after the other, is what safetensors reads back."""
+    draw = random.Random(3)
+    for case in range(150):
+        grids = [g for n in (0, 1, 2, 3) for g in itertools.product((1, 2, 3, 4), repeat=n) if torch.tensor(g or 1).prod() <= 4]
+        tensors, layouts = {}, {}
+        for name in "abc":
+            grid = draw.choice(grids)
+            shape = tuple(draw.choice((0, 1, 2, 3, 5, 7)) for _ in grid)
+            ranks = draw.sample(range(4), int(torch.tensor(grid or 1).prod()))
+            layouts[name] = dd.Layout(dd.Partition(grid, tuple(ranks)), shape)
+            tensors[name] = torch.randn(shape)
+        entries = plan(spread(layouts, 4))
+        head = header(entries, '{"case": 1}', "token")
+        assert not len(head) % 8
+        written = bytearray(head + b"\xff" * max(e.end for e in entries.values()))
+        seen = 0
+        for name, rank in itertools.product(entries, range(4)):
+            entry, box = entries[name], layouts[name].box(rank)
+            if entry.writers.get(box) != rank:
+                continue
+            data, (size, offsets) = layouts[name].shard(tensors[name], rank).contiguous().numpy().tobytes(), runs(box, entry.shape)
+            for i, offset in enumerate(offsets):
+                start = len(head) + entry.begin + 4 * offset
+                written[start : start + 4 * size] = data[4 * i * size : 4 * (i + 1) * size]
+                seen += 4 * size
+        assert seen == len(written) - len(head), "a byte is written twice, or not at all"
+        found = load(bytes(written))
+        assert all(torch.equal(found[k], x) for k, x in tensors.items()), case
+
+
+def test_runs_are_as_long_as_they_can_be():
+    assert [(n, list(at)) for n, at in [runs(((1, 3), (0, 4), (0, 5)), (6, 4, 5))]] == [(40, [20])]
+    assert [(n, list(at)) for n, at in [runs(((1, 3), (2, 4), (0, 5)), (6, 4, 5))]] == [(10, [30, 50])]
+    assert [(n, list(at)) for n, at in [runs(((0, 2), (1, 2)), (2, 3))]] == [(1, [1, 4])]
+    assert [(n, list(at)) for n, at in [runs((), ()), runs(((0, 7),), (7,))]] == [(1, [0]), (7, [0])]
+
+
+def test_copies_are_written_in_turn():
+    """Eight tensors that four ranks hold: each writes two of them."""
+    entries = plan({r: Report("x", "{}", "", {f"w{i}": ("float32", (2,), ((0, 2),)) for i in range(8)}) for r in range(4)})
+    writers = [w for e in entries.values() for w in e.writers.values()]
+    assert sorted(writers) == sorted([0, 1, 2, 3] * 2)
+
+
+def test_every_dtype(tmp_path):
+    tensors = {str(d): torch.arange(6).to(d).reshape(2, 3) for d in DTYPES}
+    checkpoint.save(tmp_path / "x", tensors)
+    found, expected = load_file(tmp_path / "x"), checkpoint.load(tmp_path / "x")[0]
+    for k, x in tensors.items():
+        for y in (found[k], expected[k]):
+            assert y.dtype == x.dtype and torch.equal(y.reshape(-1).view(torch.uint8), x.reshape(-1).view(torch.uint8))
+    conj, strided = torch.randn(3, 2, dtype=torch.complex64).conj(), torch.randn(4, 3).T
+    checkpoint.save(tmp_path / "x", {"conj": conj, "neg": conj.imag, "strided": strided, "grad": strided.requires_grad_()})
+    found = load_file(tmp_path / "x")
+    assert torch.equal(found["conj"], conj) and torch.equal(found["neg"], conj.imag) and torch.equal(found["strided"], strided)
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path):
+    """The system refuses to make the file as large as it must be: an error before anything is written, no file of ours stays."""
+    path = tmp_path / "x"
+    checkpoint.save(path, {"w": torch.ones(3)}, metadata={"step": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10000, limits[1]))
+    try:
+        with pytest.raises(dd.errors.CheckpointError, match="File too large") as caught:
+            checkpoint.save(path, {"w": torch.ones(10000)}, metadata={"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert isinstance(caught.value.__cause__, OSError) and "next step" in str(caught.value)
+    assert os.listdir(tmp_path) == ["x"] and checkpoint.load(path)[1] == {"step": 1}
+
+
+def test_a_save_that_nobody_waits_for(tmp_path):
+    pending = checkpoint.async_save(tmp_path / "x", {"w": torch.ones(3)})
+    with pytest.warns(ResourceWarning, match="nobody waited"):
+        pending.__del__()
+    pending.wait()
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_names_with_wildcards_and_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".x.other.saving").touch()  # another file's
+    (tmp_path / ".[x]*.stale.saving").touch()  # left by a job that was killed
+    checkpoint.save("[x]*", {"w": torch.ones(3)})
+    assert sorted(os.listdir()) == [".x.other.saving", "[x]*"]
+    assert checkpoint.load("[x]*")[0]["w"].tolist() == [1, 1, 1]
+
+
+class Trap:
+    def __reduce__(self):
+        return os.mkdir, ("trapped",)
+
+
+def test_reading_runs_nothing(tmp_path, monkeypatch):
+    """Neither a pickle, nor torch's zip of pickles, nor one in the metadata is opened as such."""
+    monkeypatch.chdir(tmp_path)
+    Path("pickle").write_bytes(pickle.dumps(Trap()))
+    torch.save({"w": Trap()}, "torch")
+    safetensors.serialize_file({}, "metadata", {"distdl": pickle.dumps(Trap(), 0).decode()})
+    safetensors.serialize_file({}, "list", {"distdl": "[1, 2]"})
+    for name in ("pickle", "torch", "metadata", "list"):
+        with pytest.raises(dd.errors.CheckpointError):
+            checkpoint.load(name)
+    assert not Path("trapped").exists()
+
+
+def test_without_safetensors_files_can_be_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
+    checkpoint.save(tmp_path / "x", {"w": torch.ones(3)})
+    with pytest.raises(dd.errors.CheckpointError, match=r"pip install distdl\[checkpoint\]"):
+        checkpoint.load(tmp_path / "x")
+
+
+def test_hyperparameters_come_back(tmp_path):
+    """Also as tensors and tuples; and SGD without momentum, which has no state."""
+    model = torch.nn.Linear(2, 3)
+    for kind, options in ((torch.optim.Adam, {"lr": torch.tensor(0.25), "betas": (0.5, 0.75)}), (torch.optim.SGD, {"lr": 0.25}),
+                          (torch.optim.RMSprop, {"lr": 0.25, "centered": True}), (torch.optim.Adagrad, {"lr": 0.25})):  # fmt: skip
+        optimizer = kind([{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.125}], **options)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        checkpoint.save(tmp_path / "x", *checkpoint.state(model, optimizer))
+        other = kind([{"params": [model.weight]}, {"params": [model.bias]}], **{**options, "lr": options["lr"] * 2})
+        assert checkpoint.restore(tmp_path / "x", model, other) == {}
+        old, new = optimizer.state_dict(), other.state_dict()
+        assert old["param_groups"] == new["param_groups"] and type(new["param_groups"][0]["lr"]) is type(options["lr"])
+        assert old["state"].keys() == new["state"].keys()
+        for i, values in old["state"].items():
+            assert values.keys() <= new["state"][i].keys() | {k for k, v in values.items() if v is None}
+            assert all(torch.equal(v, new["state"][i][k]) for k, v in values.items() if v is not None)
+
+
+def test_own_modules_with_layouts(tmp_path):
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.arange(4.0))
+
+    L = dd.Layout(dd.Partition((1,)), (4,))
+    checkpoint.save(tmp_path / "x", *checkpoint.state(Own(), layouts={"w": L}))
+    own = Own()
+    own.w.data.zero_()
+    checkpoint.restore(tmp_path / "x", own, layouts={"w": L})
+    assert own.w.tolist() == [0, 1, 2, 3]
+
+
+# ---------------------------------------------------------------- kill -9
+
+KILLED = """
+import os, sys, time
+import torch
+import distdl as dd
+world = dd.world()
+open(f"pid{world.rank}", "w").write(str(os.getpid()))
+L = dd.Layout(dd.Partition((1, 2)), (1000, 2000))
+for step in range(1, 10**6):
+    tensors = {name: torch.full(L.local_shape(), float(step)) for name in "ab"}
+    layouts = {name: L for name in tensors}
+    if sys.argv[1] == "async":
+        dd.checkpoint.async_save("x.safetensors", tensors, layouts, {"step": step}).wait()
+    else:
+        dd.checkpoint.save("x.safetensors", tensors, layouts, {"step": step})
+    open("saved", "w").write(str(step))
+"""
+
+
+@needs_mpi
+@pytest.mark.parametrize("kind, who", [("sync", 0), ("async", 1)])
+def test_killed_while_saving(tmp_path, kind, who):
+    """The last file that was complete is there, whole; the next save to that path cleans up."""
+    program, path = tmp_path / "program.py", tmp_path / "x.safetensors"
+    program.write_text(textwrap.dedent(KILLED))
+    left = attempt = 0
+    while not left:  # until a kill has hit a save under way; mostly the first does
+        attempt += 1
+        assert attempt < 5, "never killed while saving"
+        (tmp_path / "saved").unlink(missing_ok=True)
+        job = subprocess.Popen(command("run", "-n", 2, program, kind), cwd=tmp_path, stdin=subprocess.DEVNULL,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+        try:
+            until = time.monotonic() + 60
+            while not (tmp_path / "saved").exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            while not list(tmp_path.glob(".*.saving")) and time.monotonic() < until:
+                pass
+            pids = [(tmp_path / f"pid{r}").read_text() for r in range(2)]
+            os.kill(int(pids[who]), signal.SIGKILL)
+            job.communicate(timeout=60)
+        finally:
+            job.kill()
+            job.communicate()
+        assert job.returncode != 0 and gone(pids)
+        left = len(list(tmp_path.glob(".*.saving")))
+        tensors, metadata = checkpoint.load(path)
+        assert metadata["step"] >= 1
+        assert all(x.shape == (1000, 2000) and bool((x == metadata["step"]).all()) for x in tensors.values()), "a torn file"
+    checkpoint.save(path, {"w": torch.ones(1)})
+    assert not list(tmp_path.glob(".*.saving"))
