@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
@@ -25,6 +27,14 @@ unwrap_if_dead = _functorch.unwrap_if_dead
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 current_device = getattr(torch._C, "_cuda_getDevice", None)
 capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+
+
+_here = contextlib.nullcontext()
+
+
+def on_device(index: int):
+    """A context in which CUDA device ``index`` is the current one."""
+    return _here if current_device() == index else torch.cuda.device(index)
 
 
 def forward_mode_active() -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from . import _torch
-from .errors import AgreementError, DistdlError, ShapeError
+from .errors import AgreementError, DistdlError, PartitionError, ShapeError
 from .linear_map import nothing
 from .partition import Layout, Partition, balanced
 from .world import world
@@ -32,6 +32,9 @@ class Report:
 
 def partition_of(P) -> Partition:
     """The partition of a Partition or a Layout."""
+    if not isinstance(P, (Partition, Layout)):
+        raise PartitionError("not a partition", op="partition", expected="a Partition or a Layout", actual=P,
+                             next_step="dd.Partition(shape), or dd.Layout(P, shape)")
     return P.partition if isinstance(P, Layout) else P
 
 

@@ -103,7 +103,7 @@ class _Program:
 
     def fuse(self, device) -> None:
         """Let one kernel copy many small boxes."""
-        if len(self.likes) > 1 or not fused.available():
+        if len(self.likes) > 1 or self.casts or not fused.available():
             return
         itemsize, leave = self.likes[0].dtype.itemsize, lambda part: not fused.small(part)
         early = [fused.keeping(to, source) for to, source in self.early if fused.small(to)]
@@ -126,7 +126,7 @@ class _Program:
             if x is None:
                 shape = self.likes[part.leaf].shape
                 return part.factor(shape, _dense(shape), 16 // size)
-            return part.factor(x.shape, x.stride(), max(math.gcd(16, x.data_ptr()) // size, 1))
+            return part.factor(x.shape, x.stride(), max(math.gcd(16, x.data_ptr(), x.storage_offset() * size) // size, 1))
 
         for i, (to, source) in enumerate(self.early):
             k = math.gcd(factor(to, None), factor(source, xs[source.leaf]))
@@ -355,7 +355,7 @@ class Pending:
             self.home = x.device
             xs = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(_torch.plain(x)) for x in xs]
         program, xs = _cached_program(plans, xs, transport)
-        self.program, self.xs, self.transport, self.staging = program, xs, transport, None
+        self.program, self.xs, self.transport, self.staging, self.handle = program, xs, transport, None, None
         ys = self.ys = [_empty_like(like) for like in program.likes]
         if program.kind == "all_reduce":
             _sum(transport, xs, ys, program.group)
@@ -391,6 +391,7 @@ class Pending:
         program, ys = self.program, self.ys
         if program.travels:
             self.transport.wait(self.handle)
+            self.handle = None
         if program.fused_late is not None:
             program.fused_late.copy(self.xs[0], self.staging, ys[0])
         for i, (to, source) in enumerate(program.late):
@@ -403,6 +404,12 @@ class Pending:
         if program.casts:
             ys = [y.to(dtype) for y, dtype in zip(ys, program.casts)]
         return ys if self.home is None else [y.to(self.home) for y in ys]
+
+
+    def __del__(self):
+        handle = getattr(self, "handle", None)  # absent where this rank raised before it sent
+        if handle is not None:  # dropped, or given up in an error: the memory must outlive the messages
+            self.transport.abandon(handle, (self.xs, self.ys, self.staging))
 
 
 def _collect(transport, kind, source, target, count, dtype, group):
@@ -432,7 +439,7 @@ def _sum(transport, xs, ys, group) -> None:
 
 def _place(x):
     """Where a device tensor lies: words of 16 bytes need a place that they divide."""
-    return x.device, x.data_ptr() % 16
+    return x.device, x.data_ptr() % 16, x.storage_offset() % 16
 
 
 def _cached_program(plans, xs, transport):

@@ -66,9 +66,9 @@ def jacfwd(f, L_in: Layout, *, chunk_size: int | None = None):
     """
 
     def jacobian(x):
-        push = vmap(lambda t: jvp(f, (x,), (t,))[1], out_dims=-1)
-        columns = torch.cat([push(_basis(L_in, a, b, x)) for a, b in _chunks(L_in, chunk_size)], -1)
-        return columns.reshape(*columns.shape[:-1], *L_in.shape)
+        push = vmap(lambda t: jvp(f, (x,), (t,))[1])  # not out_dims=-1: torch then misplaces tangents that are constant
+        rows = torch.cat([push(_basis(L_in, a, b, x)) for a, b in _chunks(L_in, chunk_size)])
+        return rows.movedim(0, -1).reshape(*rows.shape[1:], *L_in.shape)
 
     return jacobian
 

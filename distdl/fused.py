@@ -91,17 +91,22 @@ def table_of(copies) -> list[int]:
     return words
 
 
+@cache
+def _on_device(table: tuple[int, ...], device):
+    """The table in the device's memory. It stays there: a captured graph may hold its address."""
+    return torch.tensor(table, dtype=torch.int64, device=device)
+
+
 class Boxes:
     """Copies between one input, the staging memory and one output, of elements of ``itemsize`` bytes."""
 
     def __init__(self, copies, itemsize: int, device):
         self.count, self.total = len(copies), sum(math.prod(copy[2]) for copy in copies)
-        self.table = torch.tensor(table_of(copies), dtype=torch.int64, device=device)
-        self.address, self.index = self.table.data_ptr(), device.index
+        self.address, self.index = _on_device(tuple(table_of(copies)), device).data_ptr(), device.index
         self.grid, (self.cupy, self.kernel) = (min(-(-self.total // 256), 1024),), _kernel(itemsize)
 
     def copy(self, x, staging, y) -> None:
         """Copy, on torch's current stream."""
-        with self.cupy.cuda.ExternalStream(_torch.current_stream(self.index)):
+        with _torch.on_device(self.index), self.cupy.cuda.ExternalStream(_torch.current_stream(self.index)):
             self.kernel(self.grid, (256,), (x.data_ptr(), 0 if staging is None else staging[0].data_ptr(), y.data_ptr(),
                                             self.address, self.count, self.total))

@@ -130,6 +130,10 @@ class LinearMap:
         """
         if not self._fits:
             self.world.check(str(self), self.plan.held.partition, self.plan.wanted.partition)
+        if not isinstance(x, torch.Tensor):
+            raise ShapeError("not a tensor", op=str(self), partitions=self.partitions,
+                             expected=f"a tensor of shape {self.in_shape}", actual=type(x).__name__, rank=self.world.rank,
+                             next_step="ranks that hold nothing pass any tensor of the dtype and device that the others have")
         if self.active:
             if x.shape != self.in_shape:
                 raise ShapeError("the local tensor has the wrong shape", op=str(self), partitions=self.partitions,
@@ -445,6 +449,11 @@ def _agree_on_batches(maps, xs, ties):
 # ---------------------------------------------------------------- dependence without a value
 
 
+def _flat(t):
+    """``t`` in one dim; not ``reshape(-1)``, which cannot tell the size inside a vmap over nothing."""
+    return t.reshape(t.numel())
+
+
 def _hooks(tensors):
     """Empty views of the differentiable ones among ``tensors``, of two dims: torch.cat's gradient for an empty tensor of one dim is
     a constant, which would cut it off in the second derivative."""
@@ -452,7 +461,7 @@ def _hooks(tensors):
         if t.is_complex():
             t = torch.view_as_real(t.resolve_conj())
         if t.is_floating_point():
-            yield t.reshape(-1)[:0].unsqueeze(1)
+            yield _flat(t)[:0].unsqueeze(1)
 
 
 def nothing(shape, *tensors, dtype=None):
@@ -468,7 +477,7 @@ def nothing(shape, *tensors, dtype=None):
     """
     if 0 not in shape:
         raise ShapeError("this shape has elements", op="nothing", expected="a size 0", actual=tuple(shape))
-    empty = tensors[0].reshape(-1)[:0]
+    empty = _flat(tensors[0])[:0]
     if len(tensors) > 1:
         empty = tie(empty, *tensors[1:])
     return (empty if dtype is None else empty.to(dtype)).reshape(shape)
@@ -481,7 +490,7 @@ def tie(value, *tensors):
     backward that never comes. ``F.tie(loss, unused)`` makes it come, with cotangent zero.
     """
     hooks = [h.to(value.dtype) for h in _hooks(tensors)]
-    return torch.cat([value.reshape(-1, 1), *hooks]).reshape(value.shape) if hooks else value
+    return torch.cat([_flat(value).unsqueeze(1), *hooks]).reshape(value.shape) if hooks else value
 
 
 # ---------------------------------------------------------------- the movement as a torch operator, for tracing

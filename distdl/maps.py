@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from operator import index as as_int
 
 from .errors import PartitionError
 from .halo import HaloSpec
@@ -186,6 +187,11 @@ def shift(where, dim: int, offset: int = 1, periodic: bool = True, shape=None) -
     """
     P, held = _local(where, shape)
     (dim,) = P.dims(dim, "shift")
+    try:
+        offset = as_int(offset)
+    except TypeError:
+        raise PartitionError("the offset must be an integer", op="shift", partitions=P, expected="a number of ranks",
+                             actual=offset) from None
     n, wanted = P.shape[dim], list(held)
     source = [(i - offset) % n if periodic else i - offset for i in range(n)]
     source = [s if 0 <= s < n else None for s in source]

@@ -148,10 +148,11 @@ class Plan(_Value):
         """All ranks that take part, sorted."""
         return tuple(sorted({*self.held.partition.ranks, *self.wanted.partition.ranks}))
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A short fingerprint, equal in every process (Python's own hashes are not)."""
-        return hashlib.sha256(repr((self.held, self.wanted)).encode()).hexdigest()[:16]
+        sides = [(s.partition.shape, s.partition.ranks, s.partition.world, s.axes) for s in (self.held, self.wanted)]
+        return hashlib.sha256(repr(sides).encode()).hexdigest()[:16]
 
     def is_identity(self) -> bool:
         """Whether every rank keeps exactly what it has: the same on all ranks, whichever asks."""
@@ -176,11 +177,12 @@ class Plan(_Value):
     def gathered(self) -> tuple[int, ...] | None:
         """The grid dims along which this movement is an all-gather of equal blocks (its transpose then is a reduce-scatter), or
         ``None`` where it is something else; the same on all ranks, whichever asks."""
-        P, dims, apart = self.held.partition, [], set()
+        P, dims, apart, equal = self.held.partition, [], set(), []
         if self.wanted.partition != P:
             return None
         for held, wanted in zip(self.held.axes, self.wanted.axes):
             if held == wanted:
+                equal.append(held)
                 if not _collide([((0, s, e - s),) for runs in held.runs for s, e, _ in runs if s < e]):
                     apart.add(held.dim)
                 continue
@@ -191,6 +193,8 @@ class Plan(_Value):
             if held.runs != blocks or wanted.runs != (((0, n * count, 0),),) or wanted.extents != (n * count,):
                 return None
             dims.append(held.dim)
+        if any(a.dim in dims or not (all(a.runs) if a.extents is None else all(map(_fills, a.runs, a.extents))) for a in equal):
+            return None
         rest = [d for d in range(P.ndim) if P.shape[d] > 1 and d not in dims]
         return tuple(sorted(dims)) if dims and len(set(dims)) == len(dims) and apart.issuperset(rest) else None
 

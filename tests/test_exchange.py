@@ -182,3 +182,14 @@ def test_boxes_in_words(shape, dtype, monkeypatch):
                 exchange._cached_program((plan,), [x], exchange.LocalTransport(r, 4))
         assert all(torch.equal(a, b) for a, b in zip(plan.simulate(xs), wanted))
     assert bool(widened) == (dtype != torch.complex128)
+
+
+def test_boxes_of_widened_sums_are_not_fused(monkeypatch):
+    """The input's elements and the output's differ in size there."""
+    made = []
+    monkeypatch.setattr(exchange.fused, "available", lambda: True)
+    monkeypatch.setattr(exchange.fused, "Boxes", lambda copies, itemsize, device: made.append(itemsize))
+    plan = dd.maps.halo_exchange(dd.HaloSpec(dd.Layout(dd.Partition((2, 2)), (6, 6)), 2, boundary="circular")).T.plan
+    for dtype, sizes in ((torch.bfloat16, []), (torch.int16, []), (torch.float32, [4])):
+        program_of(plan, torch.ones(plan.view(1).in_shape, dtype=dtype)).fuse(torch.device("cpu"))
+        assert made == sizes, dtype

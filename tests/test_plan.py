@@ -375,3 +375,23 @@ def test_gaps():
     corner = Plan(Side(dd.Partition((2,)), (ends,)), Side(dd.Partition((1,)), (whole(3),)))
     assert corner.view(0).gaps is None
     assert corner.simulate([torch.ones(2), torch.ones(0)])[0].tolist() == [1.0, 0.0, 1.0]
+
+
+def test_digests_tell_large_partitions_apart():
+    """A partition's picture leaves ranks out; its digest does not."""
+    ranks = [list(range(18)) for _ in range(2)]
+    ranks[1][8:10] = [9, 8]
+    one = Side(dd.Partition((1,), (0,)), (whole(36), whole(2), whole(2)))
+    plans = [Plan(Side.of(dd.Layout(dd.Partition((18, 1, 1), r), (36, 2, 2))), one) for r in ranks]
+    assert plans[0] != plans[1] and plans[0].digest != plans[1].digest
+
+
+def test_gathered_asks_every_axis():
+    """Axes that are equal on both sides must fill their dims, and leave the gathered grid dim alone."""
+    P = dd.Partition((4,))
+    held, wanted = split(tuple((2 * i, 2 * i + 2) for i in range(4)), 0), whole(8)
+    pairs = key(0, (0, 0, 1, 1))
+    assert Plan(Side(P, (held,)), Side(P, (wanted,))).gathered == (0,)
+    assert Plan(Side(P, (pairs, held)), Side(P, (pairs, wanted))).gathered is None
+    hole = Axis(None, (((0, 1, 0), (2, 3, 2)),), (3,))
+    assert Plan(Side(P, (held, hole)), Side(P, (wanted, hole))).gathered is None

@@ -60,6 +60,9 @@ def _by_shape(x, factory):
     if isinstance(x, torch.Tensor):
         return factory(tuple(x.shape))(x)
     xs, tree = _torch.flatten(x)
+    for leaf in xs:
+        if not isinstance(leaf, torch.Tensor):
+            raise ShapeError("not a tensor", op="a movement", expected="tensors, or a pytree of them", actual=type(leaf).__name__)
     return _torch.unflatten(_move(xs, [factory(tuple(leaf.shape)) for leaf in xs]), tree) if xs else x
 
 

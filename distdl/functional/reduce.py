@@ -213,11 +213,13 @@ def _extreme(op, x, P, dim, keepdim, pick):
     ties = wide((x.detach() == held).to(x.dtype)).sum(dims, True)
     values, counts = one_each(torch.stack([held.to(ties.dtype), ties]), where, dims)
     best = pick(values, dims, keepdim=True)
-    share = ties / torch.where(values == best, counts, 0).sum(dims, True)
+    total = torch.where(values == best, counts, 0).sum(dims, True)
+    share = ties / total
     # best + the sum of differences from it, all of them 0: the value is exact, and each tie has its share of the derivative.
     base = torch.where(best.isinf(), 0, best)
     moved = torch.where((held == best) & (ties > 0), (mine.to(ties.dtype) - base) * share, 0)
-    result = base + invariant_sum(moved, where, dims)
+    nowhere = torch.where(total == 0, math.nan, 0.0).to(base.dtype)  # no rank has an element
+    result = base + nowhere + invariant_sum(moved, where, dims)
     return _squeeze(result, dims, keepdim).to(x.dtype)
 
 

@@ -26,6 +26,9 @@ class Transport(Protocol):
     def wait(self, handle) -> None:
         """Finish what :meth:`post` started. Raises TransportError when a message had another length than planned."""
 
+    def abandon(self, handle, memory) -> None:
+        """Nobody will wait for ``handle``: keep ``memory`` until the engine has done with it."""
+
     def collective(self, kind: str, source: int, target: int, count: int, dtype, ranks: tuple[int, ...]) -> Any:
         """Start one of :attr:`collectives` on contiguous memory, over ``ranks`` in this order; for :meth:`wait`.
 

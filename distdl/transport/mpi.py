@@ -45,6 +45,7 @@ class MpiTransport:
         self.side, self.board = SideChannel(self.comm), Board.shared(self.comm)
         self._sent: dict[int, int] = defaultdict(int)
         self._received: dict[int, int] = defaultdict(int)
+        self._abandoned: list = []  # (requests, memory) that nobody waits for
 
     @cached_property
     def cuda_aware(self) -> MpiTransport:
@@ -57,8 +58,14 @@ class MpiTransport:
         if "cuda" in self.device_types:
             torch.cuda.current_stream().synchronize()
 
+    def abandon(self, handle, memory):
+        incoming, outgoing, _ = handle
+        self._abandoned.append(([*incoming, *outgoing], memory))
+
     def post(self, sends, receives):
         self._ready()
+        if self._abandoned:
+            self._abandoned = [one for one in self._abandoned if not MPI.Request.Testall(one[0])]
         comm, chunk, fromaddress = self.comm, self.chunk, MPI.buffer.fromaddress
         incoming, outgoing = [], []
         for peer, address, nbytes in receives:

@@ -7,7 +7,6 @@ some of the ranks uses the whole world's communicator once that exists, since me
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import warnings
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ import torch
 from .. import _torch
 from ..errors import TransportError
 
-_HERE = contextlib.nullcontext()
 _MAX_GROUPS = 256  # each holds memory on the device
 # NCCL's names of what it can sum; the second number says how many of them one element is.
 _SUM_TYPES = {
@@ -39,7 +37,7 @@ class Cuda:
 
     def here(self):
         """A context in which this is the current device, as NCCL demands."""
-        return _HERE if _torch.current_device() == self.index else torch.cuda.device(self.index)
+        return _torch.on_device(self.index)
 
     def name(self) -> str:
         """Tells physical devices apart."""
@@ -56,6 +54,8 @@ def engines_on(world, index: int) -> NcclEngines:
         return NcclEngines(world, Cuda(index), load())
     except ImportError as error:
         return NcclEngines(world, Cuda(index), why=f"cannot import cupy.cuda.nccl: {error}")
+    except TransportError as error:
+        return NcclEngines(world, Cuda(index), wrong=str(error))
 
 
 def load():
@@ -81,11 +81,11 @@ class NcclEngines:
     Args:
         world: its small all-gather tells members how to meet.
         device: this process's :class:`Cuda`.
-        nccl: the bindings; ``None``: they cannot be loaded here, and ``why`` says so.
+        nccl: the bindings; ``None``: they cannot be loaded here, and ``why`` says so, or ``wrong``, where that is an error.
     """
 
-    def __init__(self, world, device, nccl=None, why: str = ""):
-        self.world, self.device, self.nccl, self.why = world, device, nccl, why
+    def __init__(self, world, device, nccl=None, why: str = "", wrong: str = ""):
+        self.world, self.device, self.nccl, self.why, self.wrong = world, device, nccl, why, wrong
         self.engines: dict[tuple[int, ...], NcclTransport | None] = {}
         self.whole: NcclTransport | None = None
         self.captured = False
@@ -101,28 +101,30 @@ class NcclEngines:
     def exactly(self, ranks: tuple[int, ...]):
         """The engine whose communicator has these ranks in this order, made by them on first use."""
         if ranks not in self.engines:
-            if len(self.engines) >= _MAX_GROUPS:
-                raise TransportError(f"more than {_MAX_GROUPS} groups of ranks", op="NCCL", rank=self.world.rank,
-                                     next_step="reuse partitions, or use fewer distinct ones")
             self.engines[ranks] = self._make(ranks)
         return self.engines[ranks]
 
     def _make(self, ranks):
-        me, where = self.world.rank, self.world
+        """What keeps one rank from it travels with the rest, so that all of them stage, or all of them raise."""
+        me, where, wrong = self.world.rank, self.world, self.wrong
         if self.nccl is not None and self.device.capturing():
-            raise TransportError("a communicator cannot be made while a CUDA graph is captured", op="NCCL", rank=me, actual=ranks,
-                                 next_step="run the function once before capturing it")
+            wrong = "a communicator cannot be made while a CUDA graph is captured; run the function once before"
+        if len(self.engines) >= _MAX_GROUPS:
+            wrong = f"more than {_MAX_GROUPS} groups of ranks; reuse partitions, or use fewer distinct ones"
         unique = self.nccl.get_unique_id() if self.nccl is not None and me == ranks[0] else None
-        found = where.all_gather((unique, self.why, self.device.name() if self.nccl else ""), ranks)
-        reasons = {r: why for r, (_, why, _) in found.items() if why}
-        if reasons:
+        found = where.all_gather((unique, wrong, self.why, self.device.name() if self.nccl else ""), ranks)
+        refused, missing = ({r: one[i] for r, one in sorted(found.items()) if one[i]} for i in (1, 2))
+        if refused:
+            raise TransportError("; ".join(f"rank {r}: {text}" for r, text in refused.items()), op="NCCL", rank=me, expected=
+                                 "a communicator", actual=f"ranks {ranks}", next_step="or set DISTDL_CUDA=staged")
+        if missing:
             if me == ranks[0]:
-                text = "; ".join(f"rank {r}: {why}" for r, why in sorted(reasons.items()))
+                text = "; ".join(f"rank {r}: {why}" for r, why in missing.items())
                 warnings.warn(f"distdl moves CUDA tensors through pinned host memory and MPI, since NCCL is missing ({text}). "
                               "pip install distdl[gpu12], or choose this with DISTDL_CUDA=staged", RuntimeWarning, stacklevel=2)
             return None
         names: dict[str, int] = {}
-        for r, (_, _, name) in sorted(found.items()):
+        for r, (*_, name) in sorted(found.items()):
             if names.setdefault(name, r) != r:
                 raise TransportError(f"ranks {names[name]} and {r} use the same device", op="NCCL", rank=me, actual=name,
                                      expected="one device for each rank", next_step="put rank r's tensors on "
@@ -164,16 +166,17 @@ class NcclTransport:
         with device.here():
             stream = device.stream()
             nccl.groupStart()
-            try:
-                for peer, address, nbytes in sends:
-                    comm.send(address, nbytes, byte, places[peer], stream)
-                for peer, address, nbytes in receives:
-                    comm.recv(address, nbytes, byte, places[peer], stream)
-            finally:
-                nccl.groupEnd()
+            for peer, address, nbytes in sends:
+                comm.send(address, nbytes, byte, places[peer], stream)
+            for peer, address, nbytes in receives:
+                comm.recv(address, nbytes, byte, places[peer], stream)
+            nccl.groupEnd()
 
     def wait(self, handle):
         """Nothing: whatever follows on the stream comes after."""
+
+    def abandon(self, handle, memory):
+        """Nothing: the stream, and torch's pool for it, keep the order."""
 
     def collective(self, kind, source, target, count, dtype, ranks):
         engine = self.engines.exactly(ranks)
