@@ -129,7 +129,12 @@ def accumulate(loss, params, batches, P, dims=None, *, hook=None, states=None, l
     leaves, tree = _torch.flatten(params)
     like = next(leaf for leaf in leaves if _smooth(leaf))
     total, count, grads = like.new_zeros(()), 0, [torch.zeros_like(leaf) for leaf in leaves]
-    step = grad_and_value(lambda leaves, batch: loss(_torch.unflatten(leaves, tree), batch), has_aux=True)
+
+    def counted(leaves, batch):
+        value, n = loss(_torch.unflatten(leaves, tree), batch)
+        return value, torch.as_tensor(n)
+
+    step = grad_and_value(counted, has_aux=True)
     for batch in batches:
         found, (value, n) = step(leaves, batch)
         total, count, grads = total + value, count + n, [a + b for a, b in zip(grads, found)]
