@@ -1,9 +1,9 @@
 """Data parallelism: every rank has all parameters, and its share of the batch.
 
-Two forms of one thing, the adjoint of ``F.mark_varying``. *Functional*: ``w = replicate(w, P)`` inside the loss, with every transform.
-*Plain autograd*: :class:`~distdl.parallel.GradientSync` hangs on the leaves of any ``torch.nn.Module``, and reduces each bucket as soon as its last
-gradient is there. Gradients are **sums over ranks**: divide losses by the global count (:func:`global_mean`), which is exact for
-uneven and empty shares.
+Two forms of one thing, the adjoint of ``F.mark_varying``. *Functional*: ``w = replicate(w, P)`` inside the loss, with every
+transform. *Plain autograd*: :class:`~distdl.parallel.GradientSync` hangs on the leaves of any ``torch.nn.Module``, and reduces each
+bucket as soon as its last gradient is there. Gradients are **sums over ranks**: divide losses by the global count
+(:func:`global_mean`), which is exact for uneven and empty shares.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _by_bucket(leaves, limits, each):
 
 
 def replicas(tree, P, *, root: int = 0):
-    """Rank ``root``'s tensors, on every rank of ``P``: how parameters and buffers begin equal. Shapes may be known to the root only."""
+    """Rank ``root``'s tensors, on every rank of ``P``: how parameters and buffers begin equal. Other ranks pass any such tree."""
     where = partition_of(P)
     return F.broadcast(tree, maps.on_one_rank(root, where.ndim, where.world), where)
 
@@ -70,9 +70,9 @@ def replicate(params, P, dims=None, *, limits=LIMITS):
         limits: bytes of a bucket, see :func:`bucketed`.
 
     Returns:
-        The same values. Backward sums each bucket over the ranks in one all-reduce of its bytes, as soon as all of its gradients are
-        there. Autograd runs later calls first: mark a layer's parameters right before the layer, and the reduction follows the layer's
-        own backward; mark all of them first, and all reductions come last.
+        The same values. Backward sums each bucket over the ranks in one all-reduce of its bytes, once all of its gradients are
+        there. Autograd runs later calls first: mark a layer's parameters right before the layer, and the reduction follows the
+        layer's own backward; mark all of them first, and all reductions come last.
     """
     leaves, tree = _torch.flatten(params)
     return _torch.unflatten(_by_bucket(leaves, limits, lambda _, bucket: F.mark_varying(bucket, P, dims)), tree)

@@ -32,7 +32,7 @@ def _like(flat, bucket):
 
 
 def cast(P, dtype=torch.bfloat16, dims=None):
-    """Summed in ``dtype`` (float16 or bfloat16): half the bytes. Each rank sums its block of the bucket in float32, and rounds once.
+    """Summed in ``dtype`` (float16 or bfloat16), which is sent. Each rank sums its block of the bucket in float32, and rounds once.
 
     Messages, for n elements on k ranks: a reduce-scatter and an all-gather of n elements of ``dtype``: 2n(k-1)/k sent.
     """

@@ -44,7 +44,7 @@ class Precision:
                               expected="reduce to hold every value of param", next_step="sum in fewer bits by hooks.cast")
 
     def replicate(self, params, P, dims=None):
-        """:func:`distdl.parallel.replicate`: the gradient arrives in ``param``, is summed in ``reduce``, and ends in the master's."""
+        """:func:`distdl.parallel.replicate`: gradients come in ``param``, are summed in ``reduce``, and end in the master's."""
         return _cast(replicate(_cast(params, self.reduce), P, dims), self.param)
 
     def gather(self, sharding, block):
@@ -116,8 +116,10 @@ def select(condition, yes, no):
 def spread_overflow(grads, P, dims=None):
     """Gradients as they are; infinite on **every** rank where they are not finite on any.
 
-    Then :class:`torch.amp.GradScaler` itself, one on each rank, skips everywhere: its own flag is local. (Gradients that were summed
-    over the ranks have spread their infinities already; blocks of sharded ones have not.) Messages: one all-reduce of 4 bytes.
+    Then :class:`torch.amp.GradScaler` itself, one on each rank, skips everywhere: its own flag is local. (Gradients that were
+    summed over the ranks have spread their infinities already; blocks of sharded ones have not.)
+
+    Messages: one all-reduce of 4 bytes.
     """
     leaves, tree = _torch.flatten(grads)
     finite = F.invariant_sum(_all_finite(leaves), along(P, dims)) == 0

@@ -1,8 +1,8 @@
 """Sharded training: each rank keeps 1/k of the parameters, of their gradients and of the optimizer's state (ZeRO, FSDP).
 
-A *unit* of parameters (a layer's, say) is one flat vector, cut into balanced blocks. ``w = sharding.gather(block)`` is an all-gather;
-its adjoint, the reduce-scatter, brings this rank's block of the summed gradient. Optimizers that work element by element (SGD, Adam,
-...) then step on blocks, exactly as they would on the whole (Rajbhandari et al., arXiv:1910.02054):
+A *unit* of parameters (a layer's, say) is one flat vector, cut into balanced blocks. ``w = sharding.gather(block)`` is an
+all-gather; its adjoint, the reduce-scatter, brings this rank's block of the summed gradient. Optimizers that work element by
+element (SGD, Adam, ...) then step on blocks, exactly as they would on the whole (Rajbhandari et al., arXiv:1910.02054):
 
     ZeRO-1   whole gradients, ``sharding.reduce(grads)``, a step on the block, ``sharding.gather(block)``
     ZeRO-2   :func:`chain` with ``remat=False``: a layer's gradient is reduce-scattered before the next layer's backward
@@ -33,7 +33,7 @@ class Sharding:
 
     Attributes:
         structure, shapes: the pytree of the whole parameters.
-        layout: the flat vector's balanced blocks, over the ranks of this fibre; empty blocks where there are fewer elements than ranks.
+        layout: the flat vector's balanced blocks over the ranks of this fibre; some are empty where ranks outnumber elements.
     """
 
     structure: Any
@@ -150,7 +150,7 @@ def global_norm(grads, P, dims=None, *, norm_type: float = 2.0):
 
 
 def clip_by_norm(grads, norm, max_norm: float):
-    """Gradients scaled to a global norm of at most ``max_norm``, as :func:`torch.nn.utils.clip_grad_norm_` scales them, in new memory."""
+    """Gradients scaled to a global norm of at most ``max_norm``, as :func:`torch.nn.utils.clip_grad_norm_` does, in new memory."""
     leaves, tree = _torch.flatten(grads)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return _torch.unflatten([g * factor.to(g.dtype) for g in leaves], tree)

@@ -30,8 +30,8 @@ class GradientSync:
         params: leaf tensors; those that do not require a gradient are left out.
         P, dims: see :func:`replicate`.
         hook: see :mod:`distdl.parallel.hooks`.
-        find_unused: gradients may be missing, on some ranks (they count as zero) or on all (they stay ``None``); costs one all-reduce
-            of an int32 for each tensor. Without it a missing gradient is an error.
+        find_unused: gradients may be missing, on some ranks (they count as zero) or on all (they stay ``None``); costs one
+            all-reduce of an int32 for each tensor. Without it a missing gradient is an error.
 
     Raises:
         DistdlError: a second backward without :meth:`finish`; gradients that were summed already; a missing gradient.

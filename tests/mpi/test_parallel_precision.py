@@ -26,10 +26,12 @@ def test_dtypes():
         grads = grad(lambda p: policy.wrap(loss)(policy.replicate(p, P), share(1, batch(1))))(params)
     assert seen == {torch.bfloat16} and {g.dtype for g in leaves(grads)} == {torch.float64}
     assert sent.bytes == (4 * sum(p.numel() for p in leaves(params)) if n > 1 else 0), "summed in float32"
-    half = [sum(parts) for parts in zip(*(
-        leaves(mapped(torch.Tensor.float, grad(lambda p, k=k: loss_sum(p, (lambda x, y: (x.bfloat16(), y))(*share(1, batch(1), n, k)))[0])(
-            mapped(torch.Tensor.bfloat16, params)))) for k in range(n)))]
-    check(leaves(grads), [h.double() for h in half], "each rank's bfloat16 gradient, summed in float32", rtol=1e-6)
+    def of_rank(k):
+        x, y = share(1, batch(1), n, k)
+        return leaves(grad(lambda p: loss_sum(p, (x.bfloat16(), y))[0])(mapped(torch.Tensor.bfloat16, params)))
+
+    sums = [sum(g.float() for g in parts).double() for parts in zip(*map(of_rank, range(n)))]
+    check(leaves(grads), sums, "each rank's bfloat16 gradient, summed in float32", rtol=1e-6)
     result = policy.wrap(lambda x: x.sum())(torch.ones(3))
     assert result.dtype == torch.float64
     with pytest.raises(dd.errors.DistdlError, match=r"rounded to the sum's dtype.*hooks\.cast"):
@@ -71,7 +73,7 @@ def test_the_scale_follows_torchs():
 
 
 def test_twenty_steps_skip_together():
-    """float16 training whose scale overflows at first, on one rank's share: parameters stay equal everywhere, and the loss falls."""
+    """float16 training whose scale overflows at first, on one rank's share: parameters stay equal, and the loss falls."""
     n, r, P = world()
     params, scale, skipped, losses = initial(torch.float32), dp.LossScale(2.0**20, interval=50), 0, []
     policy = dp.Precision(torch.float16, torch.float32, torch.float32)

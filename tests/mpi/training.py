@@ -1,9 +1,9 @@
-"""Real digits, a small network and its sequential training, for the tests of distdl.parallel. Every rank runs the sequential program too."""
+"""Real digits, a small network and its sequential program, which every rank runs too, for the tests of distdl.parallel."""
 
 import gzip
 import importlib.util
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +52,7 @@ def share(step, data, n=None, r=None):
 def initial(dtype=torch.float64):
     """A list of layers {"w", "b"}."""
     return [{"w": (randn(o, i, seed=k) / i**0.5).to(dtype), "b": (0.1 * randn(o, seed=k)).to(dtype)}
-            for k, (i, o) in enumerate(zip(SIZES, SIZES[1:]))]
+            for k, (i, o) in enumerate(pairwise(SIZES))]
 
 
 def layer(p, x):
