@@ -182,8 +182,9 @@ class Topology:
     Attributes:
         rank, world_size: in the world.
         node, num_nodes: number of this process's node, in order of each node's smallest rank.
-        local_rank, local_size: among the processes of this node.
-        devices: CUDA devices of this process: an even share of the node's, by local rank.
+        local_rank, local_size: among the processes of this node. Nodes may have different numbers of processes.
+        devices: CUDA devices of this process.
+        nodes: the ranks of each node, in rising order.
     """
 
     rank: int
@@ -193,25 +194,57 @@ class Topology:
     local_rank: int
     local_size: int
     devices: tuple[int, ...]
+    nodes: tuple[tuple[int, ...], ...]
+
+    @property
+    def is_block_mapped(self) -> bool:
+        """Whether nodes hold consecutive ranks. Only then, on nodes of G processes each, rank = node * G + local_rank."""
+        return [r for ranks in self.nodes for r in ranks] == list(range(self.world_size))
+
+    @classmethod
+    def place(cls, nodes, devices: int | dict = 0, per_process: int | None = None) -> tuple[Topology, ...]:
+        """The topology of every rank, from where each runs: a pure function.
+
+        Args:
+            nodes: the node of each rank, by any name: ``("a", "a", "b", "b")``; see ``dd.parallel.block_mapping``.
+            devices: CUDA devices on each node: a number, or {name: number}.
+            per_process: how many each process drives, in order of local ranks. Default: an even share; where there are fewer
+                devices than processes, processes share them in turn.
+
+        Raises:
+            PartitionError: a node has fewer devices than ``per_process`` for each of its processes.
+        """
+        ranks_of: dict = {}
+        for rank, name in enumerate(nodes):
+            ranks_of.setdefault(name, []).append(rank)
+        table = tuple(tuple(ranks) for ranks in ranks_of.values())
+        numbers = {name: n for n, name in enumerate(ranks_of)}
+        found = []
+        for rank, name in enumerate(nodes):
+            peers = ranks_of[name]
+            local, count = peers.index(rank), devices.get(name, 0) if isinstance(devices, dict) else devices
+            share = count // len(peers) if per_process is None else per_process
+            if share * len(peers) > count:
+                raise PartitionError(f"node {name} has too few devices", op="Topology.place", actual=count, rank=rank,
+                                     expected=f"{share} for each of {len(peers)} processes",
+                                     next_step="start fewer processes on a node, or give each fewer devices")
+            mine = tuple(range(local * share, (local + 1) * share))
+            if not mine and count and per_process is None:
+                mine = (local % count,)
+            found.append(cls(rank, len(nodes), numbers[name], len(table), local, len(peers), mine, table))
+        return tuple(found)
 
     @classmethod
     def discover(cls, name: str = "default") -> Topology:
-        """Ask the running world; collective."""
+        """Ask the running world; collective. Ranks are on one node where MPI says that they can share memory."""
         import platform
 
         import torch
 
         w = world(name)
-        hosts = list(w.all_gather(platform.node(), range(w.size)).values())
-        nodes = list(dict.fromkeys(hosts))
-        peers = [r for r, h in enumerate(hosts) if h == hosts[w.rank]]
-        local, count = peers.index(w.rank), torch.cuda.device_count()
-        if count >= len(peers):
-            share = count // len(peers)
-            devices = tuple(range(local * share, (local + 1) * share))
-        else:
-            devices = (local % count,) if count else ()
-        return cls(w.rank, w.size, nodes.index(hosts[w.rank]), len(nodes), local, len(peers), devices)
+        mine = w.host.node() if hasattr(w.host, "node") else platform.node()
+        nodes = list(w.all_gather(mine, range(w.size)).values())
+        return cls.place(nodes, {mine: torch.cuda.device_count()})[w.rank]
 
 
 set_rank_source(lambda name: world(name).rank)

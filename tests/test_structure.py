@@ -82,7 +82,8 @@ ORDER = [set(line.split()) for line in """
     init
     func testing data
     nn
-    parallel viz checkpoint remat checking
+    viz checkpoint remat checking
+    parallel
     launch demo _rank
     __init__
     __main__

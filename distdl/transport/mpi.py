@@ -163,6 +163,10 @@ class MpiTransport:
             slot = max(sizes) + 8  # every rank sees the same sizes, so all go round again, or none
         return gathered
 
+    def node(self) -> int:
+        """The smallest rank of this process's node: of those that can share memory, as the board found."""
+        return min(self.board.places)
+
     def abort(self, code: int = 1):
         """End every rank of the job."""
         self.comm.Abort(code)

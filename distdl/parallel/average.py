@@ -1,0 +1,52 @@
+"""Parameter averaging: ranks train alone, and take the mean of their parameters every few steps (local SGD, arXiv:1805.09767)."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import _torch
+from .. import functional as F
+from ..agree import partition_of
+from ..errors import DistdlError
+
+__all__ = ["average_due", "average_parameters"]
+
+
+def average_parameters(params, P, dims=None, *, weight=None):
+    """The mean of every rank's parameters along ``dims`` (None: all), on every rank.
+
+    Args:
+        params: a pytree of floating-point tensors, of equal shapes on all ranks.
+        weight: this rank's weight, a number (its samples since the last mean, say); default: all alike.
+
+    Returns:
+        The (weighted) mean: invariant along ``dims``. Messages: one all-reduce of the parameters, one element more with ``weight``.
+    """
+    leaves, tree = _torch.flatten(params)
+    where = partition_of(P)
+    if weight is None:
+        copies = 1
+        for d in where.dims(dims, "average_parameters"):
+            copies *= where.shape[d]
+        means = [s / copies for s in F.invariant_sum(leaves, where, dims)]
+    else:
+        own = torch.as_tensor(weight, dtype=leaves[0].dtype, device=leaves[0].device)
+        *sums, total = F.invariant_sum([leaf * own.to(leaf.dtype) for leaf in leaves] + [own], where, dims)
+        means = [s / total.to(s.dtype) for s in sums]
+    return _torch.unflatten(means, tree)
+
+
+def average_due(params, step: int, P, periods):
+    """Hierarchical averaging: after step ``step`` (from 1 on), the mean along the dims whose period has come.
+
+    Args:
+        periods: {steps between two means: partition dims}, e.g. ``{4: 1, 16: None}`` on a (node, rank) grid: in the node every 4
+            steps, over all every 16. Of the periods that divide ``step`` the longest counts.
+
+    Returns:
+        The parameters as they are (no message) where no period divides ``step``. Every rank passes the same step.
+    """
+    if min(periods, default=0) < 1:
+        raise DistdlError("periods are numbers of steps", op="average_due", expected="{steps >= 1: dims}", actual=periods)
+    due = [period for period in periods if step % period == 0]
+    return average_parameters(params, P, periods[max(due)]) if due else params

@@ -1,0 +1,103 @@
+"""Communication hooks: how a bucket of gradients is summed. Pure functions ``hook(bucket, state) -> (bucket, state)``.
+
+A bucket is a list of tensors of one dtype, this rank's gradients; the result is their sum over the ranks, or what stands for it,
+equal on every rank. ``state`` is ``None`` on the first call. Lossy hooks feed their error back: what a step leaves out is added
+to the next step's gradients, so that nothing is lost, only late.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .. import functional as F
+from ..errors import DistdlError
+from .topology import along
+
+__all__ = ["all_reduce", "cast", "power_sgd", "top_k"]
+
+
+def all_reduce(P, dims=None):
+    """The exact sum, as one message for the bucket. The default."""
+    return lambda bucket, state: (F.all_sum_reduce(bucket, P, dims), state)
+
+
+def _flat(bucket):
+    return torch.cat([g.reshape(-1) for g in bucket])
+
+
+def _like(flat, bucket):
+    return [part.view(g.shape) for part, g in zip(flat.split([g.numel() for g in bucket]), bucket)]
+
+
+def cast(P, dtype=torch.bfloat16, dims=None):
+    """Summed in ``dtype`` (float16 or bfloat16), which is sent. Each rank sums its block of the bucket in float32, and rounds once.
+
+    Messages, for n elements on k ranks: a reduce-scatter and an all-gather of n elements of ``dtype``: 2n(k-1)/k sent.
+    """
+
+    def hook(bucket, state):
+        line, flat = along(P, dims), _flat(bucket)
+        summed = F.all_gather(F.reduce_scatter(flat.to(dtype), line), line, shape=flat.shape)
+        return _like(summed.to(flat.dtype), bucket), state
+
+    return hook
+
+
+def top_k(P, share: float = 0.01, dims=None):
+    """Only the ``share`` largest entries of each rank's bucket, with error feedback (Stich et al., arXiv:1809.07599, algorithm 1).
+
+    The state is this rank's error. Messages: an all-gather of ⌈share·n⌉ values and as many int64 places.
+    """
+    if not 0 < share <= 1:
+        raise DistdlError("a share of the entries", op="top_k", expected="0 < share <= 1", actual=share)
+
+    def hook(bucket, state):
+        line = along(P, dims)
+        flat = _flat(bucket) if state is None else _flat(bucket) + state
+        k = math.ceil(share * flat.numel())
+        places = flat.abs().topk(k).indices
+        shape = (line.size * k,)
+        values, where = F.all_gather([flat[places], places], line, shape=shape)
+        return _like(torch.zeros_like(flat).index_add(0, where, values), bucket), flat.index_fill(0, places, 0)
+
+    return hook
+
+
+def power_sgd(P, rank: int = 4, dims=None, seed: int = 0):
+    """Matrices by a low-rank approximation, with error feedback (Vogels et al., arXiv:1905.13727, algorithms 1 and 2).
+
+    M ≈ P̂ Qᵀ with M the sum of the ranks' matrices (gradients reshaped to their first dim times the rest), P̂ an orthonormal basis of
+    M Q from the last step's Q. What is not smaller that way, vectors first of all, is summed exactly.
+
+    Messages, for matrices (n, m) on k ranks: two all-reduces, of Σ n·rank and Σ m·rank elements, and one of all that is exact.
+    """
+
+    def hook(bucket, state):
+        copies, small = along(P, dims).size, []
+        for i, g in enumerate(bucket):
+            if g.dim() > 1 and g.numel() and rank * (g.shape[0] + g.numel() // g.shape[0]) < g.numel():
+                small.append(i)
+        done, exact = list(bucket), [i for i in range(len(bucket)) if i not in small]
+        if exact:
+            for i, y in zip(exact, F.all_sum_reduce([bucket[i] for i in exact], P, dims)):
+                done[i] = y
+        if not small:
+            return done, state
+        matrices = [bucket[i].reshape(bucket[i].shape[0], -1) for i in small]
+        if state is None:
+            generator = torch.Generator().manual_seed(seed)  # the same first guess on every rank
+            guess = [torch.randn(M.shape[1], rank, dtype=M.dtype, generator=generator).to(M.device) for M in matrices]
+        else:
+            guess = state[0]
+            matrices = [M + error for M, error in zip(matrices, state[1])]
+        left = F.all_sum_reduce([M @ Q for M, Q in zip(matrices, guess)], P, dims)
+        left = [torch.linalg.qr(A).Q for A in left]
+        right = F.all_sum_reduce([M.mT @ A for M, A in zip(matrices, left)], P, dims)
+        approximate = [A @ B.mT for A, B in zip(left, right)]
+        for i, Y in zip(small, approximate):
+            done[i] = Y.view(bucket[i].shape)
+        return done, (right, [M - Y / copies for M, Y in zip(matrices, approximate)])
+
+    return hook

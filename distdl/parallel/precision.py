@@ -1,0 +1,126 @@
+"""Mixed precision: which dtype parameters, sums and outputs have, and a loss scale that all ranks agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from .. import _torch
+from .. import functional as F
+from ..errors import DistdlError
+from .data import replicate
+from .topology import along
+
+__all__ = ["LossScale", "Precision", "select", "spread_overflow"]
+
+
+def _cast(tree, dtype):
+    """Floating-point leaves in ``dtype`` (None: as they are)."""
+    leaves, structure = _torch.flatten(tree)
+    cast = [t.to(dtype) if dtype and isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in leaves]
+    return _torch.unflatten(cast, structure)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a computation whose parameters are kept in another one (Micikevicius et al., arXiv:1710.03740).
+
+    The adjoint of a cast casts back: master parameters in float32 get gradients in float32. ``None``: as it comes.
+
+    Attributes:
+        param: of parameters and inputs inside the function.
+        reduce: in which gradients are summed over the ranks; not narrower than ``param`` (for that, see ``hooks.cast``).
+        output: of the function's results.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+
+    def __post_init__(self):
+        if self.param and self.reduce and torch.promote_types(self.param, self.reduce) != self.reduce:
+            raise DistdlError("parameters would be rounded to the sum's dtype", op="Precision", actual=(self.param, self.reduce),
+                              expected="reduce to hold every value of param", next_step="sum in fewer bits by hooks.cast")
+
+    def replicate(self, params, P, dims=None):
+        """:func:`distdl.parallel.replicate`: gradients come in ``param``, are summed in ``reduce``, and end in the master's."""
+        return _cast(replicate(_cast(params, self.reduce), P, dims), self.param)
+
+    def gather(self, sharding, block):
+        """:meth:`distdl.parallel.Sharding.gather`, likewise: gathered and reduce-scattered in ``reduce``."""
+        return _cast(sharding.gather(_cast(block, self.reduce)), self.param)
+
+    def wrap(self, f):
+        """``f(*args)`` with floating-point arguments cast to ``param`` and results to ``output``."""
+        return lambda *args: _cast(f(*_cast(args, self.param)), self.output)
+
+
+def _all_finite(leaves):
+    """This rank's verdict: 0 where every gradient is finite, 1 where not (a float32 scalar)."""
+    bad = [(~torch.isfinite(g)).any() for g in leaves if g.numel()]
+    return torch.stack(bad).any().float() if bad else torch.zeros((), device=leaves[0].device)
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """A dynamic loss scale, as :class:`torch.amp.GradScaler` keeps it, as a value: each step returns a new one.
+
+        grads = grad(lambda p: scale.scaled(loss(p)))(params)
+        grads, finite = scale.unscaled(grads, P)
+        params = select(finite, stepped(params, grads), params)
+        scale = scale.updated(finite)
+
+    Attributes:
+        scale: what losses are multiplied by.
+        good: finite steps since it last changed.
+        growth, backoff, interval: times ``growth`` after ``interval`` finite steps in a row, times ``backoff`` after any other.
+    """
+
+    scale: float = 2.0**16
+    good: int = 0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+    def scaled(self, loss):
+        """The loss times the scale."""
+        return loss * self.scale
+
+    def unscaled(self, grads, P, dims=None):
+        """(gradients over the scale, whether all of them are finite on **all** ranks of ``P`` along ``dims``).
+
+        The flag is an equal bool tensor on every rank: an inf on one makes all skip. Messages: one all-reduce of 4 bytes.
+        """
+        leaves, tree = _torch.flatten(grads)
+        finite = F.invariant_sum(_all_finite(leaves), along(P, dims)) == 0
+        return _torch.unflatten([g / self.scale for g in leaves], tree), finite
+
+    def updated(self, finite) -> LossScale:
+        """The scale for the next step."""
+        if not bool(finite):
+            return replace(self, scale=self.scale * self.backoff, good=0)
+        if self.good + 1 < self.interval:
+            return replace(self, good=self.good + 1)
+        return replace(self, scale=self.scale * self.growth, good=0)
+
+
+def select(condition, yes, no):
+    """``yes`` where ``condition`` (a bool tensor) holds, else ``no``: pytrees of one structure."""
+    ours, tree = _torch.flatten(yes)
+    theirs, _ = _torch.flatten(no)
+    return _torch.unflatten([torch.where(condition, a, b) if isinstance(a, torch.Tensor) else a if bool(condition) else b
+                             for a, b in zip(ours, theirs)], tree)
+
+
+def spread_overflow(grads, P, dims=None):
+    """Gradients as they are; infinite on **every** rank where they are not finite on any.
+
+    Then :class:`torch.amp.GradScaler` itself, one on each rank, skips everywhere: its own flag is local. (Gradients that were
+    summed over the ranks have spread their infinities already; blocks of sharded ones have not.)
+
+    Messages: one all-reduce of 4 bytes.
+    """
+    leaves, tree = _torch.flatten(grads)
+    finite = F.invariant_sum(_all_finite(leaves), along(P, dims)) == 0
+    return _torch.unflatten([torch.where(finite, g, torch.inf) for g in leaves], tree)

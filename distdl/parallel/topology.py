@@ -1,0 +1,81 @@
+"""Ranks, nodes and devices: where processes go, and sums that cross the slow links once."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import _torch
+from .. import functional as F
+from ..agree import partition_of
+from ..errors import PartitionError
+from ..partition import Partition
+
+__all__ = ["along", "block_mapping", "cyclic_mapping", "hierarchical_all_reduce"]
+
+
+def along(P, dims=None) -> Partition:
+    """This rank's fibre of ``P`` along partition dims ``dims`` (None: all), as a partition of one dim.
+
+    Raises:
+        PartitionError: this rank is not part of ``P``.
+    """
+    where = partition_of(P)
+    fibre = where.along(dims)
+    if fibre is None:
+        raise PartitionError("this rank is not part of the grid", op="parallel", partitions=P, expected=f"one of {where.ranks}",
+                             actual="another rank", next_step="call it on the grid's ranks only")
+    return Partition((fibre.size,), fibre.ranks, fibre.world)
+
+
+def block_mapping(processes) -> tuple[int, ...]:
+    """The node of each rank when nodes are filled one after the other: ``processes[n]`` ranks on node n.
+
+    With G ranks on every node this is R = n·G + g.
+    """
+    return tuple(n for n, count in enumerate(processes) for _ in range(count))
+
+
+def cyclic_mapping(processes) -> tuple[int, ...]:
+    """The node of each rank when ranks are dealt to the nodes in turn, as ``--map-by node`` does; full nodes are left out."""
+    return tuple(n for turn in range(max(processes, default=0)) for n, count in enumerate(processes) if turn < count)
+
+
+def hierarchical_all_reduce(x, nodes, *, world: str = "default"):
+    """The sum of ``x`` over all ranks, on every rank: equal to :func:`distdl.functional.all_sum_reduce`, and its own adjoint.
+
+    Nodes of equal size G: a reduce-scatter in the node, an all-reduce of 1/G of the data across nodes, an all-gather in the node.
+    Otherwise: a sum on each node's first rank, an all-reduce among these, a broadcast in the node.
+
+    Args:
+        x: a tensor or a pytree, of equal shapes on all ranks.
+        nodes: the ranks of each node, as ``Topology.discover().nodes``; every node in the same order on all ranks.
+
+    Messages, for n bytes and N equal nodes: n·(G-1)/G sent in the node, an all-reduce of n/G across, n·(G-1)/G in the node
+    again. Backward the same.
+    """
+    nodes = tuple(tuple(ranks) for ranks in nodes)
+    mine = [ranks for ranks in nodes if Partition((len(ranks),), ranks, world).active]
+    if len(mine) != 1:
+        raise PartitionError("this rank must be on exactly one node", op="hierarchical_all_reduce", expected="one node",
+                             actual=mine, next_step="pass every rank of the sum once: Topology.discover().nodes")
+    node = Partition((len(mine[0]),), mine[0], world)
+    (place,) = node.index()
+    leaves, tree = _torch.flatten(x)
+    summed: list = [None] * len(leaves)
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        some = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        flat = torch.cat([leaves[i].reshape(-1) for i in some])
+        if len({len(ranks) for ranks in nodes}) == 1:
+            across = Partition((len(nodes),), tuple(ranks[place] for ranks in nodes), world)
+            part = F.all_sum_reduce(F.reduce_scatter(flat, node), across)
+            flat = F.all_gather(part, node, shape=flat.shape)
+        else:
+            first = node.take(0, 0, keepdim=True)
+            leaders = Partition((len(nodes),), tuple(ranks[0] for ranks in nodes), world)
+            part = F.sum_reduce(flat, node, first, shape=flat.shape)
+            if place == 0:
+                part = F.all_sum_reduce(part, leaders)
+            flat = F.broadcast(part, first, node, shape=flat.shape)
+        for i, y in zip(some, flat.split([leaves[i].numel() for i in some])):
+            summed[i] = y.view(leaves[i].shape)
+    return _torch.unflatten(summed, tree)

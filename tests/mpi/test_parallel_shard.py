@@ -1,0 +1,232 @@
+"""Sharded training (ZeRO-1, 2, 3) equals unsharded Adam, whatever the sizes; what each rank holds, and what it sends."""
+
+import pytest
+import torch
+import torch.nn.functional as local
+from registry import needs
+from torch.func import grad, grad_and_value, jvp
+from training import STEPS, batch, check, faults_of, initial, layer, leaves, loss_sum, mapped, mean_loss, share, world
+
+import distdl as dd
+import distdl.functional as F
+from distdl import parallel as dp
+from distdl.testing import count_messages
+
+D = 8  # bytes of a float64
+MAX_NORM = 0.4  # clips most of the steps
+
+
+def adam(tensors):
+    return torch.optim.Adam(tensors, lr=0.02, weight_decay=0.01)
+
+
+def serial_steps():
+    """The unsharded program: (loss, gradient norm, clipped gradients, parameters) of each step, by torch alone."""
+    params = mapped(lambda p: p.requires_grad_(), initial())
+    optimizer = adam(leaves(params))
+    for step in range(STEPS):
+        loss = mean_loss(params, batch(step))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(leaves(params), MAX_NORM)
+        optimizer.step()
+        yield loss.detach(), norm, [p.grad.clone() for p in leaves(params)], [p.detach().clone() for p in leaves(params)]
+        optimizer.zero_grad()
+
+
+def head(step, P):
+    """The last layer with the loss, on this rank's share."""
+    x, y = share(step, batch(step))
+
+    def last(p, h):
+        logp = local.linear(h, p["w"], p["b"]).log_softmax(1)
+        return dp.global_mean(-logp.gather(1, y[:, None]).sum(), len(y), P)
+
+    return x, last
+
+
+def zero_step(stage, shardings, blocks, step, P):
+    """Loss, with this rank's block of every gradient in ``.grad``."""
+    if stage == 1:
+        params = [s.gather(b.detach()) for s, b in zip(shardings, blocks)]
+        grads, loss = grad_and_value(lambda p: dp.global_mean(*loss_sum(p, share(step, batch(step))), P))(params)
+        for s, b, g in zip(shardings, blocks, grads):
+            b.grad = s.reduce(g)
+        return loss
+    x, last = head(step, P)
+    loss = dp.chain([layer, layer, last], shardings, remat=stage == 3)(blocks, x)
+    loss.backward()
+    return loss.detach()
+
+
+def held_bytes(*groups):
+    """Bytes of the distinct storages behind these tensors."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for group in groups for t in group if t.numel() > 1}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_twenty_steps_of_adam(stage):
+    """Loss, norm, clipped gradients, parameters; messages; parameters, gradients and state held: 1/P of the whole."""
+    n, r, P = world()
+    params, bad = initial(), []
+    shardings = [dp.Sharding.of(p, P) for p in params]
+    blocks = [s.block(p).requires_grad_() for s, p in zip(shardings, params)]
+    optimizer = adam(blocks)
+    sizes = [sum(p.numel() for p in leaves(unit)) for unit in params]
+    gathers = sum(D * (n - 1) * b.numel() for b in blocks)  # bytes this rank sends to bring its blocks to all others
+    reduces = sum(D * (size - b.numel()) for size, b in zip(sizes, blocks))
+    for step, (serial_loss, serial_norm, serial_grads, serial_params) in enumerate(serial_steps()):
+        with count_messages() as sent:
+            loss = zero_step(stage, shardings, blocks, step, P)
+        expected = gathers * (2 if stage == 3 else 1) + reduces
+        assert sum(m[2] for m in sent.of("send")) == expected, (sent, expected)
+        losses = [16] * (2 if stage == 3 else 1)  # remat works it out again
+        assert [m[2] for m in sent.of("all_reduce")] == (losses if n > 1 else [])
+        norm = dp.global_norm([b.grad for b in blocks], P)
+        torch.nn.utils.clip_grads_with_norm_(blocks, MAX_NORM, norm)
+        optimizer.step()
+        whole = [s.gather(b.detach()) for s, b in zip(shardings, blocks)]
+        grads = [s.gather(b.grad) for s, b in zip(shardings, blocks)]
+        bad += faults_of([loss, norm, grads, whole], [serial_loss, serial_norm, serial_grads, serial_params], f"step {step}")
+        if step == STEPS - 1:
+            state = [t for b in blocks for t in optimizer.state[b].values()]
+            held = held_bytes(blocks, [b.grad for b in blocks], state)
+            assert held == 4 * D * sum(b.numel() for b in blocks), "parameters, gradients, two moments"
+            assert held <= 4 * D * (sum(sizes) / n + len(sizes))
+        optimizer.zero_grad()
+    dd.testing.collective_assert(not bad, bad[:3])
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("remat", [True, False])
+def test_prefetch_changes_nothing_but_the_order(remat, prefetch):
+    """The same values and messages; with prefetch a layer's parameters are asked for before the layer above computes."""
+    n, r, P = world()
+    params = initial()
+    shardings = [dp.Sharding.of(p, P) for p in params]
+    blocks = [s.block(p).requires_grad_() for s, p in zip(shardings, params)]
+    x, last = head(2, P)
+    log = []
+
+    def noting(i, f):
+        def call(p, h):
+            log.append((i, len(sent.of("send"))))
+            return f(p, h)
+
+        return call
+
+    layers = [noting(i, f) for i, f in enumerate([layer, layer, last])]
+    with count_messages() as sent:
+        dp.chain(layers, shardings, remat=remat, prefetch=prefetch)(blocks, x).backward()
+    each, early = n - 1, (n - 1) * prefetch
+    forward = [(0, each + early), (1, 2 * each + early), (2, 3 * each)]
+    assert log[:3] == forward
+    if remat:  # in backward: gather 2; then, before its computation, 1 is on its way; the reduce-scatter of 2 comes after
+        assert log[3:] == [(2, 4 * each + early), (1, 6 * each + early), (0, 8 * each)]
+    assert len(sent.of("send")) == (9 if remat else 6) * each
+    serial = grad(lambda p: mean_loss(p, batch(2)))(params)
+    check([b.grad for b in blocks], [s.block(g) for s, g in zip(shardings, serial)], "gradients")
+
+
+def test_under_torch_func():
+    """jvp and forward over reverse through gathered blocks (without remat)."""
+    n, r, P = world()
+    params = initial()
+    shardings = [dp.Sharding.of(p, P) for p in params]
+    cut = lambda tree: [s.block(p) for s, p in zip(shardings, tree)]
+    blocks, v = cut(params), mapped(torch.cos, params)
+    x, last = head(1, P)
+    run = dp.chain([layer, layer, last], shardings, remat=False)
+    f, serial = (lambda b: run(b, x)), (lambda p: mean_loss(p, batch(1)))
+    check(jvp(f, (blocks,), (cut(v),)), jvp(serial, (params,), (v,)), "jvp")
+    found, expected = jvp(grad(f), (blocks,), (cut(v),)), jvp(grad(serial), (params,), (v,))
+    check(found, [cut(e) for e in expected], "forward over reverse")
+    with pytest.raises(dd.errors.DistdlError, match="activation checkpointing"):
+        grad(lambda b: dp.chain([layer, layer, last], shardings)(b, x))(blocks)
+
+
+def test_fewer_elements_than_ranks():
+    """A unit of two elements: some ranks' blocks are empty, and Adam steps there too."""
+    n, r, P = world()
+    start = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    s = dp.Sharding.of(start, P)
+    block = s.block(start).requires_grad_()
+    theirs = start.clone().requires_grad_()
+    ours, serial = adam([block]), adam([theirs])
+    for _ in range(3):
+        loss = F.invariant_sum(((r + 1) * s.gather(block) ** 2).sum(), P)
+        loss.backward()
+        (n * (n + 1) / 2 * theirs**2).sum().backward()
+        check([s.block(theirs.grad)], [block.grad], "gradient")
+        ours.step()
+        serial.step()
+        ours.zero_grad()
+        serial.zero_grad()
+    check(s.gather(block.detach()), theirs.detach(), "parameters")
+    assert block.numel() == (2 if n == 1 else int(r < 2))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_norms_are_torchs(norm_type):
+    n, r, P = world()
+    grads = [mapped(lambda p: (5 * p).sin(), unit) for unit in initial()]
+    blocks = [dp.Sharding.of(g, P).block(g) for g in grads]
+    norm = dp.global_norm(blocks, P, norm_type=norm_type)
+    expected = torch.nn.utils.get_total_norm(leaves(grads), norm_type)
+    for most in (0.1, 1e6):
+        serial = [torch.nn.Parameter(g.clone()) for g in leaves(grads)]
+        for p in serial:
+            p.grad = p.detach().clone()
+        torch.nn.utils.clip_grad_norm_(serial, most, norm_type)
+        clipped = [dp.Sharding.of(g, P).gather(b) for g, b in zip(grads, dp.clip_by_norm(blocks, norm, most))]
+        check([norm, clipped], [expected, [p.grad for p in serial]], f"norm {norm_type}, at most {most}")
+    whole = dp.global_norm(grads, P, (), norm_type=norm_type)
+    check(whole, expected, "whole gradients")
+
+
+def peak_bytes(call):
+    """The most that was allocated at once during the call, by torch's own allocator."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    now = most = 0
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@needs(2)
+def test_peak_memory_of_a_step():
+    """Six equal layers: ZeRO-3 has two of them and a gradient whole at a time, beside its blocks; ZeRO-2 has all six."""
+    n, r, P = world()
+    width, count = 120, 6
+    unit = D * width * width
+    params = [torch.eye(width, dtype=torch.float64) for _ in range(count)]
+    shardings = [dp.Sharding.of(p, P) for p in params]
+    blocks = [s.block(p).requires_grad_() for s, p in zip(shardings, params)]
+    x, peaks = torch.ones(2, width, dtype=torch.float64), {}
+    layers = [lambda w, h: h @ w] * count
+    for remat in (True, False):
+        run = dp.chain(layers, shardings, remat=remat)
+        step = lambda run=run: F.invariant_sum(run(blocks, x).sum(), P).backward()
+        step()  # staging memory is kept for the next time
+        for b in blocks:
+            b.grad = None
+        peaks[remat] = peak_bytes(step)
+    own = unit * count / n  # the gradients' blocks
+    dd.testing.collective_assert(peaks[True] < own + 3.2 * unit and count * unit < peaks[False] < (count + 0.5) * unit,
+                                 {k: round(v / unit, 2) for k, v in peaks.items()})
+
+
+def test_bad_use_is_an_error():
+    n, r, P = world()
+    with pytest.raises(dd.errors.ShapeError, match="one unit has one dtype"):
+        dp.Sharding.of([torch.ones(2), torch.ones(2).double()], P)
+    s = dp.Sharding.of(torch.ones(3), P)
+    with pytest.raises(dd.errors.ShapeError, match="not this unit's tensors"):
+        s.reduce(torch.ones(4))
+    with pytest.raises(dd.errors.ShapeError):
+        s.gather(torch.ones(4))
+    with pytest.raises(dd.errors.DistdlError, match="one sharding for each layer"):
+        dp.chain([layer], [s, s])
