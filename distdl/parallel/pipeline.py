@@ -137,11 +137,11 @@ def simulate(table, forward: float = 1, backward: float = 2) -> Timeline:
         PartitionError: a task is missing, doubled, or on the wrong device; or the devices wait for each other in a circle.
     """
     p, tasks = len(table), Counter(Task(*t) for row in table for t in row)
-    last, count = max(t.stage for t in tasks), 1 + max(t.micro for t in tasks)
+    last, count = max((t.stage for t in tasks), default=-1), 1 + max((t.micro for t in tasks), default=-1)
     every = {Task(kind, k, i) for kind in "FB" for k in range(last + 1) for i in range(count)}
     astray = [t for d, row in enumerate(table) for t in row if Task(*t).stage % p != d]
     wrong = astray + sorted(every - tasks.keys()) + [t for t in tasks if tasks[t] > 1 or t not in every]
-    if wrong or (last + 1) % p:
+    if wrong or not tasks or (last + 1) % p:
         raise PartitionError("not a schedule", op="simulate", actual=f"{last + 1} stages; astray, missing or doubled: {wrong[:3]}",
                              expected=f"each F and B of {last + 1} stages x {count} micro-batches once, on device stage mod {p}")
     spans: dict[Task, tuple] = {}

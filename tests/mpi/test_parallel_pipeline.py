@@ -89,8 +89,7 @@ def test_equals_the_sequential_network_for_20_steps(kind):
         mine = {k: {n: p[n] - 0.5 * grads[k][n] for n in p} for k, p in mine.items()}
         theirs = {k: {n: p[n] - 0.5 * wanted[k][n] for n in p} for k, p in theirs.items()}
     faults += [(k, n) for k in mine for n in "wb" if not close(mine[k][n], theirs[k][n])]
-    first, final = (float(serial_loss(stages)(p, 0)) for p in (network(stages)[0], theirs))
-    assert final < first, "it learns something"
+    assert all(float((p["b"] - network(stages)[0][k]["b"]).abs().max()) > 0.01 for k, p in theirs.items()), "every layer learns"
     dd.testing.collective_assert(not faults, str(faults[:3]))
 
 
