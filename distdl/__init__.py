@@ -3,7 +3,7 @@
 ``import distdl as dd; import distdl.functional as F``. Importing starts neither MPI nor CUDA.
 """
 
-from . import errors, func, functional, init, maps, nn, testing
+from . import errors, func, functional, init, maps, nn, parallel, testing
 from .checking import checking
 from .halo import HaloSpec
 from .launch import launch
@@ -16,5 +16,5 @@ __version__ = "0.1.0"
 
 __all__ = [
     "HaloSpec", "Layout", "LinearMap", "Partition", "Topology", "World", "checking", "errors", "func", "functional", "init",
-    "launch", "linear_map", "maps", "nn", "remat", "testing", "world",
+    "launch", "linear_map", "maps", "nn", "parallel", "remat", "testing", "world",
 ]  # fmt: skip

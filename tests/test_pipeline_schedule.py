@@ -80,7 +80,7 @@ def test_order_respects_lists_and_dependences(kind, p, m, v):
 def test_a_circle_is_an_error():
     """Device 0 wants the backward of micro-batch 1 before it runs the forward that it waits for."""
     table = [[("F", 0, 0), ("B", 0, 1), ("F", 0, 1), ("B", 0, 0)], [("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("B", 1, 1)]]
-    with pytest.raises(PartitionError, match=r"never ends.*device 0 waits before \('B', 0, 1\); device 1 waits before \('F', 1, 1\)"):
+    with pytest.raises(PartitionError, match=r"never ends.*device 0 waits before \('B', 0, 1\); device 1 .* \('F', 1, 1\)"):
         simulate(table)
 
 

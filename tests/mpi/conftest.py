@@ -18,7 +18,7 @@ linear_map = sys.modules["distdl.linear_map"]  # dd.linear_map is the function
 
 # Layers are compositions: 1 to 4 ranks show every way of splitting them. More ranks are for the movements.
 LAYERS = ("conv", "dropout_init", "embedding", "expert", "fuzz_layers", "interpolate", "linear", "loss", "networks", "nn",
-          "norm", "pool", "reduce", "remat", "transition")
+          "norm", "parallel_grid", "parallel_pipeline", "pool", "reduce", "remat", "rendezvous", "transition")
 collect_ignore = [f"test_{name}.py" for name in LAYERS] if dd.world().size > 4 else []
 
 

@@ -53,7 +53,7 @@ def serial_loss(stages):
     return loss
 
 
-def pipelined(kind, step=None, table=None):
+def pipelined(kind, table=None):
     """(this rank's parameters, params, step number -> loss and gradients)."""
     stages = SIZE * KINDS.get(kind, 1)
     params, functions = network(stages)

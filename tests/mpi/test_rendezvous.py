@@ -1,4 +1,4 @@
-"""torch.distributed in a job that MPI launched: collectives, RPC and an asynchronous parameter server, beside distdl's operators."""
+"""torch.distributed in a job that MPI launched, beside operators: collectives, RPC, an asynchronous parameter server."""
 
 import os
 import threading
