@@ -26,7 +26,8 @@ def export_rendezvous(name: str = "default", *, addr: str | None = None, port: i
 
     Returns:
         What was set in ``os.environ``: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT, as
-        torchrun sets them. On one node also GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME, the loopback interface, where they are not
+        torchrun sets them, over its own ones where it started the launcher; TORCHELASTIC_USE_AGENT_STORE is ``False``, because
+        the ranks have a store of their own. On one node also GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME, the loopback interface, where they are not
         set: nothing then listens on a network.
     """
     where, here = world(name), Topology.discover(name)
@@ -35,7 +36,8 @@ def export_rendezvous(name: str = "default", *, addr: str | None = None, port: i
         mine = addr or ("127.0.0.1" if here.num_nodes == 1 else socket.gethostname()), port or _free_port()
     address, number = where.all_gather(mine, range(where.size))[0]
     found = {"RANK": here.rank, "WORLD_SIZE": here.world_size, "LOCAL_RANK": here.local_rank, "LOCAL_WORLD_SIZE": here.local_size,
-             "GROUP_RANK": here.node, "MASTER_ADDR": address, "MASTER_PORT": number}  # fmt: skip
+             "GROUP_RANK": here.node, "MASTER_ADDR": address, "MASTER_PORT": number,
+             "TORCHELASTIC_USE_AGENT_STORE": False}  # fmt: skip
     if here.num_nodes == 1:
         loopback = next((interface for _, interface in socket.if_nameindex() if interface.startswith("lo")), None)
         for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):

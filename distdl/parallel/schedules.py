@@ -36,9 +36,9 @@ def schedule(kind: str, stages: int, microbatches: int, chunks: int = 1) -> tupl
     Returns:
         For each device a tuple of :class:`Task`. Any other table of this form may be used in its place.
 
-    With equal stages, F taking 1 and B taking b, a step takes (m + p - 1)(1 + b), of which (p - 1)/(m + p - 1) is idle; interleaved,
-    with chunks of 1/v of the work, (m + (p - 1)/v)(1 + b). Device s keeps the vjps of m (GPipe), min(p - s, m) (1F1B) or
-    min(2(p - s - 1) + (v - 1)p + 1, vm) (interleaved, each of 1/v of a device's layers) micro-batches.
+    With equal stages, F taking 1 and B taking b, a step takes (m + p - 1)(1 + b), of which (p - 1)/(m + p - 1) is idle;
+    interleaved, for v > 1 chunks of 1/v of the work each, (m + (p - 1)/v)(1 + b). Device s keeps m (GPipe), min(p - s, m) (1F1B)
+    or min(2(p - s - 1) + (v - 1)p + 1, vm) pullbacks (interleaved; each of 1/v of a device's layers).
 
     Raises:
         PartitionError: an unknown kind, sizes below 1, or micro-batches that are no multiple of p.

@@ -15,7 +15,8 @@ from distdl import demo, parallel
 
 WORLD = dd.world()
 RANK, SIZE = WORLD.rank, WORLD.size
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+             "TORCHELASTIC_USE_AGENT_STORE")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
