@@ -25,10 +25,10 @@ def export_rendezvous(name: str = "default", *, addr: str | None = None, port: i
             it before torch does).
 
     Returns:
-        What was set in ``os.environ``: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT, as
-        torchrun sets them, over its own ones where it started the launcher; TORCHELASTIC_USE_AGENT_STORE is ``False``, because
-        the ranks have a store of their own. On one node also GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME, the loopback interface, where they are not
-        set: nothing then listens on a network.
+        What was set in ``os.environ``: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, as
+        torchrun sets them, and over its own ones where it started the launcher; TORCHELASTIC_USE_AGENT_STORE is ``False``, because
+        the ranks have a store of their own. On one node also GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME, the loopback interface,
+        where they are not set: nothing then listens on a network.
     """
     where, here = world(name), Topology.discover(name)
     mine = None
