@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import traceback
+import types
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ FROM_TORCH = (
     "`torch.jit",
     "Attempted to insert a get_attr",
     "Converting a tensor with requires_grad",
-)  # warnings by jvp, linearize
+    "You are using a Backend",
+)  # warnings by jvp, linearize, rpc
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ def run_block(block: Block, world) -> str | None:
             warnings.simplefilter("error")
             for text in FROM_TORCH:
                 warnings.filterwarnings("ignore", text)
-            exec(compile(code, str(ROOT / block.path), "exec"), {"__name__": "__docs__"})
+            module = sys.modules["__docs__"] = types.ModuleType("__docs__")  # as a script's: its functions can be pickled
+            exec(compile(code, str(ROOT / block.path), "exec"), module.__dict__)
     except BaseException:
         sys.stderr.write(f"{where}: the block failed on rank {world.rank}\n{traceback.format_exc()}")
         raise

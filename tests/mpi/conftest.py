@@ -18,8 +18,9 @@ linear_map = sys.modules["distdl.linear_map"]  # dd.linear_map is the function
 
 # Layers are compositions: 1 to 4 ranks show every way of splitting them. More ranks are for the movements.
 LAYERS = ("checkpoint", "conv", "dropout_init", "embedding", "expert", "fuzz_layers", "interpolate", "linear", "local", "loss",
-          "neon", "networks", "nn", "norm", "parallel_average", "parallel_data", "parallel_hooks", "parallel_precision",
-          "parallel_shard", "parallel_topology", "pool", "reduce", "remat", "transition")
+          "neon", "networks", "nn", "norm", "parallel_average", "parallel_data", "parallel_grid", "parallel_hooks",
+          "parallel_pipeline", "parallel_precision", "parallel_shard", "parallel_topology", "pool", "reduce", "remat", "rendezvous",
+          "transition")
 collect_ignore = [f"test_{name}.py" for name in LAYERS] if dd.world().size > 4 else []
 
 

@@ -1,0 +1,141 @@
+"""Pipeline parallelism: one executor for any schedule (see schedules.py), from explicit forward and adjoint hand-offs.
+
+Stage k is a function y = f_k(params_k, x). Over m micro-batches the network is the composition of stages and *hand-offs*, and a
+hand-off is a repartition from one rank to another; its adjoint takes the cotangent back. So the gradient is, for each
+micro-batch, one vjp per stage and the adjoint of each hand-off, in whatever order the schedule says:
+
+    F(k, m)   y, pull = vjp(f_k, params_k, x)      then y  goes to stage k + 1 by A
+    B(k, m)   (gradient, x̄) = pull(ȳ)              then x̄ goes to stage k - 1 by Aᵀ
+
+**Order.** :func:`simulate` merges the devices' lists into one global order, and every rank goes through its part of that order: it
+starts a send where it ran the task, and the matching receive where its peer did, whether or not it needs the message yet. Both
+ends of every pair so meet their messages in one order, and even transfers that block (under ``dd.checking()``) cannot wait
+in a circle: the earliest unfinished task of the order can always go on. Nothing is negotiated: shapes are given.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.func import vjp
+from torch.utils._pytree import tree_map
+
+from .. import _torch, maps
+from ..errors import PartitionError
+from ..functional import invariant_sum, nothing, start, tie, wait
+from ..partition import Layout, Partition
+from ..world import world
+from .schedules import simulate, successor
+
+__all__ = ["pipeline"]
+
+
+def pipeline(table, stages, loss, P: Partition, shapes, dtype=None):
+    """A training step over the ranks of ``P`` by any schedule: the value and gradient of the sequential network.
+
+    Args:
+        table: a schedule for P.size devices; device d is the d-th rank of ``P``. It is simulated here, so that one that would hang
+            is an error at once.
+        stages: the functions f_k(params_k, x) -> y, one for each stage; a rank calls its own ones. They may hold movements among
+            the ranks of *other* dims of a grid (tensor or spatial parallelism).
+        loss: a function of the last stage's output and the micro-batch's number i, 0-dim: its share of the whole loss. Shares are
+            added, so that micro-batches of any size, empty ones too, count exactly where sums are divided by the whole count.
+        P: the pipeline's ranks; of a grid ``P.along(dim)``.
+        shapes: a function (stage k, micro-batch i) -> shape of the output of f_k, for all stages but the last: nothing is
+            negotiated.
+        dtype: dtype of the activations. Default: that of the first parameter of every rank.
+
+    Returns:
+        ``step(params, inputs) -> (value, grads)``. ``params`` is {stage: any pytree of floating tensors} for this rank's stages,
+        and ``grads`` has the same form; ``inputs`` is a list of the micro-batches (any dtype) on the first stage's rank, and
+        ignored elsewhere. ``value`` is the sum of the shares, invariant over P. Where the ranks of a data dim run a pipeline
+        each, reduce once, after the step: ``F.all_sum_reduce(grads, P.along(data))``.
+
+    Messages: for each micro-batch y of each stage but the last, and as many elements of ȳ back; one all-reduce of one number, the
+    loss (in float32, or wider). A send to a peer is waited for before the next one to it. ``step`` is a pure function: under
+    torch.func it has derivatives (its ``jvp`` gives Hessian-vector products), and there transfers are waited for at once.
+    Elsewhere parameters that require gradients are detached.
+
+    Raises:
+        PartitionError: the table is no schedule, never ends, or does not fit P and stages; params of other stages than this
+            rank's. ShapeError: an output of another shape.
+    """
+    order, p, last = simulate(table).order, P.size, len(stages) - 1
+    planned = len(table), 1 + max(t.stage for t in order)
+    if planned != (p, last + 1):
+        raise PartitionError("the schedule does not fit", op="pipeline", partitions=P, expected=f"{p} devices, {last + 1} stages",
+                             actual=f"{planned[0]} devices, {planned[1]} stages", next_step="schedule(kind, P.size, m)")
+
+    def home(stage):
+        return P.ranks[stage % p]
+
+    @cache
+    def handoff(k, i):
+        """The map that takes micro-batch i from stage k to its successor."""
+        shape = tuple(shapes(k, i))
+        here, there = (Partition((1,) * len(shape), (home(s),), P.world) for s in (k, k + 1))
+        return maps.repartition(Layout(here, shape), there)
+
+    def function_of(k, i, dtype):
+        """Stage k for micro-batch i; the last one ends with the loss."""
+        return (lambda w, x: loss(stages[k](w, x), i).to(dtype)) if k == last else stages[k]
+
+    def step(params, inputs=None):
+        rank, pure = world(P.world).rank, _torch.transforms_active()  # pure: something differentiates this step
+        mine = {k for k in range(last + 1) if home(k) == rank}
+        if params.keys() != mine:
+            raise PartitionError("params are not those of this rank's stages", op="pipeline", partitions=P, rank=rank,
+                                 expected=f"stages {sorted(mine)}", actual=f"stages {sorted(params)}")
+        params = {k: w if pure else tree_map(torch.Tensor.detach, w) for k, w in params.items()}
+        leaves = _torch.flatten(params)[0]
+        anchor = nothing((0,), *leaves, dtype=dtype) if leaves else torch.empty(0, dtype=dtype)
+        total = anchor.sum().to(torch.promote_types(anchor.dtype, torch.float32))
+        pulls: dict[tuple[int, int], Any] = {}  # the pullback of each stage and micro-batch that is live
+        grads: dict = {}
+        inbox: dict = {}  # for each task to come, the transfer of what it takes
+        outbox: dict = {}  # for each peer, the last transfer to it
+        unused = []  # what is left here of what was sent: no element, but a dependence
+
+        def take(box, key):
+            return box.pop(key) if pure else wait(box.pop(key))
+
+        def forward(task):
+            k, i = task.stage, task.micro
+            f = function_of(k, i, total.dtype)
+            if k == 0:
+                found: Any = vjp(lambda w: f(w, inputs[i]), params[k])
+            else:
+                found = vjp(f, params[k], take(inbox, task))
+            y, pulls[k, i] = found
+            return y
+
+        def backward(task):
+            k, i = task.stage, task.micro
+            cotangent = total.new_ones(()) if k == last else take(inbox, task)
+            with torch.set_grad_enabled(pure and torch.is_grad_enabled()):  # torch records the pullback too, unless told not to
+                g, *x_bar = pulls.pop((k, i))(cotangent)
+            grads[k] = tree_map(torch.add, grads[k], g) if k in grads else g
+            return x_bar[0] if k else None
+
+        for task in order:
+            to, y = successor(task, last), None
+            if home(task.stage) == rank:
+                y = (forward if task.kind == "F" else backward)(task)
+            if to is None:
+                total = total + y if y is not None else total
+            elif rank in (home(task.stage), home(to.stage)):
+                A = handoff(task.stage, task.micro) if task.kind == "F" else handoff(to.stage, task.micro).T
+                box, key = (inbox, to) if home(to.stage) == rank else (outbox, home(to.stage))
+                if key in outbox:
+                    unused.append(take(outbox, key))
+                transfer = start(A, nothing((0,), anchor) if y is None else y)
+                box[key] = wait(transfer) if pure else transfer
+        unused += [take(outbox, peer) for peer in list(outbox)]
+        if pure:  # whatever is differentiated next, every rank's messages stay part of it
+            total = tie(total, *unused)
+            grads = tree_map(lambda g: tie(g, total, *unused), grads)
+        return invariant_sum(total, P), {k: grads[k] for k in params}
+
+    return step
