@@ -83,7 +83,7 @@ ORDER = [set(line.split()) for line in """
     func testing data
     nn
     parallel viz checkpoint remat checking
-    launch demo _rank
+    launch demo bench _rank
     __init__
     __main__
 """.strip().splitlines()]  # fmt: skip
