@@ -98,13 +98,13 @@ def text(found: list[dict]) -> str:
     if not found:
         return "nothing was measured"
     keys = list(found[0])
-    lines = [keys, *[[_cell(row[k]) for k in keys] for row in found]]
+    lines = [keys, *[[cell(row[k]) for k in keys] for row in found]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(keys))]
     return "\n".join("  ".join(cell.rjust(w) if i > 1 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths)))
                      for line in lines)
 
 
-def _cell(value) -> str:
+def cell(value) -> str:
     if value is None:
         return "-"
     if isinstance(value, (tuple, list)):
