@@ -11,7 +11,7 @@ from distdl.launch import run
 HERE = Path(__file__).parent
 ALWAYS = ["-c", str(HERE.parent / "pyproject.toml"), "--rootdir", str(HERE.parent), "-o", "python_files=bench_*.py",
           "-o", "python_functions=bench_*", "-p", "no:cacheprovider", "--benchmark-quiet",
-          "--benchmark-disable-gc", "-W", "default"]
+          "-W", "default"]
 
 
 def main(argv=None) -> int:

@@ -18,7 +18,7 @@ def bench_rows(timed, n, width):
     timed(cases.halo((n, n), (SIZE, 1), width=width))
 
 
-@choose("boundary", ["none", "circular"], ["zeros"])
+@choose("boundary", ["none", "circular", "zeros"])
 @choose("n", [512], [256, 4096])
 def bench_corners(timed, n, boundary):
     """Both dims split (or wrapped): corners cross too."""

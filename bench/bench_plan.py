@@ -16,14 +16,11 @@ def bench_plan(timed, op, ranks):
     shape = (64 * a, 64 * b)
     P, Q = dd.Partition((a, b)), dd.Partition((ranks, 1))
 
+    A, B = dd.Layout(P, shape), dd.Layout(Q, shape)
+
     def build():
-        if op == "halo":
-            plan = dd.HaloSpec(dd.Layout(P, shape), 1).plan
-            plan = Plan(plan.held, plan.wanted)  # none of its cached views
-        else:
-            plan = dd.maps.repartition(dd.Layout(P, shape), dd.Layout(Q, shape)).plan
-            plan = Plan(plan.held, plan.wanted)
-        return plan._view(0)
+        plan = dd.HaloSpec(A, 1).plan() if op == "halo" else dd.maps.repartition(A, B).plan
+        return Plan(plan.held, plan.wanted).view(0)  # a fresh one: views are kept
 
     calls = {"plan": build}
     timed(cases.Case(Result(op, f"plan of {ranks} ranks", SIZE, limit="", subjects=("plan",)), calls), with_peers=False)

@@ -14,5 +14,5 @@ def choose(names, quick, full=()):
 
 def needs(ranks):
     """Skip where there are fewer ranks: the same on all of them."""
-    if SIZE < ranks:
+    if ranks > SIZE:
         pytest.skip(f"needs {ranks} ranks")

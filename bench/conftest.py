@@ -1,7 +1,8 @@
 """The suite's fixtures: pytest-benchmark collects and writes, ``distdl.bench.timing.sample`` takes the samples.
 
 pytest-benchmark runs one candidate to its end before the next, and calibrates on each rank by itself. Here all candidates of a
-case take turns, in a fixed number of rounds with a barrier before each, and the slowest rank's time counts; what it is given are the finished samples.
+case take turns, in a fixed number of rounds with a barrier before each, and the slowest rank's time counts; pytest-benchmark is
+given the finished samples.
 """
 
 import pytest

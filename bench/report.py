@@ -145,8 +145,8 @@ def main(argv=None) -> int:
         return _compared(found, [read(path) for path in options.compare], options.bound, parser)
     for environment, results in found:
         print(f"\n{title(environment)}")
-        for op in dict.fromkeys((r.op, r.limit) for r in results):
-            print(f"\n{text(rows([r for r in results if (r.op, r.limit) == op]))}")
+        for limit in dict.fromkeys(r.limit for r in results):
+            print(f"\n{text(rows([r for r in results if r.limit == limit]))}")
     everything = [r for _, results in found for r in results]
     series = scaling(everything)
     if series:

@@ -32,7 +32,8 @@ def result(scale=1.0, seed=0, spread=0.05, rounds=41, **facts):
 
 
 @pytest.mark.parametrize("op, n, factor", [("all_sum_reduce", 4, 1.5), ("all_gather", 4, 0.75), ("reduce_scatter", 2, 0.5),
-                                           ("all_to_all", 8, 0.875), ("broadcast", 8, 1), ("sum_reduce", 3, 1), ("all_sum_reduce", 1, 0)])
+                                           ("all_to_all", 8, 0.875), ("broadcast", 8, 1), ("sum_reduce", 3, 1),
+                                           ("all_sum_reduce", 1, 0)])
 def test_factors_of_the_bus_bandwidth(op, n, factor):
     assert table.TRAFFIC[op](n) == pytest.approx(factor)
 

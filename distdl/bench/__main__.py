@@ -72,7 +72,10 @@ def case(op: str, n: int, options) -> cases.Case:
         grid = options.grid or cases.grid_of(n, ndim)
         return cases.halo(shape, grid, width=options.width, boundary=options.boundary, dtype=dtype)
     if op == "linear":
-        return cases.linear(*shape, options.grid or (1, n, 1), dtype=dtype)
+        if ndim != 3:
+            raise ShapeError("a linear layer has three sizes", op="bench", expected="--shape of tokens, out, in", actual=shape)
+        tokens, out, features = shape
+        return cases.linear(tokens, out, features, options.grid or (1, n, 1), dtype=dtype)
     spatial = (1,) * (ndim - 2)
     if op == "conv":
         grid = options.grid or (1, 1, n, *spatial[1:])
@@ -90,7 +93,8 @@ def main(argv=None) -> int:
     comm = MPI.COMM_WORLD
     found = [case(op, comm.size, options).run(comm, options.rounds) for op in ([options.op] if options.op else OPS)]
     if comm.rank == 0:
-        report(rows(found), f"{comm.size} ranks, {options.rounds} rounds; x: times as long as, with its 95 % interval", None, comm.size)
+        title = f"{comm.size} ranks, {options.rounds} rounds; x: times as long as, with its 95 % interval"
+        report(rows(found), title, None, comm.size)
         if options.json:
             samples = [{**r.facts(), "times": {k: t.tolist() for k, t in r.times.items()}} for r in found]
             options.json.write_text(json.dumps({"environment": environment(comm.size), "results": samples}, indent=1) + "\n")

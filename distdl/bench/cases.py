@@ -49,7 +49,7 @@ def size(shape) -> str:
 
 
 def calls_for(nbytes: int) -> int:
-    """How many calls make a sample: enough to be long against the clock and the barrier. By the size only: the same on all ranks."""
+    """How many calls make a sample: long against the clock and the barrier. By the size only: all ranks agree."""
     return max(1, min(50, 2**20 // max(1, nbytes)))
 
 
@@ -163,7 +163,8 @@ def conv(shape, grid, out_channels, kernel, *, stride=1, padding=0, dtype=torch.
     """A convolution, forward + backward."""
     n = len(shape) - 2
     L, serial = dd.Layout(dd.Partition(grid), shape), (local.conv1d, local.conv2d, local.conv3d)[n - 1]
-    x, w, b = leaf(L.local_shape(), dtype), leaf((out_channels, shape[1], *(kernel,) * n), dtype, 1), leaf((out_channels,), dtype, 2)
+    x, b = leaf(L.local_shape(), dtype), leaf((out_channels,), dtype, 2)
+    w = leaf((out_channels, shape[1], *(kernel,) * n), dtype, 1)
     what = f"{size(shape)} over {size(grid)}, {size((kernel,) * n)}, stride {stride}, {out_channels} channels"
     return layer("conv", what, lambda: F.dist_conv(x, w, L, b, stride=stride, padding=padding, params="invariant"),
                  lambda: serial(x, w, b, stride, padding), (x, w, b), dtype=dtype, scaling=scaling)

@@ -109,7 +109,9 @@ def cell(value) -> str:
         return "-"
     if isinstance(value, (tuple, list)):
         return f"{value[0]:.2f} [{value[1]:.2f}, {value[2]:.2f}]"
-    return f"{value:.2f}" if isinstance(value, float) and abs(value) < 10 else f"{value:.1f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
+    return str(value)
 
 
 def report(found: list[dict], title: str, path: str | None, ranks: int) -> None:
