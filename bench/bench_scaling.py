@@ -4,7 +4,7 @@ the files together. Launches of different sizes cannot take turns, so these effi
 from distdl.bench import cases
 from distdl.bench.table import Result
 
-from .choose import SIZE, choose
+from .choose import SIZE, choose, needs
 
 
 def named(case, what, scaling):
@@ -23,6 +23,7 @@ def bench_scaling(timed, op, scaling):
     if op == "halo":
         case = cases.halo((rows, 2048), (SIZE, 1), width=2, boundary="circular")
     elif op == "repartition":
+        needs(2)  # one rank moves nothing
         A, B = (cases.dd.Layout(cases.dd.Partition(g), (rows, 2048)) for g in ((SIZE, 1), (1, SIZE)))
         case = cases.repartition(A, B, "")
     else:

@@ -80,7 +80,7 @@ def compare(launches, old_launches, bound: float) -> list[dict]:
 
 
 def scaling(results) -> list[dict]:
-    """Parallel efficiency of the series over ranks: strong t(1) / (n t(n)), weak t(1) / t(n); of launches of each size."""
+    """Parallel efficiency of the series over ranks, against the fewest, m: strong m t(m) / (n t(n)), weak t(m) / t(n)."""
     series: dict[tuple, dict] = {}
     for r in results:
         if r.scaling:
@@ -88,9 +88,9 @@ def scaling(results) -> list[dict]:
     table = []
     for (name, kind), by_ranks in series.items():
         times = {n: float(np.median(t)) for n, t in sorted(by_ranks.items())}
+        fewest = min(times)
         for n, t in times.items():
-            one = times.get(1)
-            share = one / t / (n if kind == "strong" else 1) if one else None
+            share = times[fewest] / t * (fewest / n if kind == "strong" else 1) if len(times) > 1 else None
             table.append({"case": name, "scaling": kind, "ranks": n, "median µs": t * 1e6, "efficiency": share})
     return table
 

@@ -145,6 +145,9 @@ def test_scaling_efficiencies():
     found = [Result("halo", "", n, scaling=kind, times={"distdl": [t]}) for n, t in times.items() for kind in ("strong", "weak")]
     by = {(row["scaling"], row["ranks"]): row["efficiency"] for row in report.scaling(found)}
     assert by == {("strong", 1): 1, ("strong", 2): 1, ("strong", 4): 0.5, ("weak", 1): 1, ("weak", 2): 2, ("weak", 4): 2}
+    by = {(row["scaling"], row["ranks"]): row["efficiency"] for row in report.scaling(found[2:])}
+    assert by == {("strong", 2): 1, ("strong", 4): 0.5, ("weak", 2): 1, ("weak", 4): 1}, "against the fewest ranks there are"
+    assert {row["efficiency"] for row in report.scaling(found[:2])} == {None}
 
 
 def test_plots(tmp_path):
