@@ -51,11 +51,12 @@ mpi: $(RANKS:%=mpi-%)
 mpi-%: .venv/ready
 	timeout -k 10 $(LIMIT) $(PY) -m distdl run -n $* $(PYTEST_MPI) $(MARKS)
 
+# In minutes; `python -m bench --full` has every size.
 bench: .venv/ready
 	$(PY) -m bench.bench_overhead
-	$(PY) -m distdl run -n 2 -m bench.bench_movement
-	$(PY) -m distdl run -n 2 -m bench.bench_layers
-	$(PY) -m distdl run -n 2 -m bench.bench_checking
+	$(PY) -m bench -n 2
+	$(PY) -m bench -n 1,4 bench/bench_scaling.py
+	$(PY) -m bench.report
 
 docs: .venv/docs
 	$(PY) -m pytest tests/test_docs.py -q

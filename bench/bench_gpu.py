@@ -19,8 +19,7 @@ from mpi4py import MPI
 
 import distdl as dd
 import distdl.functional as F
-
-from .paired import report
+from distdl.bench.table import report
 
 COMM = MPI.COMM_WORLD
 

@@ -1,74 +1,67 @@
-"""Layers, forward + backward, against independent serial layers of a rank's share, timed at the same time.
+"""Layers, forward + backward, against serial layers on the ranks' shares ("share"); some against one serial run ("whole") too."""
 
-``python -m distdl run -n 2 -m bench.bench_layers``
-"""
-
-from __future__ import annotations
-
-import numpy as np
 import torch
-import torch.nn.functional as tf
-from mpi4py import MPI
+import torch.nn.functional as local
 
-import distdl as dd
-import distdl.functional as F
+from distdl.bench import cases
 
-from .paired import arguments, ratio, report, sample
+from .choose import SIZE, choose
 
-
-def backward(call, *leaves):
-    """``call``, then the backward pass of its sum."""
-
-    def run():
-        for leaf in leaves:
-            leaf.grad = None
-        call().sum().backward()
-
-    return run
+LAYOUTS = ("root", "replicated", "invariant", "sharded")
 
 
-def cases(comm):
-    """(name, {candidate: call}): "distdl", "share" (no messages) and "whole" (on rank 0 alone)."""
-    p, r = comm.size, comm.rank
-    def leaf(*shape):
-        return torch.randn(shape).requires_grad_()
-
-    for name, shape, out, kernel, stride, pad in (
-        ("convolution 3 x 3, 64 channels, 256²", (1, 64, 256, 256), 64, 3, 1, 1),
-        ("ResNet stem 7 x 7 / 2, 224²", (4, 3, 224, 224), 64, 7, 2, 3),
-        ("convolution 3³, 16 channels, 48³", (1, 16, 48, 48, 48), 16, 3, 1, 1),
-    ):
-        n = len(shape) - 2
-        conv = tf.conv2d if n == 2 else tf.conv3d
-        L = dd.Layout(dd.Partition((1, 1, p, *(1,) * (n - 1))), shape)
-        x, w, b = leaf(*L.local_shape()), leaf(out, shape[1], *(kernel,) * n), leaf(out)
-        whole = leaf(*shape)
-        yield name, {
-            "distdl": backward(lambda x=x, w=w, b=b, L=L, s=stride, q=pad: F.dist_conv(x, w, L, b, stride=s, padding=q,
-                                                                                       params="invariant"), x, w, b),
-            "share": backward(lambda x=x, w=w, b=b, c=conv, s=stride, q=pad: c(x, w, b, s, q), x, w, b),
-            "whole": backward(lambda x=whole, w=w, b=b, c=conv, s=stride, q=pad: c(x, w, b, s, q), whole, w, b)
-            if r == 0 else lambda: None}
-    L = dd.Layout(dd.Partition((1, 1, p, 1)), (4, 32, 128, 128))
-    x, g, b = leaf(*L.local_shape()), leaf(32), leaf(32)
-    yield "batch norm, (4, 32, 128²)", {
-        "distdl": backward(lambda: F.dist_batch_norm(x, L, None, None, g, b, True, params="invariant")[0].square(), x, g, b),
-        "share": backward(lambda: tf.batch_norm(x, None, None, g, b, True).square(), x, g, b), "whole": lambda: None}
+def whole(case, call, *leaves):
+    """Add the serial layer on the whole input, on one rank alone."""
+    rank = cases.dd.world().rank
+    case.calls["whole"] = cases.backward(call, *leaves) if rank == 0 else lambda: None
+    return case
 
 
-def main(argv=None) -> None:
-    """Print the table on rank 0."""
-    options = arguments("bench_layers", 15, argv)
-    comm, rows = MPI.COMM_WORLD, []
-    for name, candidates in cases(comm):
-        times = sample(candidates, comm, rounds=options.rounds)
-        rows.append({"layer": name, **{f"{k}, ms": float(np.median(t)) * 1e3 for k, t in times.items()},
-                     "share / distdl": ratio(times["share"], times["distdl"]),
-                     "whole / distdl": ratio(times["whole"], times["distdl"])})
-    if comm.rank == 0:
-        where = options.json and f"{options.json}/layers-n{comm.size}.json"
-        report(rows, f"Layers, float32, forward + backward, {comm.size} ranks with one thread each (medians)", where, comm.size)
+@choose("name", ["3 x 3", "ResNet stem", "3-D"])
+def bench_conv(timed, name):
+    """Space split over its first dim."""
+    shape, out, kernel, stride, padding = {
+        "3 x 3": ((1, 64, 256, 256), 64, 3, 1, 1), "ResNet stem": ((4, 3, 224, 224), 64, 7, 2, 3),
+        "3-D": ((1, 16, 48, 48, 48), 16, 3, 1, 1)}[name]
+    case = cases.conv(shape, (1, 1, SIZE, *(1,) * (len(shape) - 3)), out, kernel, stride=stride, padding=padding)
+    serial = local.conv2d if len(shape) == 4 else local.conv3d
+    x, w, b = cases.leaf(shape), cases.leaf((out, shape[1], *(kernel,) * (len(shape) - 2))), cases.leaf((out,))
+    timed(whole(case, lambda: serial(x, w, b, stride, padding), x, w, b))
 
 
-if __name__ == "__main__":
-    main()
+@choose("dtype", [], [torch.bfloat16])
+def bench_conv_dtypes(timed, dtype):
+    """Other numbers."""
+    timed(cases.conv((1, 64, 256, 256), (1, 1, SIZE, 1), 64, 3, padding=1, dtype=dtype))
+
+
+@choose("x_layout, y_layout", [("invariant", "invariant"), ("root", "root")],
+        [(x, y) for x in LAYOUTS for y in LAYOUTS if (x, y) not in (("invariant", "invariant"), ("root", "root"))])
+@choose("axis", ["out", "in"])
+def bench_linear_layouts(timed, axis, x_layout, y_layout):
+    """Weights split over one of their dims, every layout of x and y."""
+    grid = (1, SIZE, 1) if axis == "out" else (1, 1, SIZE)
+    timed(cases.linear(1024, 1024, 1024, grid, x_layout, y_layout))
+
+
+@choose("shape", [(256, 256, 256), (1024, 1024, 1024), (64, 4096, 256)],
+        [(512, 512, 512), (2048, 2048, 2048), (4096, 4096, 4096), (4096, 64, 64), (16, 4096, 4096)])
+def bench_linear_sizes(timed, shape):
+    """Square and skinny: tokens, out, in; split over *out*."""
+    tokens, out, features = shape
+    case = cases.linear(tokens, out, features, (1, SIZE, 1))
+    x, w, b = cases.leaf((tokens, features)), cases.leaf((out, features)), cases.leaf((out,))
+    timed(whole(case, lambda: local.linear(x, w, b), x, w, b))
+
+
+@choose("dtype", [], [torch.bfloat16])
+def bench_linear_dtypes(timed, dtype):
+    """Other numbers."""
+    timed(cases.linear(1024, 1024, 1024, (1, SIZE, 1), dtype=dtype))
+
+
+@choose("kind", cases.NORMS)
+def bench_norm(timed, kind):
+    """Statistics across ranks: space split, or the normalised dim itself."""
+    last = kind in ("layer_norm", "rms_norm")
+    timed(cases.norm(kind, (2048, 1024) if last else (4, 32, 128, 128), (1, SIZE) if last else (1, 1, SIZE, 1)))

@@ -12,9 +12,8 @@ import torch
 
 import distdl as dd
 import distdl.functional as F
+from distdl.bench.table import report
 from distdl.transport.local import NullTransport
-
-from .paired import report
 
 
 def best(call, calls: int = 10_000, blocks: int = 5) -> float:

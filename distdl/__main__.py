@@ -1,4 +1,4 @@
-"""Command line: ``python -m distdl run -n 4 script.py`` | ``run -n 4 -m module`` | ``demo`` | ``info``."""
+"""Command line: ``python -m distdl run -n 4 script.py`` | ``run -n 4 -m module`` | ``demo`` | ``bench`` | ``info``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def parser() -> argparse.ArgumentParser:
     program.add_argument("--timeout", type=float, help="end the job after so many seconds")
     program.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, as of python -m")
     program.add_argument("script", nargs=argparse.REMAINDER, help="a script and its arguments")
-    demo = commands.add_parser("demo", help="train a network split over four ranks beside the sequential one", add_help=False)
-    demo.add_argument("args", nargs=argparse.REMAINDER)
+    commands.add_parser("demo", help="train a network split over four ranks beside the sequential one")
+    commands.add_parser("bench", help="time operators on your own shapes: bench halo -n 2 --shape 512,512")
     commands.add_parser("info", help="versions, MPI and devices of this environment")
     return top
 
@@ -75,7 +75,9 @@ def _devices() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     top = parser()
-    options = top.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    own = argv[:1] in (["demo"], ["bench"])  # these read their options themselves
+    options = argparse.Namespace(command=argv[0], args=argv[1:]) if own else top.parse_args(argv)
     try:
         return execute(top, options)
     except TransportError as error:
@@ -90,6 +92,10 @@ def execute(top: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return 0
     if options.command == "demo":
         return run(4, ["-m", "distdl.demo", *options.args])
+    if options.command == "bench":
+        from .bench.__main__ import read  # wrong options end here, before any rank starts
+
+        return run(read(options.args).n, ["-m", "distdl.bench", *options.args])
     program = ["-m", *options.module] if options.module else options.script
     if not program:
         top.error("run: which script, or -m module?")

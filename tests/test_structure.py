@@ -84,7 +84,7 @@ ORDER = [set(line.split()) for line in """
     nn
     viz checkpoint remat checking
     parallel
-    launch demo _rank
+    launch demo bench _rank
     __init__
     __main__
 """.strip().splitlines()]  # fmt: skip

@@ -1,0 +1,44 @@
+"""``python -m bench [-n 1,2,4] [--launches 3] [--full] [-k NAME] [FILES]``: run the suite, one file for each launch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from distdl.launch import run
+
+HERE = Path(__file__).parent
+ALWAYS = ["-c", str(HERE.parent / "pyproject.toml"), "--rootdir", str(HERE.parent), "-o", "python_files=bench_*.py",
+          "-o", "python_functions=bench_*", "-p", "no:cacheprovider", "--benchmark-quiet",
+          "-W", "default"]
+
+
+def main(argv=None) -> int:
+    """Run the launches; the exit code of the first that failed."""
+    parser = argparse.ArgumentParser("python -m bench")
+    parser.add_argument("-n", default="2", help="ranks of the launches, as 1,2,4 (default: 2)")
+    parser.add_argument("--launches", type=int, default=1, help="how many of each; --compare needs 3")
+    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="a folder for the results (default: build/bench)")
+    parser.add_argument("files", nargs="*", help="bench_*.py; default: all")
+    parser.add_argument("--full", action="store_true", help="every size and dtype")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of each case (default: 15)")
+    parser.add_argument("--peer", metavar="distdl=PATH", help="a checkout of microsoft/distdl to compare with")
+    parser.add_argument("-k", metavar="NAME", help="only cases of such a name, as pytest's -k")
+    options = parser.parse_args(argv)
+    more = [f"--rounds={options.rounds}", *["--full"] * options.full]
+    more += [f"--peer={options.peer}"] * bool(options.peer) + ["-k", options.k or ""]
+    options.out.mkdir(parents=True, exist_ok=True)
+    files = options.files or sorted(str(p) for p in HERE.glob("bench_*.py") if p.stem not in ("bench_overhead", "bench_gpu"))
+    for launch in range(1, options.launches + 1):
+        for n in map(int, options.n.split(",")):
+            target = options.out / f"n{n}-{launch}.json"
+            code = run(n, ["-m", "pytest", *files, *ALWAYS, f"--benchmark-json={target}", *more])
+            if code:
+                return code
+            print(f"wrote {target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
