@@ -232,7 +232,10 @@ def main(argv=None) -> None:
     parser = argparse.ArgumentParser("bench_gpu")
     parser.add_argument("--json", default=None, help="a directory for the results")
     parser.add_argument("--only", default="halos repartitions collectives mlp convolution")
+    parser.add_argument("--half-sums", default="float32", help="how sums of bfloat16 are taken: float32, or native as the peers do")
     options = parser.parse_args(argv)
+    if options.half_sums != "float32":
+        dd.World(half_sums=options.half_sums)
     torch.cuda.set_device(COMM.rank % torch.cuda.device_count())
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533", RANK=str(COMM.rank), WORLD_SIZE=str(COMM.size))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
@@ -243,8 +246,9 @@ def main(argv=None) -> None:
         rows = list(parts[name]())
         if COMM.rank == 0:
             card = torch.cuda.get_device_name().replace(" ", "-")
-            path = f"{options.json}/gpu-{name}-{card}-n{COMM.size}.json" if options.json else None
-            report(rows, f"{name}: {COMM.size} x {torch.cuda.get_device_name()}, microseconds", path, COMM.size)
+            how = "" if options.half_sums == "float32" else "-native-sums"
+            path = f"{options.json}/gpu-{name}-{card}-n{COMM.size}{how}.json" if options.json else None
+            report(rows, f"{name}: {COMM.size} x {torch.cuda.get_device_name()}, microseconds{how}", path, COMM.size)
     torch.cuda.synchronize()
     dist.destroy_process_group()
 
