@@ -45,6 +45,9 @@ class Recorded:
                                      expected=nbytes, actual=len(data))
             ctypes.memmove(address, data, nbytes)
 
+    def abandon(self, handle, memory):
+        """What was sent has been copied."""
+
     def _shared(self, kind, ranks, mine):
         key = self._key(kind, ranks)
         self.now[key, self.rank] = mine

@@ -39,6 +39,9 @@ class Checked:
     def post(self, sends, receives):
         return self.inner.post(sends, receives)
 
+    def abandon(self, handle, memory):
+        self.inner.abandon(handle, memory)
+
     def pause(self):
         """This rank does something else until :meth:`wait`."""
         self.board.leave(completed=False)
