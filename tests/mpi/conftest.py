@@ -1,6 +1,8 @@
 """The engine that a launch tests, and one report for all its ranks."""
 
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +36,13 @@ def pytest_configure(config):
         use(config.getoption("--engine"))
         if dd.world().size > 1:
             config.pluginmanager.register(OneReport(config, dd.world()), "one report")
+
+
+@pytest.fixture
+def folder():
+    """A folder of this rank's own: pytest's are cleaned up at exit by all ranks at once, and they disturb each other."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
 
 
 def use(engine):

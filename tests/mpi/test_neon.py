@@ -130,11 +130,10 @@ def test_parameter_server():
 # ---------------------------------------------------------------- loaders
 
 
-def test_loaders_decode_only_their_part(tmp_path_factory):
+def test_loaders_decode_only_their_part(folder):
     """In a file whose other fields are no numbers; and from a memory-mapped array."""
     L = dd.Layout(dd.Partition((1, 1, SIZE, 1)), (2, 1, 6, 4))
     rows = np.array([[4, 1], [3, 6]])
-    folder = tmp_path_factory.mktemp("data")
     X = np.arange(8 * 24.0).reshape(8, 1, 6, 4)
     np.save(folder / "all.npy", X.reshape(8, 6, 4))
     mine = np.zeros(X.shape, bool)
