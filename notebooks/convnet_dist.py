@@ -141,20 +141,12 @@ def train(kind, epochs, count, size=50):
     x, y = load(L, order[:count], torch.float32, bar=True)
     p = neon.drawn(SHAPES, torch.float32)
     if not alone:
-        p = {name: places(L)[name](w).clone() if name in places(L) else w for name, w in p.items()}
+        p = neon.cut(p, places(L))
 
-    def loss(p, batch):
-        if alone:
-            return local.cross_entropy(sequential(p, x[batch]), y[batch])
-        logits, out = model(p, x[batch], L)
-        return F.dist_cross_entropy(logits, y[batch], out)
-
+    loss = neon.cross_entropy(model, sequential, x, y, None if alone else L)
     p, losses = neon.sgd(loss, p, data.progress(list(range(len(x))) * epochs, desc="sequential" if alone else kind), 0.1)
     x, y = load(T, order[4000:], torch.float32)
-    if alone:
-        return losses, float((sequential(p, x[0]).argmax(1) == y[0]).double().mean()), p["conv1.w"]
-    logits, out = model(p, x[0], T)
-    return losses, neon.accuracy(logits, y[0], out), p["conv1.w"]
+    return losses, neon.tested(model, sequential, p, x[0], y[0], None if alone else T), p["conv1.w"]
 
 
 # %%

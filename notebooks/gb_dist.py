@@ -177,7 +177,7 @@ def train(kind, epochs, size=20):
     p = neon.drawn(SHAPES, torch.float32)
     p |= {name: normalised(w) for name, w in p.items() if name.startswith("W")}
     if not alone:
-        p = {name: places(L)[name](w).clone() if name in places(L) else w for name, w in p.items()}
+        p = neon.cut(p, places(L))
     history = []
     for stage in range(len(STAGES)):
         name = f"W{stage}"
@@ -191,19 +191,11 @@ def train(kind, epochs, size=20):
         p, losses = neon.sgd(J, p, steps, 0.02, lambda p, name=name: {**p, name: normalised(p[name])}, only=[name])
         history.append((sum(losses[: len(x)]) / len(x), sum(losses[-len(x) :]) / len(x)))
 
-    def loss(p, batch):
-        if alone:
-            return local.cross_entropy(sequential(p, x[batch]), y[batch])
-        logits, out = model(p, x[batch], L)
-        return F.dist_cross_entropy(logits, y[batch], out)
-
+    loss = neon.cross_entropy(model, sequential, x, y, None if alone else L)
     steps = list(range(len(x))) * epochs
     p, _ = neon.sgd(loss, p, steps, 0.05, only=["fc.w", "fc.b"])
     p, losses = neon.sgd(loss, p, steps, 0.02)
-    if alone:
-        return history, float((sequential(p, test_x[0]).argmax(1) == test_y[0]).double().mean()), p["W0"]
-    logits, out = model(p, test_x[0], T)
-    return history, neon.accuracy(logits, test_y[0], out), p["W0"]
+    return history, neon.tested(model, sequential, p, test_x[0], test_y[0], None if alone else T), p["W0"]
 
 
 # %%

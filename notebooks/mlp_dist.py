@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as local
 
 import distdl as dd
-import distdl.functional as F
 from distdl import data
 
 SHAPES = {"fc1.w": (32, 64), "fc1.b": (32,), "fc2.w": (24, 32), "fc2.b": (24,), "fc3.w": (10, 24), "fc3.b": (10,)}
@@ -97,20 +96,12 @@ def train(kind, epochs, size=32):
     x, y = load(L, range(1440), torch.float32)
     p = neon.drawn(SHAPES, torch.float32)
     if not alone:
-        p = {name: places(L)[name](w).clone() if name in places(L) else w for name, w in p.items()}
+        p = neon.cut(p, places(L))
 
-    def loss(p, batch):
-        if alone:
-            return local.cross_entropy(sequential(p, x[batch]), y[batch])
-        logits, out = model(p, x[batch], L)
-        return F.dist_cross_entropy(logits, y[batch], out)
-
+    loss = neon.cross_entropy(model, sequential, x, y, None if alone else L)
     p, losses = neon.sgd(loss, p, data.progress(list(range(len(x))) * epochs, desc="sequential" if alone else kind), 0.3)
     x, y = load(T, range(1440, 1797), torch.float32)
-    if alone:
-        return losses, float((sequential(p, x[0]).argmax(1) == y[0]).double().mean())
-    logits, out = model(p, x[0], T)
-    return losses, neon.accuracy(logits, y[0], out)
+    return losses, neon.tested(model, sequential, p, x[0], y[0], None if alone else T)
 
 
 # %%

@@ -71,6 +71,11 @@ def drawn(shapes, dtype, seed=1):
             else torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}  # fmt: skip
 
 
+def cut(p, places):
+    """This rank's blocks of the parameters that ``places`` names; the others stay whole."""
+    return {name: places[name](w).clone() if name in places else w for name, w in p.items()}
+
+
 def sgd(loss, p, batches, rate, after=lambda p: p, only=None):
     """Gradient descent: ``loss(p, batch)`` for each batch, an update of the parameters (named in ``only``), then ``after``."""
     losses, names = [], list(p) if only is None else only
@@ -85,3 +90,23 @@ def accuracy(logits, labels, L):
     """Share of right answers among labels (this rank's micro-batch), for logits of layout L: equal on all ranks."""
     right = (F.dist_argmax(logits, L, 1) == labels).double().sum()
     return float(F.invariant_sum(right, L.partition, 0)) / L.shape[0]
+
+
+def cross_entropy(model, sequential, x, y, L):
+    """``loss(p, k)`` of a classifier on batch k of x and y, of layout L; of the sequential program where L is ``None``."""
+
+    def loss(p, k):
+        if L is None:
+            return torch.nn.functional.cross_entropy(sequential(p, x[k]), y[k])
+        logits, out = model(p, x[k], L)
+        return F.dist_cross_entropy(logits, y[k], out)
+
+    return loss
+
+
+def tested(model, sequential, p, x, y, L):
+    """Its accuracy on one batch x, y."""
+    if L is None:
+        return float((sequential(p, x).argmax(1) == y).double().mean())
+    logits, out = model(p, x, L)
+    return accuracy(logits, y, out)
