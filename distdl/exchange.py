@@ -11,6 +11,7 @@ import ctypes
 import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -474,16 +475,17 @@ def _cached_program(plans, xs, transport):
     return program, xs
 
 
+@cache
+def _side_stream(device):
+    return torch.cuda.Stream(device)
+
+
 class _Aside:
     """A movement on a side stream of the device: nothing waits on the host, so it is complete but for the device's time."""
 
-    streams: dict = {}  # noqa: RUF012
-
     def __init__(self, plans, xs, transport):
         device = xs[0].device
-        if device not in self.streams:
-            self.streams[device] = torch.cuda.Stream(device)
-        self.stream = self.streams[device]
+        self.stream = _side_stream(device)
         self.stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self.stream):
             self.ys = Pending(plans, xs, transport).finish()

@@ -502,6 +502,16 @@ def all_gather_dict(n):
                        "shape": lambda x: F.all_gather(x, P, pairs, shape=(2, p + 1))})
 
 
+@case(2)
+def all_gather_even(n):  # equal blocks, which an engine may take as one collective; of a dim that is no run of memory
+    return _gathering(dd.Layout(_part((1, n), range(n - 1, -1, -1)), (2, 2 * n)), (1,))
+
+
+@case(4)
+def all_gather_even_tiles(n):
+    return _gathering(dd.Layout(_part((2, 2), (2, 3, 0, 1)), (2, 4)), (0, 1))
+
+
 @case()
 def reduce_scatter_line(n):
     return _reduce_scatter(dd.Layout(_part((n,)), (5,)), (0,))
@@ -515,6 +525,11 @@ def reduce_scatter_dims(n):
 @case(2)
 def reduce_scatter_splits(n):
     return _reduce_scatter(dd.Layout(_part((1, n)), (2, n + 1), (None, (*(1,) * (n - 2), 0, 3))), (0, 1))
+
+
+@case(2)
+def reduce_scatter_even(n):
+    return _reduce_scatter(dd.Layout(_part((1, n)), (2, 2 * n)), (1,))
 
 
 # ---- shift, permute
