@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections import defaultdict
 from functools import cached_property
 
@@ -21,6 +22,12 @@ _SUM_TYPES = {
     torch.int64: MPI.INT64_T, torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE,
     torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE_COMPLEX, torch.bool: MPI.C_BOOL,
 }  # fmt: skip
+
+
+def _reads_devices() -> bool | None:
+    """Whether the MPI library was built to read CUDA memory; None where it has no such question (MPICH and its kin)."""
+    ask = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return None if ask is None else bool(ask())
 
 
 class MpiTransport:
@@ -49,7 +56,15 @@ class MpiTransport:
 
     @cached_property
     def cuda_aware(self) -> MpiTransport:
-        """The same engine for an MPI that reads device memory by itself. MPI knows no streams: what it sends must be complete."""
+        """The same engine for an MPI that reads device memory by itself. MPI knows no streams: what it sends must be complete.
+
+        Raises:
+            TransportError: the MPI library says that it cannot; it would read device addresses as its own.
+        """
+        if _reads_devices() is False:
+            raise TransportError("this MPI cannot read CUDA memory", op="World(cuda='mpi')", rank=self.rank,
+                                 expected="an MPI library built with CUDA support", actual=MPI.Get_library_version().split("\0")[0],
+                                 next_step="set DISTDL_CUDA to nccl, or to staged")
         engine = copy.copy(self)
         engine.device_types = ("cpu", "cuda")
         return engine
