@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 
 from .partition import Layout, Partition, _Value
 
@@ -44,6 +45,18 @@ class Axis(_Value):
     def at(self, coords) -> int:
         """The entry that a rank with these grid coordinates uses."""
         return 0 if self.dim is None else coords[self.dim]
+
+    @cached_property
+    def _sorted(self):
+        """All runs by their starts: the starts, the largest stop so far, and the coordinates."""
+        found = sorted((start, stop, c) for c, runs in enumerate(self.runs) for start, stop, _ in runs if start < stop)
+        return [start for start, _, _ in found], list(accumulate((stop for _, stop, _ in found), max)), [c for _, _, c in found]
+
+    def near(self, runs) -> set[int]:
+        """The coordinates that may have a run that meets one of ``runs``: by bisection, so that a view of a grid of thousands
+        looks at its own peers only."""
+        starts, stops, coords = self._sorted
+        return {c for start, stop, _ in runs for c in coords[bisect_right(stops, start) : bisect_left(starts, stop)]}
 
 
 def split(blocks, dim: int) -> Axis:
@@ -244,8 +257,8 @@ class Plan(_Value):
         candidates = []  # per grid dim: the coordinates that meet, with their overlaps
         for d, n in enumerate(grid.shape):
             tied = [i for i, a in enumerate(theirs.axes) if a.dim == d]
-            found = []
-            for c in range(n):
+            found, near = [], [theirs.axes[i].near(runs[i]) for i in tied]
+            for c in sorted(set.intersection(*near)) if near else range(n):
                 per_axis = {}
                 for i in tied:
                     per_axis[i] = overlaps(i, c)

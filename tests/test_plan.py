@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distdl as dd
+import distdl.plan as plan_module
 from distdl.errors import ShapeError, TransportError
 from distdl.exchange import simulate
 from distdl.plan import Axis, Plan, Side, key, split, whole
@@ -296,6 +297,23 @@ def test_planning_4096_ranks(what):
         took.append(time.perf_counter() - start)
         assert len(view.received) >= 1
     assert min(took) < 0.010, took
+
+
+@pytest.mark.parametrize("boundary", ["none", "circular"])
+def test_planning_looks_at_its_own_peers_only(boundary, monkeypatch):
+    """On a line of 20,000 ranks, empty blocks among them, as many coordinates are looked at as on one of 20."""
+    looked = []
+    monkeypatch.setattr(plan_module, "_overlaps", lambda *runs, of=plan_module._overlaps: looked.append(1) or of(*runs))
+    counts = []
+    for ranks in (20, 20_000):
+        sizes = (0, 3, *(2,) * (ranks - 4), 0, 1)
+        plan = dd.HaloSpec(dd.Layout(dd.Partition((ranks,)), (sum(sizes),), (sizes,)), 3, boundary=boundary).plan()
+        looked.clear()
+        view = plan.view(1)
+        peers = {2, 3, ranks - 4, ranks - 3, ranks - 1} if boundary == "circular" else {2, 3}
+        assert {m.peer for m in view.sends} <= peers and {m.peer for m in view.received} <= {1, *peers}
+        counts.append(len(looked))
+    assert counts[0] == counts[1] < 40, counts
 
 
 def test_simulate_reproduces_itself():
