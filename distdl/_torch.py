@@ -113,6 +113,9 @@ def plain(tensor):
     return torch.zeros_like(tensor, memory_format=torch.contiguous_format) if tensor._is_zerotensor() else tensor
 
 
+foreach_copy = torch._foreach_copy_  # (targets, sources): on a device one kernel copies many small tensors
+
+
 def flatten(tree):
     """(leaves, structure) of a pytree; a tensor is its own only leaf."""
     return ([tree], None) if isinstance(tree, torch.Tensor) or tree is None else pytree.tree_flatten(tree)

@@ -11,7 +11,6 @@ import ctypes
 import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from . import _torch, fused
 from . import transport as _transport
 from .errors import ShapeError
+from .side_stream import Beside
 from .transport.local import LocalTransport
 
 _SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
@@ -434,8 +434,8 @@ def _sum(transport, xs, ys, group) -> None:
         if flat.numel():
             _collect(transport, "all_reduce", x.data_ptr(), flat.data_ptr(), flat.numel(), flat.dtype, group)
         if len(some) > 1:
-            for (_, y), part in zip(some, flat.split([y.numel() for _, y in some])):
-                y.copy_(part.view_as(y))
+            parts = flat.split([y.numel() for _, y in some])
+            _torch.foreach_copy([y for _, y in some], [part.view_as(y) for (_, y), part in zip(some, parts)])
 
 
 def _place(x):
@@ -475,28 +475,15 @@ def _cached_program(plans, xs, transport):
     return program, xs
 
 
-@cache
-def _side_stream(device):
-    return torch.cuda.Stream(device)
-
-
 class _Aside:
     """A movement on a side stream of the device: nothing waits on the host, so it is complete but for the device's time."""
 
     def __init__(self, plans, xs, transport):
-        device = xs[0].device
-        self.stream = _side_stream(device)
-        self.stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self.stream):
+        with Beside(xs[0].device, xs) as self.beside:
             self.ys = Pending(plans, xs, transport).finish()
-        for x in xs:
-            x.record_stream(self.stream)
 
     def finish(self):
-        current = torch.cuda.current_stream(self.ys[0].device)
-        current.wait_stream(self.stream)
-        for y in self.ys:
-            y.record_stream(current)
+        self.beside.join(self.ys)
         return self.ys
 
 
