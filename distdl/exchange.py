@@ -331,7 +331,7 @@ class _Staging:
         size = max(256, 1 << (nbytes - 1).bit_length())
         blocks = self.free[size]
         if not blocks:
-            return torch.empty(size, dtype=torch.uint8)
+            return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
         self.kept -= size
         return blocks.pop()
 
@@ -354,7 +354,7 @@ class Pending:
         self.home = None
         if not x.is_cpu and x.device.type not in transport.device_types:  # memory that the engine cannot read
             self.home = x.device
-            xs = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(_torch.plain(x)) for x in xs]
+            xs = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(_torch.plain(x)) for x in xs]
         program, xs = _cached_program(plans, xs, transport)
         self.program, self.xs, self.transport, self.staging, self.handle = program, xs, transport, None, None
         ys = self.ys = [_empty_like(like) for like in program.likes]

@@ -441,7 +441,7 @@ def _agree_on_batches(maps, xs, ties):
                              next_step="map over axes of one size on all ranks")
     for place, (level, size) in enumerate(levels):
         if any(report[place][1] for report in theirs) and not mine[place][1]:
-            mask = _torch.batch_mask(level, size)
+            mask = _torch.batch_mask(level, size, xs[0].device)
             xs = [torch.where(mask, x, x) for x in xs]
     return xs
 

@@ -17,6 +17,8 @@ from .topology import along
 
 __all__ = ["all_reduce", "cast", "power_sgd", "top_k"]
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 
 def all_reduce(P, dims=None):
     """The exact sum, as one message for the bucket: views of one vector. The default."""
@@ -91,13 +93,13 @@ def power_sgd(P, rank: int = 4, dims=None, seed: int = 0):
             return done, state
         matrices = [bucket[i].reshape(bucket[i].shape[0], -1) for i in small]
         if state is None:
-            generator = torch.Generator().manual_seed(seed)  # the same first guess on every rank
-            guess = [torch.randn(M.shape[1], rank, dtype=M.dtype, generator=generator).to(M.device) for M in matrices]
+            draw = {"generator": torch.Generator().manual_seed(seed), "device": "cpu"}  # the same first guess on every rank
+            guess = [torch.randn(M.shape[1], rank, dtype=M.dtype, **draw).to(M.device) for M in matrices]
         else:
             guess = state[0]
             matrices = [M + error for M, error in zip(matrices, state[1])]
         left = F.all_sum_reduce([M @ Q for M, Q in zip(matrices, guess)], P, dims)
-        left = [torch.linalg.qr(A).Q for A in left]
+        left = [torch.linalg.qr(A.float() if A.dtype in _HALVES else A).Q.to(A.dtype) for A in left]
         right = F.all_sum_reduce([M.mT @ A for M, A in zip(matrices, left)], P, dims)
         approximate = [A @ B.mT for A, B in zip(left, right)]
         for i, Y in zip(small, approximate):

@@ -19,8 +19,9 @@ DATA, TENSOR, PIPE = range(3)
 GRIDS = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 3: [(3, 1, 1), (1, 3, 1), (1, 1, 3)],
          4: [(2, 2, 1), (2, 1, 2), (1, 2, 2)]}.get(SIZE, [])  # fmt: skip
 N, D, HIDDEN, BLOCKS = 11, 6, 7, 4  # samples, features, hidden features, residual blocks: nothing divides
+HERE = torch.get_default_device()  # --engine=cuda makes it the rank's device
 DIGITS = tuple(t[:300] for t in demo.load_digits())
-DIGITS = DIGITS[0].double(), DIGITS[1]
+DIGITS = DIGITS[0].to(HERE).double(), DIGITS[1].to(HERE)
 
 
 def batch(step):
