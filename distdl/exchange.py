@@ -475,7 +475,7 @@ def _cached_program(plans, xs, transport):
     return program, xs
 
 
-class _Aside:
+class Aside:
     """A movement on a side stream of the device: nothing waits on the host, so it is complete but for the device's time."""
 
     def __init__(self, plans, xs, transport):
@@ -487,10 +487,26 @@ class _Aside:
         return self.ys
 
 
-def start(plans, xs, transport) -> Pending | _Aside:
+_lent: dict = {}  # for each device the last movement whose results were lent
+
+
+def lend(plans, xs, transport):
+    """As :func:`run`, on the side stream: the results may be used there, and elsewhere after a wait for that stream. What they are
+    made from is kept until the next call, when the current stream waits for this one's end: two sets of inputs at most."""
+    if xs[0].is_cuda and _torch.capturing():  # a graph ends with nothing lent
+        return run(plans, xs, transport)
+    aside = start(plans, xs, transport)
+    before = _lent.pop(xs[0].device, None)
+    if before is not None:
+        before.finish()
+    _lent[xs[0].device] = aside
+    return aside.ys
+
+
+def start(plans, xs, transport) -> Pending | Aside:
     """Begin a movement of tensors ``xs`` (each with any leading batch axes) by ``plans``, as one set of messages."""
     aside = xs[0].is_cuda and "cpu" not in transport.device_types
-    return _Aside(plans, xs, transport) if aside else Pending(plans, xs, transport)
+    return Aside(plans, xs, transport) if aside else Pending(plans, xs, transport)
 
 
 def run(plans, xs, transport):

@@ -7,6 +7,7 @@ which was freed there can be used again; and what the side stream reads is kept 
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 
 import torch
@@ -49,6 +50,11 @@ class Beside:
         if self.stream is not None:
             self.event = self.stream.record_event()
             self.context.__exit__(*error)
+
+    def view(self, x):
+        """``x`` itself, by way of the side stream: in backward its gradient is first used there, and who uses it next waits."""
+        with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            return x.view_as(x)
 
     def join(self, results=()):
         """Let the current stream wait for the work (not for what came after it), and use ``results``."""
