@@ -247,8 +247,8 @@ def fsdp(task, again=False, reshard=True):
 def sharded(task):
     return {"FSDP2": lambda: fsdp(task), "FSDP2, activations again": lambda: fsdp(task, again=True),
             "FSDP2, not resharded": lambda: fsdp(task, reshard=False),
-            "distdl ZeRO-3, activations again": lambda: chained(task),
-            "distdl ZeRO-3, no prefetch": lambda: chained(task, prefetch=False),
+            "distdl ZeRO-3": lambda: chained(task, remat="parameters"), "distdl ZeRO-3, activations again": lambda: chained(task),
+            "distdl ZeRO-3, no prefetch": lambda: chained(task, remat="parameters", prefetch=False),
             "distdl ZeRO-2": lambda: chained(task, remat=False)}
 
 

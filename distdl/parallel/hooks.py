@@ -93,8 +93,8 @@ def power_sgd(P, rank: int = 4, dims=None, seed: int = 0):
             return done, state
         matrices = [bucket[i].reshape(bucket[i].shape[0], -1) for i in small]
         if state is None:
-            draw = {"generator": torch.Generator().manual_seed(seed), "device": "cpu"}  # the same first guess on every rank
-            guess = [torch.randn(M.shape[1], rank, dtype=M.dtype, **draw).to(M.device) for M in matrices]
+            draw = torch.Generator().manual_seed(seed)  # the same first guess on every rank
+            guess = [torch.randn(M.shape[1], rank, dtype=M.dtype, generator=draw, device="cpu").to(M.device) for M in matrices]
         else:
             guess = state[0]
             matrices = [M + error for M, error in zip(matrices, state[1])]

@@ -163,7 +163,7 @@ def test_gradient_sync_never_waits(device, no_synchronisation, hook):
     no_synchronisation(step)
 
 
-@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("remat", [True, "parameters", False])
 def test_sharded_steps_never_wait(device, no_synchronisation, remat):
     n, r, P = world()
     weights = [p.detach() for p in network(device, 4, 256).parameters()]
@@ -246,7 +246,8 @@ def test_gradients_leave_no_memory_behind(device):
 
 
 @pytest.mark.mpi(2)
-def test_gathered_parameters_do_not_pile_up_before_a_busy_device(device):
+@pytest.mark.parametrize("remat", [True, "parameters"])
+def test_gathered_parameters_do_not_pile_up_before_a_busy_device(device, remat):
     """The host is far ahead of the device, and ZeRO-3 still has two layers' parameters, and not all of them."""
     n, r, P = world()
     count, width = 12, 2048
@@ -255,7 +256,7 @@ def test_gathered_parameters_do_not_pile_up_before_a_busy_device(device):
     shardings = [dp.Sharding.of(w, P) for w in weights]
     blocks = [s.block(w).requires_grad_() for s, w in zip(shardings, weights)]
     del weights
-    run, x = dp.chain([lambda w, x: x @ w] * count, shardings), torch.randn(64, width, device=device)
+    run, x = dp.chain([lambda w, x: x @ w] * count, shardings, remat=remat), torch.randn(64, width, device=device)
     busy, out = torch.ones(8192, 8192, device=device), torch.empty(8192, 8192, device=device)
 
     def step():
