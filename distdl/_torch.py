@@ -98,9 +98,9 @@ unwrap_batched = _functorch._unwrap_batched  # (tensor, level) -> (the tensor wi
 add_batch_dim = _functorch._add_batch_dim  # (tensor, axis, level) -> the tensor as one example of that batch
 
 
-def batch_mask(level: int, size: int):
+def batch_mask(level: int, size: int, device):
     """True, once per example of the vmap at ``level``: ``where(mask, x, x)`` is x, made to have that batch."""
-    mask = torch.ones(size, dtype=torch.bool)
+    mask = torch.ones(size, dtype=torch.bool, device=device)
     while _functorch.is_functorch_wrapped_tensor(mask):  # made under an inner grad: levels must nest outwards
         mask = _functorch.get_unwrapped(mask)
     return _functorch._add_batch_dim(mask, 0, level)
@@ -111,6 +111,9 @@ def plain(tensor):
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return torch.zeros_like(tensor, memory_format=torch.contiguous_format) if tensor._is_zerotensor() else tensor
+
+
+foreach_copy = torch._foreach_copy_  # (targets, sources): on a device one kernel copies many small tensors
 
 
 def flatten(tree):

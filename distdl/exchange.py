@@ -11,7 +11,6 @@ import ctypes
 import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from . import _torch, fused
 from . import transport as _transport
 from .errors import ShapeError
+from .side_stream import Beside
 from .transport.local import LocalTransport
 
 _SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
@@ -331,7 +331,7 @@ class _Staging:
         size = max(256, 1 << (nbytes - 1).bit_length())
         blocks = self.free[size]
         if not blocks:
-            return torch.empty(size, dtype=torch.uint8)
+            return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
         self.kept -= size
         return blocks.pop()
 
@@ -354,7 +354,7 @@ class Pending:
         self.home = None
         if not x.is_cpu and x.device.type not in transport.device_types:  # memory that the engine cannot read
             self.home = x.device
-            xs = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(_torch.plain(x)) for x in xs]
+            xs = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(_torch.plain(x)) for x in xs]
         program, xs = _cached_program(plans, xs, transport)
         self.program, self.xs, self.transport, self.staging, self.handle = program, xs, transport, None, None
         ys = self.ys = [_empty_like(like) for like in program.likes]
@@ -434,8 +434,8 @@ def _sum(transport, xs, ys, group) -> None:
         if flat.numel():
             _collect(transport, "all_reduce", x.data_ptr(), flat.data_ptr(), flat.numel(), flat.dtype, group)
         if len(some) > 1:
-            for (_, y), part in zip(some, flat.split([y.numel() for _, y in some])):
-                y.copy_(part.view_as(y))
+            parts = flat.split([y.numel() for _, y in some])
+            _torch.foreach_copy([y for _, y in some], [part.view_as(y) for (_, y), part in zip(some, parts)])
 
 
 def _place(x):
@@ -475,35 +475,38 @@ def _cached_program(plans, xs, transport):
     return program, xs
 
 
-@cache
-def _side_stream(device):
-    return torch.cuda.Stream(device)
-
-
-class _Aside:
+class Aside:
     """A movement on a side stream of the device: nothing waits on the host, so it is complete but for the device's time."""
 
     def __init__(self, plans, xs, transport):
-        device = xs[0].device
-        self.stream = _side_stream(device)
-        self.stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self.stream):
+        with Beside(xs[0].device, xs) as self.beside:
             self.ys = Pending(plans, xs, transport).finish()
-        for x in xs:
-            x.record_stream(self.stream)
 
     def finish(self):
-        current = torch.cuda.current_stream(self.ys[0].device)
-        current.wait_stream(self.stream)
-        for y in self.ys:
-            y.record_stream(current)
+        self.beside.join(self.ys)
         return self.ys
 
 
-def start(plans, xs, transport) -> Pending | _Aside:
+_lent: dict = {}  # for each device the last movement whose results were lent
+
+
+def lend(plans, xs, transport):
+    """As :func:`run`, on the side stream: the results may be used there, and elsewhere after a wait for that stream. What they are
+    made from is kept until the next call, when the current stream waits for this one's end: two sets of inputs at most."""
+    if xs[0].is_cuda and _torch.capturing():  # a graph ends with nothing lent
+        return run(plans, xs, transport)
+    aside = start(plans, xs, transport)
+    before = _lent.pop(xs[0].device, None)
+    if before is not None:
+        before.finish()
+    _lent[xs[0].device] = aside
+    return aside.ys
+
+
+def start(plans, xs, transport) -> Pending | Aside:
     """Begin a movement of tensors ``xs`` (each with any leading batch axes) by ``plans``, as one set of messages."""
     aside = xs[0].is_cuda and "cpu" not in transport.device_types
-    return _Aside(plans, xs, transport) if aside else Pending(plans, xs, transport)
+    return Aside(plans, xs, transport) if aside else Pending(plans, xs, transport)
 
 
 def run(plans, xs, transport):

@@ -361,6 +361,7 @@ class _Apply(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         ctx.maps, n = inputs[0], inputs[2]
         ctx.n, ctx.ties = n, len(inputs) - 3 - n
+        ctx.aside = isinstance(inputs[1], exchange.Aside)
         # Integer tensors have no derivative, on any rank; the rules then move the others only.
         ctx.smooth = [i for i in range(n) if inputs[3 + i].is_floating_point() or inputs[3 + i].is_complex()]
         ctx.save_for_backward(output[n])
@@ -373,7 +374,12 @@ class _Apply(torch.autograd.Function):
         ties: tuple = ()
         if _grad_enabled() or _transforms_active() or _forward_mode_active():  # further derivatives may be taken
             ties = (_torch.unwrap_if_dead(ctx.saved_tensors[0]), grads[-1])
-        found = apply([ctx.maps[i].T for i in smooth], [grads[i] for i in smooth], ties)
+        maps, found = [ctx.maps[i].T for i in smooth], [grads[i] for i in smooth]
+        if ctx.aside and not ties and _transport.observer is None:
+            transport = maps[0].world.transport(found[0], maps[0].plan.ranks)
+            found = exchange.lend(tuple(m.plan for m in maps), found, transport)  # F.wait made the input a view from that stream
+        else:
+            found = apply(maps, found, ties)
         x_grads = [None] * ctx.n
         for i, g in zip(smooth, found):
             x_grads[i] = g
@@ -441,7 +447,7 @@ def _agree_on_batches(maps, xs, ties):
                              next_step="map over axes of one size on all ranks")
     for place, (level, size) in enumerate(levels):
         if any(report[place][1] for report in theirs) and not mine[place][1]:
-            mask = _torch.batch_mask(level, size)
+            mask = _torch.batch_mask(level, size, xs[0].device)
             xs = [torch.where(mask, x, x) for x in xs]
     return xs
 

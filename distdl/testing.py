@@ -61,7 +61,7 @@ def collective_assert(condition, message="", ranks=None) -> None:
 
 def _random(shape, dtype, seed, rank):
     generator = torch.Generator().manual_seed(7919 * seed + rank)
-    return torch.randn(shape, dtype=dtype, generator=generator)
+    return torch.randn(shape, dtype=dtype, generator=generator, device="cpu")
 
 
 def _ranks(A):

@@ -333,7 +333,8 @@ class _Pending:
 
 def start(A, x) -> _Pending:
     """Begin ``y = A(x)``; messages travel until :func:`wait`. Under torch.func, and for maps that are not a single plan, the
-    whole movement happens in ``wait``. Do not change ``x`` in between. Every rank must start and wait in the same order."""
+    whole movement happens in ``wait``. Do not change ``x`` in between. Every rank must start and wait in the same order. On CUDA
+    the adjoint overlaps too: in ``.backward()`` it runs beside what follows, up to the next use of x's gradient."""
     moving = None
     single = len(maps_of(A)) == 1 and not isinstance(A, UserMap)
     if single and not A.is_identity and not _torch.transforms_active() and not _torch.dispatch_modes():
@@ -355,4 +356,9 @@ def wait(pending: _Pending):
     if pending.map is None:
         raise ShapeError("this movement was already waited for", op="wait", next_step="keep the result of the first wait")
     A, pending.map = pending.map, None
-    return A(pending.x) if pending.moving is None else apply((A,), (pending.x,), pending=pending.moving)[0]
+    if pending.moving is None:
+        return A(pending.x)
+    x, moving = pending.x, pending.moving
+    if isinstance(moving, exchange.Aside) and x.requires_grad:  # so that the adjoint's result may come from there too
+        x = moving.beside.view(x)
+    return apply((A,), (x,), pending=moving)[0]

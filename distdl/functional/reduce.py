@@ -80,7 +80,10 @@ def summed(total, counts, P, dims):
     """Sum ``total`` (a tensor) and ``counts`` (a scalar, or ``None``) over ``dims`` in one all-reduce; both invariant."""
     if counts is None:
         return invariant_sum(total, P, dims), None
-    counts = torch.as_tensor(counts, dtype=total.dtype, device=total.device)
+    if isinstance(counts, torch.Tensor):
+        counts = counts.to(total)
+    else:  # filled there: a copy from the host would wait for the device
+        counts = torch.full((), counts, dtype=total.dtype, device=total.device)
     both = invariant_sum(torch.cat([total.reshape(-1), counts.reshape(1)]), P, dims)
     return both[:-1].reshape(total.shape), both[-1]
 

@@ -30,7 +30,7 @@ def average_parameters(params, P, dims=None, *, weight=None):
             copies *= where.shape[d]
         means = [s / copies for s in F.invariant_sum(leaves, where, dims)]
     else:
-        own = torch.as_tensor(weight, dtype=leaves[0].dtype, device=leaves[0].device)
+        own = weight if isinstance(weight, torch.Tensor) else torch.full((), weight, dtype=leaves[0].dtype, device=leaves[0].device)
         *sums, total = F.invariant_sum([leaf * own.to(leaf.dtype) for leaf in leaves] + [own], where, dims)
         means = [s / total.to(s.dtype) for s in sums]
     return _torch.unflatten(means, tree)

@@ -47,12 +47,17 @@ def folder():
 
 def use(engine):
     """Let every movement of CPU tensors go by another engine. With NCCL each one is copied to this rank's device and back, so
-    that the whole suite is a test of the device's side too."""
+    that the whole suite is a test of the device's side too. "cuda": tensors are on this rank's device from the beginning, local
+    computation too, for the tests that make theirs on torch's default device: those of dd.parallel."""
     if engine == "fake-nccl":
         import fake_nccl
 
         engines = fake_nccl.engines(dd.world())
         dd.World.transport = lambda self, x, ranks: engines.get(ranks) if self.rank in ranks else self.host
+    if engine == "cuda" and torch.cuda.is_available():  # elsewhere every test is skipped
+        device = torch.device("cuda", dd.world().rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        torch.set_default_device(device)
     if engine == "nccl-messages":
         NcclTransport.collectives = ("all_reduce",)
     if engine in ("nccl", "nccl-messages"):

@@ -1,16 +1,25 @@
 """F.start / F.wait: the same values and derivatives as the call, with other work in between."""
 
+import pytest
 import torch
 from registry import each_case, integers, needs, randn
 from torch.func import grad, jvp, vmap
 
 import distdl as dd
 import distdl.functional as F
+from distdl import exchange
 from distdl.testing import count_messages
 
 
+@pytest.fixture(params=["as on this device", "as on CUDA"])
+def way(request, monkeypatch):
+    """On CUDA a movement under way is an Aside, and the adjoint's result is lent; but for the streams, here as well."""
+    if request.param == "as on CUDA":
+        monkeypatch.setattr(exchange, "start", exchange.Aside)
+
+
 @each_case(thin=True)
-def test_value_and_gradient(case):
+def test_value_and_gradient(case, way):
     X = integers(case.shape)
     x = case.smooth(X).requires_grad_()
     with count_messages() as whole:
@@ -24,6 +33,11 @@ def test_value_and_gradient(case):
     z = case.smooth(X).requires_grad_()
     case.loss(case.map(z)).backward()
     assert torch.equal(x.grad, z.grad)
+    y = F.wait(F.start(case.map, x))  # and a second derivative
+    (g,) = torch.autograd.grad(case.loss(y.square()), x, create_graph=True)
+    (h,) = torch.autograd.grad(g.sum(), x)
+    (g,) = torch.autograd.grad(case.loss(case.map(z).square()), z, create_graph=True)
+    assert torch.equal(h, torch.autograd.grad(g.sum(), z)[0])
 
 
 @each_case(lambda name: name in ("halo_circular", "all_sum", "repartition_disjoint", "mark_varying", "repartition_identity"))

@@ -1,0 +1,77 @@
+"""Work beside a device's current stream: what overlaps local computation on CUDA. Nothing here waits on the host.
+
+Memory passes between the streams without ``record_stream``, which would hold it back for as long as the host runs ahead of the
+device: whatever begins on the side stream first waits for every stream that has used it, so that memory of the side stream's pool
+which was freed there can be used again; and what the side stream reads is kept until the current stream has waited for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import cache
+
+import torch
+
+from . import _torch
+
+
+@cache
+def _side(device):
+    """The side stream, first to get a device's free multiprocessors, and the streams beside which it has worked."""
+    return torch.cuda.Stream(device, priority=-1), set()
+
+
+class Beside:
+    """A context: on a CUDA device its work goes on the side stream, after what the current stream has been given so far.
+
+    Args:
+        device: where; on any but a CUDA device the context changes nothing.
+        kept: tensors that the work reads.
+    """
+
+    def __init__(self, device, kept=()):
+        self.stream, self.homes = _side(device) if device.type == "cuda" else (None, set())
+        self.kept, self.event = kept, None
+
+    def __enter__(self):
+        if self.stream is not None:
+            self.home = torch.cuda.current_stream(self.stream.device)
+            if _torch.capturing():  # a graph has memory of its own, and may not wait for what it does not hold
+                self.stream.wait_stream(self.home)
+            else:
+                self.homes.add(self.home)
+                for stream in self.homes:
+                    self.stream.wait_stream(stream)
+            self.context = torch.cuda.stream(self.stream)
+            self.context.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        if self.stream is not None:
+            self.event = self.stream.record_event()
+            self.context.__exit__(*error)
+
+    def view(self, x):
+        """``x`` itself, by way of the side stream: in backward its gradient is first used there, and who uses it next waits."""
+        with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            return x.view_as(x)
+
+    def join(self, results=()):
+        """Let the current stream wait for the work (not for what came after it), and use ``results``."""
+        if self.event is None:
+            return
+        current = torch.cuda.current_stream(self.stream.device)
+        current.wait_event(self.event)
+        if current != self.home:  # another stream than the one that all this belongs to
+            self._record()
+            for t in results:
+                t.record_stream(current)
+        self.kept, self.event = (), None
+
+    def _record(self):
+        for t in self.kept:
+            t.record_stream(self.stream)
+
+    def __del__(self):
+        if getattr(self, "event", None) is not None:  # nobody waited
+            self._record()
