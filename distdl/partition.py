@@ -124,11 +124,13 @@ class Partition(_Value):
         return dim % self.ndim
 
     def dims(self, dims, op: str = "Partition") -> tuple[int, ...]:
-        """``dims`` (``None``: all, an int, or a sequence) as sorted, distinct, non-negative grid dims."""
+        """``dims`` (``None``: all, an int, or a sequence of distinct ones) as sorted, non-negative grid dims."""
         if dims is None:
             return tuple(range(self.ndim))
-        dims = (dims,) if isinstance(dims, int) else dims
-        return tuple(sorted({self._dim(d, op) for d in dims}))
+        found = sorted(self._dim(d, op) for d in ((dims,) if isinstance(dims, int) else dims))
+        if len(set(found)) < len(found):
+            raise PartitionError("a dim is named twice", op=op, partitions=self, expected="distinct dims", actual=tuple(dims))
+        return tuple(found)
 
     def take(self, dim: int, index: int, keepdim: bool = False) -> Partition:
         """The sub-partition at ``index`` of ``dim``; the dim is dropped, or kept with size 1."""
