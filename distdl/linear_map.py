@@ -433,7 +433,7 @@ def _agree_on_batches(maps, xs, ties):
     for x in (*xs, *ties):
         seen.update(_torch.levels_of(x))
     mine = [(size, seen.get(level) == "batched") for level, size in levels]
-    theirs = where.all_gather(mine, ranks).values()
+    theirs = where.all_gather(mine, ranks, "sizes of vmap").values()
     sizes = [[size for size, _ in report] for report in theirs]
     if any(s != sizes[0] for s in sizes):
         raise AgreementError("the ranks are inside different vmaps", op=str(maps[0]), rank=where.rank,
