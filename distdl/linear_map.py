@@ -21,7 +21,7 @@ import torch
 
 from . import _torch, exchange
 from . import transport as _transport
-from .errors import AgreementError, PartitionError, ShapeError
+from .errors import AgreementError, DistdlError, PartitionError, ShapeError
 from .plan import Plan
 from .world import world
 
@@ -327,6 +327,10 @@ def _run(maps, xs, pending=None, recorded=False):
 def run_plain(maps, xs, recorded=False):
     """Move plain tensors, outside any trace."""
     first = maps[0]
+    if _torch.of_older_vmap(xs[0]):
+        raise DistdlError("torch's older vmap does not know custom Functions", op=str(first), expected="torch.func.vmap",
+                             actual="is_grads_batched=True, or torch.autograd.functional with vectorize=True",
+                             next_step="pull = torch.func.vjp(f, x)[1]; torch.func.vmap(pull)(cotangents), or dd.func.jacrev")
     if type(first) is UserMap:
         return [m.run(x) for m, x in zip(maps, xs)]
     plans = first._plans if len(maps) == 1 else tuple(m.plan for m in maps)
@@ -534,8 +538,16 @@ def _move_autograd(xs, movement):
         return torch.ops.distdl.move(xs, movement)
 
 
+def _move_vmap(info, in_dims, xs, movement):
+    # A pullback of linearize, or any trace, under vmap: the batch is one more leading axis of the plans.
+    given = [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[0])]
+    ys = torch.ops.distdl.move(given, movement)
+    return ys, [0] * len(ys)
+
+
 for _key in ("CPU", "CUDA"):
     _library.impl("move", _move_real, _key)
 _library.impl("move", _move_autograd, "Autograd")
 torch.library.register_fake("distdl::move", _move_fake, lib=_library)
+torch.library.register_vmap("distdl::move", _move_vmap, lib=_library)
 torch.fx.node.has_side_effect(torch.ops.distdl.move.default)  # its messages count, also where its output is not used

@@ -9,7 +9,7 @@ from torch.func import vmap
 
 import distdl as dd
 import distdl.functional as F
-from distdl.errors import AgreementError, PartitionError, ShapeError
+from distdl.errors import AgreementError, DistdlError, PartitionError, ShapeError
 
 
 def here():
@@ -161,3 +161,26 @@ def test_a_last_partial_window_of_a_kernel_larger_than_the_tensor():
     assert torch.equal(y, F.pool_layout(L, (4, 2), ceil_mode=True).shard(torch.nn.functional.avg_pool2d(X, (4, 2), ceil_mode=True)))
     with pytest.raises(PartitionError, match="larger than the padded input"):
         F.dist_max_pool(L.shard(X), L, (7, 1), stride=4, ceil_mode=True)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+def test_a_linearized_function_under_vmap():
+    n, r, P = here()
+    L = dd.Layout(P, (2 * n,))
+    f = torch.func.grad(lambda x: F.dist_sum(F.shift(x, L, 0) ** 3 * (r + 1), L))
+    x, batch = torch.arange(2.0) + r, torch.arange(12.0).reshape(3, 2, 2) + r
+    push = torch.func.linearize(f, x)[1]
+    expected = torch.stack([torch.stack([push(t) for t in ts]) for ts in batch])
+    with dd.testing.count_messages() as one:
+        push(x)
+    with dd.testing.count_messages() as all_six:
+        assert torch.equal(vmap(vmap(push))(batch), expected)
+    assert torch.equal(vmap(push, in_dims=1, out_dims=1)(batch[0]), vmap(push)(batch[0].mT.contiguous()).mT)
+    assert one.sends == all_six.sends
+
+
+def test_the_older_vmap_is_refused():
+    x = torch.ones(2, requires_grad=True)
+    y = dd.linear_map(lambda x: 2 * x, lambda y: 2 * y, (2,), (2,))(x)
+    with pytest.raises(DistdlError, match=r"torch\.func\.vmap"):
+        torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
