@@ -47,7 +47,8 @@ def _check(op, layout, block, what) -> None:
 def _cat(trees):
     """Pytrees of tensors, joined along the first axis leaf by leaf; and a function from leaves back to the pytree."""
     flat = [_torch.flatten(tree) for tree in trees]
-    return [torch.cat(leaves) for leaves in zip(*(leaves for leaves, _ in flat))], lambda leaves: _torch.unflatten(leaves, flat[0][1])
+    rows = [torch.cat(leaves) for leaves in zip(*(leaves for leaves, _ in flat))]
+    return rows, lambda leaves: _torch.unflatten(leaves, flat[0][1])
 
 
 def _chunks(layout: Layout, chunk_size):
