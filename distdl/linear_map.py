@@ -194,9 +194,9 @@ class UserMap:
                        out_shape=self.in_shape, domain=self.range, range=self.domain)
 
     def __call__(self, x):
-        if x.shape != self.in_shape:
+        if not isinstance(x, torch.Tensor) or x.shape != self.in_shape:
             raise ShapeError("the local tensor has the wrong shape", op=str(self), expected=self.in_shape,
-                             actual=tuple(x.shape))
+                             actual=tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__)
         return apply((self,), (x,))[0]
 
     def __matmul__(self, other) -> Chain:
@@ -327,6 +327,9 @@ def _run(maps, xs, pending=None, recorded=False):
 def run_plain(maps, xs, recorded=False):
     """Move plain tensors, outside any trace."""
     first = maps[0]
+    if any(x.layout is not torch.strided or x.is_quantized for x in xs):
+        raise ShapeError("only dense tensors can be moved", op=str(first), rank=first.world.rank, expected=torch.strided,
+                         actual=[str(x.layout) for x in xs], next_step="x.to_dense(), or move a sparse tensor's parts")
     if _torch.of_older_vmap(xs[0]):
         raise DistdlError("torch's older vmap does not know custom Functions", op=str(first), expected="torch.func.vmap",
                              actual="is_grads_batched=True, or torch.autograd.functional with vectorize=True",

@@ -119,7 +119,7 @@ class Partition(_Value):
         return self.ranks[place]
 
     def _dim(self, dim: int, op: str) -> int:
-        if not -self.ndim <= dim < self.ndim:
+        if not hasattr(dim, "__index__") or not -self.ndim <= dim < self.ndim:
             raise PartitionError(f"no dim {dim}", op=op, partitions=self, expected=f"a dim of {self.ndim}", actual=dim)
         return dim % self.ndim
 
@@ -208,7 +208,12 @@ class Layout(_Value):
     splits: tuple[tuple[int, ...] | None, ...] | None = None
 
     def __post_init__(self):
-        P, shape = self.partition, tuple(as_int(n) for n in self.shape)
+        P = self.partition
+        try:
+            shape = tuple(as_int(n) for n in self.shape)
+        except TypeError:
+            raise PartitionError("not a global shape", op="Layout", partitions=P, expected="a sequence of integers",
+                                 actual=self.shape) from None
         if len(shape) != P.ndim or any(n < 0 for n in shape):
             raise PartitionError("the shape does not fit the partition", op="Layout", partitions=P,
                                  expected=f"{P.ndim} sizes >= 0", actual=shape,

@@ -60,6 +60,9 @@ class World:
         return self.host if x.is_cpu else self._for_cuda(x.device, ranks)
 
     def _for_cuda(self, device, ranks):
+        if device.type == "meta":
+            raise TransportError("a meta tensor has no memory to move", op="World", rank=self.rank, expected="a CPU or CUDA tensor",
+                                 actual=device, next_step="work out shapes with layouts; or trace under FakeTensorMode")
         if len(ranks) < self.size and self.rank not in ranks:
             return _Bystander(self.rank, self.size)
         if self.cuda == "staged" or self.size == 1:

@@ -103,5 +103,8 @@ def dist_expert_linear(x, w, P, expert, bias=None, *, num_experts: int):
     Returns:
         (tokens, out). Messages as for :func:`expert_parallel`; the gradients of w and bias send nothing.
     """
+    if bias is not None and bias.shape != w.shape[:2]:
+        raise ShapeError("bias does not fit w", op="dist_expert_linear", partitions=P, expected=tuple(w.shape[:2]),
+                         actual=tuple(bias.shape), next_step="give every expert of this rank its own bias")
     return expert_parallel(lambda k, tokens: torch.nn.functional.linear(tokens, w[k], None if bias is None else bias[k]),
                            x, expert, P, num_experts)

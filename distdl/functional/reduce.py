@@ -40,6 +40,8 @@ def wide(x):
 def check_block(op, x, P, what="x") -> None:
     """Raise unless ``x`` can be this rank's block over ``P``."""
     where = partition_of(P)
+    if not isinstance(x, torch.Tensor):
+        raise ShapeError(f"{what} is not a tensor", op=op, partitions=P, expected="this rank's block", actual=type(x).__name__)
     if isinstance(P, Layout):
         if tuple(x.shape) != P.local_shape():
             raise ShapeError(f"{what} is not this rank's block", op=op, partitions=P, expected=P.local_shape(),

@@ -184,3 +184,44 @@ def test_the_older_vmap_is_refused():
     y = dd.linear_map(lambda x: 2 * x, lambda y: 2 * y, (2,), (2,))(x)
     with pytest.raises(DistdlError, match=r"torch\.func\.vmap"):
         torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
+
+
+def test_a_bias_of_another_size():
+    """It was broadcast, or its end left out."""
+    n, _, P = here()
+    L = dd.Layout(dd.Partition((1, 1, n)), (1, 2, 5 * n))
+    x, w = torch.ones(1, 2, 5), torch.ones(2, 2, 3)
+    for features in (1, 3):
+        bias = torch.ones(features)
+        for call in (lambda: F.dist_conv(x, w, L, bias), lambda: F.dist_conv_transpose(x, w, L, bias),
+                     lambda: F.dist_conv(x, w, dd.Partition((1, 1, 1, n)), bias),
+                     lambda: F.dist_linear(torch.ones(1, 3), torch.ones(2, 3), dd.Partition((n, 1, 1)), bias)):
+            with pytest.raises(ShapeError, match="bias is not this rank's block"):
+                call()
+
+
+def test_what_is_of_another_type():
+    """Each says so, on every rank."""
+    n, _, P = here()
+    L, x, M = dd.Layout(P, (n,)), torch.ones(1), dd.Layout(dd.Partition((n, 1)), (2 * n, 1))
+    for call, text in (
+        (lambda: F.all_gather(x, P, "a"), "no dim a"),
+        (lambda: F.permute(x, P, [0, 1]), "not pairs of ranks"),
+        (lambda: F.halo_exchange(x, L), "not a HaloSpec"),
+        (lambda: dd.HaloSpec(P, None, 1), "not a global shape"),
+        (lambda: F.start(3, x), "not a linear map"),
+        (lambda: F.wait(3), "not a movement under way"),
+        (lambda: F.dist_batch_norm(torch.ones(2, 1), M, torch.ones(1), None), "belong together"),
+        (lambda: F.dist_mse_loss(x, 3.0, L), "target is not a tensor"),
+        (lambda: F.dist_sum(3.0, L), "not a tensor"),
+        (lambda: F.dist_dropout(x, L, 0.5, None), "a seed is one integer"),
+        (lambda: F.dist_dropout(x, L, 0.5, 1.5), "a seed is one integer"),
+        (lambda: dd.linear_map(torch.neg, torch.neg, (3,), (3,))(5), "got int"),
+    ):
+        with pytest.raises(DistdlError, match=text):
+            call()
+    if n > 1:
+        with pytest.raises(ShapeError, match="only dense"):
+            F.all_sum_reduce(torch.eye(3).to_sparse(), P)
+        with pytest.raises(DistdlError, match="no memory"):
+            F.all_sum_reduce(torch.ones(3, device="meta"), P)
