@@ -94,6 +94,7 @@ def innermost_vmap():
     return retrieve_current_functorch_interpreter()
 
 
+of_older_vmap = _functorch.is_legacy_batchedtensor  # what autograd.grad(is_grads_batched=True) calls a rule with
 unwrap_batched = _functorch._unwrap_batched  # (tensor, level) -> (the tensor with its batch axis, where that is or None)
 add_batch_dim = _functorch._add_batch_dim  # (tensor, axis, level) -> the tensor as one example of that batch
 

@@ -72,7 +72,7 @@ def negotiate(op: str, xs, P, partitions=(), ndim=None):
     if where.rank not in ranks:
         return [x if x is not None else torch.empty(0) for x in xs], None
     mine = _report(op, xs, active, partitions, ndim)
-    reports = where.all_gather(mine, ranks) if len(ranks) > 1 else {where.rank: mine}
+    reports = where.all_gather(mine, ranks, "an operator") if len(ranks) > 1 else {where.rank: mine}
     _compare(op, reports, P, partitions, where.rank)
     return _join(xs, active, reports, P), reports
 
@@ -166,7 +166,7 @@ def block_sizes(own: int, P: Partition, dim: int, total: int | None) -> tuple[in
     fibre = P.along(dim)
     if fibre is None:
         return (0,) * P.shape[dim]
-    found = world(P.world).all_gather(own, fibre.ranks)
+    found = world(P.world).all_gather(own, fibre.ranks, "sizes of a parameter's blocks")
     return tuple(found[r] for r in fibre.ranks)
 
 

@@ -26,6 +26,11 @@ _ALIGN = 64  # each part of a message starts at such an offset, on both ends
 # Sums of more than two of these are taken in the wider dtype (the sum of two is rounded only once in any case), and so are
 # those that the engine lacks.
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
+# torch itself cannot add these: all their sums are taken in another dtype (those of uint64 modulo 2^64, as int64 wraps).
+_NO_SUMS = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64, torch.complex32: torch.complex64}
+_NO_SUMS |= {dtype: torch.float32 for dtype in vars(torch).values()
+             if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize == 1 and "x2" not in str(dtype)}
+_WIDER |= _NO_SUMS
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _empty_like, _memmove = torch.empty_like, ctypes.memmove
 
@@ -221,7 +226,7 @@ def _stacked(run) -> _Part:
 def _widens(view, dtype, kind, transport) -> bool:
     """Whether a sum is taken in the wider dtype."""
     lacking = kind is not None and dtype not in transport.sums
-    return view.adds and dtype in _WIDER and (lacking or (view.piles and transport.wide))
+    return view.adds and dtype in _WIDER and (dtype in _NO_SUMS or lacking or (view.piles and transport.wide))
 
 
 def _collective(plans, leads, dtypes, transport):
@@ -398,7 +403,10 @@ class Pending:
         for i, (to, source) in enumerate(program.late):
             value = self.staging[2][i] if source is None else source.of(self.xs[source.leaf])
             target = to.of(ys[to.leaf])
-            target.add_(value) if to.add else target.copy_(value)
+            if to.add:
+                target.add_(value if value.dtype not in _NO_SUMS else value.to(target.dtype))
+            else:
+                target.copy_(value)
         if self.staging is not None:
             program.give_staging(self.staging)
             self.staging = None

@@ -159,7 +159,7 @@ class HaloSpec(_Value):
         out = list(in_layout.shape)
         for i, (size, step, hole, (lo, hi)) in enumerate(zip(k, s, d, pads), first):
             free = in_layout.shape[i] + lo + hi - hole * (size - 1) - 1
-            if free < 0:
+            if free < 0 and not (ceil_mode and free > -step):  # ceil_mode: a window that starts inside may end outside
                 raise PartitionError(f"the kernel is larger than the padded input in dim {i}", op="HaloSpec.window",
                                      partitions=in_layout, expected=f"kernel <= {free + size}", actual=size)
             out[i] = (math.ceil(free / step) if ceil_mode else free // step) + 1

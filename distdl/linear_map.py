@@ -21,7 +21,7 @@ import torch
 
 from . import _torch, exchange
 from . import transport as _transport
-from .errors import AgreementError, PartitionError, ShapeError
+from .errors import AgreementError, DistdlError, PartitionError, ShapeError
 from .plan import Plan
 from .world import world
 
@@ -194,9 +194,9 @@ class UserMap:
                        out_shape=self.in_shape, domain=self.range, range=self.domain)
 
     def __call__(self, x):
-        if x.shape != self.in_shape:
+        if not isinstance(x, torch.Tensor) or x.shape != self.in_shape:
             raise ShapeError("the local tensor has the wrong shape", op=str(self), expected=self.in_shape,
-                             actual=tuple(x.shape))
+                             actual=tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__)
         return apply((self,), (x,))[0]
 
     def __matmul__(self, other) -> Chain:
@@ -327,6 +327,13 @@ def _run(maps, xs, pending=None, recorded=False):
 def run_plain(maps, xs, recorded=False):
     """Move plain tensors, outside any trace."""
     first = maps[0]
+    if any(x.layout is not torch.strided or x.is_quantized for x in xs):
+        raise ShapeError("only dense tensors can be moved", op=str(first), rank=first.world.rank, expected=torch.strided,
+                         actual=[str(x.layout) for x in xs], next_step="x.to_dense(), or move a sparse tensor's parts")
+    if _torch.of_older_vmap(xs[0]):
+        raise DistdlError("torch's older vmap does not know custom Functions", op=str(first), expected="torch.func.vmap",
+                             actual="is_grads_batched=True, or torch.autograd.functional with vectorize=True",
+                             next_step="pull = torch.func.vjp(f, x)[1]; torch.func.vmap(pull)(cotangents), or dd.func.jacrev")
     if type(first) is UserMap:
         return [m.run(x) for m, x in zip(maps, xs)]
     plans = first._plans if len(maps) == 1 else tuple(m.plan for m in maps)
@@ -439,7 +446,7 @@ def _agree_on_batches(maps, xs, ties):
     for x in (*xs, *ties):
         seen.update(_torch.levels_of(x))
     mine = [(size, seen.get(level) == "batched") for level, size in levels]
-    theirs = where.all_gather(mine, ranks).values()
+    theirs = where.all_gather(mine, ranks, "sizes of vmap").values()
     sizes = [[size for size, _ in report] for report in theirs]
     if any(s != sizes[0] for s in sizes):
         raise AgreementError("the ranks are inside different vmaps", op=str(maps[0]), rank=where.rank,
@@ -540,8 +547,16 @@ def _move_autograd(xs, movement):
         return torch.ops.distdl.move(xs, movement)
 
 
+def _move_vmap(info, in_dims, xs, movement):
+    # A pullback of linearize, or any trace, under vmap: the batch is one more leading axis of the plans.
+    given = [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[0])]
+    ys = torch.ops.distdl.move(given, movement)
+    return ys, [0] * len(ys)
+
+
 for _key in ("CPU", "CUDA"):
     _library.impl("move", _move_real, _key)
 _library.impl("move", _move_autograd, "Autograd")
 torch.library.register_fake("distdl::move", _move_fake, lib=_library)
+torch.library.register_vmap("distdl::move", _move_vmap, lib=_library)
 torch.fx.node.has_side_effect(torch.ops.distdl.move.default)  # its messages count, also where its output is not used

@@ -282,5 +282,7 @@ def sum_reduce(P_src: Partition, P_dst, shape=None) -> LinearMap:
 @_cached
 def halo_exchange(spec: HaloSpec) -> LinearMap:
     """Blocks -> windows. Adjoint: ghosts' cotangents are added to their owners."""
+    if not isinstance(spec, HaloSpec):
+        raise PartitionError("not a HaloSpec", op="halo_exchange", expected="dd.HaloSpec(P, shape, left, right)", actual=spec)
     plan = spec.plan()
     return LinearMap("halo_exchange", plan, plan.T)

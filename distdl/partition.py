@@ -119,16 +119,18 @@ class Partition(_Value):
         return self.ranks[place]
 
     def _dim(self, dim: int, op: str) -> int:
-        if not -self.ndim <= dim < self.ndim:
+        if not hasattr(dim, "__index__") or not -self.ndim <= dim < self.ndim:
             raise PartitionError(f"no dim {dim}", op=op, partitions=self, expected=f"a dim of {self.ndim}", actual=dim)
         return dim % self.ndim
 
     def dims(self, dims, op: str = "Partition") -> tuple[int, ...]:
-        """``dims`` (``None``: all, an int, or a sequence) as sorted, distinct, non-negative grid dims."""
+        """``dims`` (``None``: all, an int, or a sequence of distinct ones) as sorted, non-negative grid dims."""
         if dims is None:
             return tuple(range(self.ndim))
-        dims = (dims,) if isinstance(dims, int) else dims
-        return tuple(sorted({self._dim(d, op) for d in dims}))
+        found = sorted(self._dim(d, op) for d in ((dims,) if isinstance(dims, int) else dims))
+        if len(set(found)) < len(found):
+            raise PartitionError("a dim is named twice", op=op, partitions=self, expected="distinct dims", actual=tuple(dims))
+        return tuple(found)
 
     def take(self, dim: int, index: int, keepdim: bool = False) -> Partition:
         """The sub-partition at ``index`` of ``dim``; the dim is dropped, or kept with size 1."""
@@ -206,7 +208,12 @@ class Layout(_Value):
     splits: tuple[tuple[int, ...] | None, ...] | None = None
 
     def __post_init__(self):
-        P, shape = self.partition, tuple(as_int(n) for n in self.shape)
+        P = self.partition
+        try:
+            shape = tuple(as_int(n) for n in self.shape)
+        except TypeError:
+            raise PartitionError("not a global shape", op="Layout", partitions=P, expected="a sequence of integers",
+                                 actual=self.shape) from None
         if len(shape) != P.ndim or any(n < 0 for n in shape):
             raise PartitionError("the shape does not fit the partition", op="Layout", partitions=P,
                                  expected=f"{P.ndim} sizes >= 0", actual=shape,

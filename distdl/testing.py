@@ -49,7 +49,7 @@ def gather_objects(value, ranks=None, world_name: str = "default") -> list:
     """Every rank's (picklable) value, in the order of ``ranks`` (sorted; default: the whole world)."""
     where = world(world_name)
     ranks = tuple(range(where.size)) if ranks is None else tuple(ranks)
-    return list(where.all_gather(value, ranks).values())
+    return list(where.all_gather(value, ranks, "gather_objects").values())
 
 
 def collective_assert(condition, message="", ranks=None) -> None:

@@ -34,7 +34,7 @@ class Group:
             result = job()
         except Exception as error:  # it is raised below, on every rank
             cause, failure = error, f"{type(error).__name__}: {error}"
-        found = self.world.all_gather((failure, result, self.path), self.ranks)
+        found = self.world.all_gather((failure, result, self.path), self.ranks, self.op)
         self.told = found[self.ranks[0]][2]
         failures = [f"rank {r}: {text}" for r, (text, _, _) in found.items() if text]
         if failures:

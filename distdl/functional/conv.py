@@ -13,7 +13,7 @@ from ..halo import HaloSpec
 from ..linear_map import nothing
 from ..partition import Layout, balanced
 from .linear import bias_once, check_layouts, collect, spread
-from .params import replicated
+from .params import check_bias, replicated
 from .window import MODES, tuple_of, window_spec, windowed, with_layout
 
 __all__ = ["conv_layout", "conv_transpose_layout", "dist_conv", "dist_conv_transpose"]
@@ -178,6 +178,7 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
         channels = block_sizes(w.shape[0], where, 1, out_channels)
         spec, own, out_per_group = _conv_windows(L, channels, kernel, stride, pads, dilation, groups, in_per_group, padding_mode)
         first = _own_start(op, spec.out_layout, w.shape[0])
+        check_bias(op, L, bias, w.shape[0])
         least = [d * (k - 1) + 1 for k, d in zip(kernel, dilation)]
 
         def local(window):
@@ -283,6 +284,7 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
         channels = block_sizes(own, where, 1, out_channels)
         out_per_group = _check_groups(op, L, sum(channels), groups, L.shape[1] if split else w.shape[0])
         first = _own_start(op, _with_sizes(L, channels, L.shape[2:]), own)
+        check_bias(op, L, bias, own)
         if split and (first % out_per_group or w.shape[0] % in_per_group or w.shape[1] != out_per_group):
             raise PartitionError("blocks of output channels cut groups", op=op, partitions=L, actual=channels,
                                  expected=f"multiples of {out_per_group}", next_step="split whole groups")

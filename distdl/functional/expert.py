@@ -76,7 +76,7 @@ def expert_parallel(f, x, expert, P, num_experts: int):
                          actual=(int(expert.min()), int(expert.max())))
     order = torch.argsort(expert, stable=True)
     mine = torch.bincount(expert, minlength=num_experts).tolist()
-    reports = world(where.world).all_gather(mine, where.ranks)
+    reports = world(where.world).all_gather(mine, where.ranks, op)
     counts = [reports[r] for r in where.ranks]
     first = sum(balanced(num_experts, where.size)[: coords[0]])
     local = range(first, first + balanced(num_experts, where.size)[coords[0]])
@@ -85,7 +85,7 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     sizes = [sum(of_rank[e] for of_rank in counts) for e in local]
     results = [f(k, tokens) for k, tokens in enumerate(arrived.split(sizes))] if sizes else []
     width = results[0].shape[1] if results else None
-    widths = world(where.world).all_gather(width, where.ranks)
+    widths = world(where.world).all_gather(width, where.ranks, op)
     width = next((w for w in widths.values() if w is not None), x.shape[1])
     y = torch.cat(results) if results else nothing((0, width), arrived)
     back = _dispatch(where, counts, width, "dispatch").T(y)
@@ -103,5 +103,8 @@ def dist_expert_linear(x, w, P, expert, bias=None, *, num_experts: int):
     Returns:
         (tokens, out). Messages as for :func:`expert_parallel`; the gradients of w and bias send nothing.
     """
+    if bias is not None and bias.shape != w.shape[:2]:
+        raise ShapeError("bias does not fit w", op="dist_expert_linear", partitions=P, expected=tuple(w.shape[:2]),
+                         actual=tuple(bias.shape), next_step="give every expert of this rank its own bias")
     return expert_parallel(lambda k, tokens: torch.nn.functional.linear(tokens, w[k], None if bias is None else bias[k]),
                            x, expert, P, num_experts)

@@ -9,7 +9,7 @@ from ..errors import PartitionError, ShapeError
 from ..linear_map import nothing, tie
 from ..partition import Layout
 from .movement import all_gather, all_sum_reduce, broadcast, invariant_sum, mark_varying, reduce_scatter, sum_reduce
-from .params import replicated
+from .params import check_bias, replicated
 
 __all__ = ["dist_linear"]
 
@@ -107,6 +107,7 @@ def dist_linear(x, w, P, bias=None, *, x_layout="root", y_layout="root", x_dim=-
     if x.shape[-1] != w.shape[-1]:
         raise ShapeError("w does not fit x", op="dist_linear", partitions=where, expected=f"w of shape (out, {x.shape[-1]})",
                          actual=tuple(w.shape), next_step="split in-features of x and w alike")
+    check_bias("dist_linear", where, bias, w.shape[0])
     y = torch.nn.functional.linear(x, w, bias_once(bias, where, batch + 1))
     return collect(y, where, batch + 1, y_layout, _along(y_dim, where.ndim - 1))
 

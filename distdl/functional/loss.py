@@ -94,7 +94,9 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
     c = min(1, where.ndim - 1)
     rest = tuple(d for d in range(where.ndim) if d != c)
     if not where.active:
-        return nothing((0, *x.shape[2:]), x) if reduction == "none" and rest else zero_loss(x)
+        if reduction != "none" or not rest:
+            return zero_loss(x)
+        return nothing((0, *x.shape[2:]) if x.dim() == where.ndim else (0,) * len(rest), x)
     check_block(op, x, P)
     x, first, classes = _classes(op, x, P, c)
     likely = softmax and target.is_floating_point()
@@ -172,8 +174,12 @@ def _pointwise(op, losses, x, y, P, reduction, weight=None):
     _check_reduction(op, reduction, *batchmean)
     where = partition_of(P)
     if not where.active:
-        return nothing((0, *x.shape[1:]), x, y) if reduction == "none" and where.ndim else zero_loss(x, y)
+        if reduction != "none" or not where.ndim:
+            return zero_loss(x, y)
+        return nothing((0, *x.shape[1:]) if x.dim() == where.ndim else (0,) * where.ndim, x, y)
     check_block(op, x, P)
+    if not isinstance(y, torch.Tensor):
+        raise ShapeError("the target is not a tensor", op=op, partitions=P, expected="this rank's block", actual=type(y).__name__)
     if x.shape != y.shape:
         raise ShapeError("prediction and target have different shapes", op=op, expected=tuple(x.shape), actual=tuple(y.shape),
                          next_step="pass blocks of one layout; nothing is broadcast")

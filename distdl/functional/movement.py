@@ -15,7 +15,7 @@ from .. import transport as _transport
 from ..agree import negotiate, outside, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
-from ..linear_map import UserMap, apply, maps_of, nothing, tie
+from ..linear_map import LinearMap, UserMap, apply, maps_of, nothing, tie
 from ..partition import Layout, Partition
 from ..world import world
 
@@ -296,7 +296,12 @@ def permute(x, P, pairs):
     Shapes may differ by rank, and are negotiated (not with a Layout). Where nothing arrives the result is zero, in this rank's
     own shape.
     """
-    where, pairs = partition_of(P), tuple(tuple(p) for p in pairs)
+    where = partition_of(P)
+    try:
+        pairs = tuple((a, b) for a, b in pairs)
+    except (TypeError, ValueError):
+        raise PartitionError("not pairs of ranks", op="permute", partitions=P, expected="[(source, destination), ...]",
+                             actual=pairs) from None
     xs, tree = _torch.flatten(x)
     if isinstance(P, Layout):
         shapes = [P.local_shape(r) for r in where.ranks]
@@ -335,10 +340,13 @@ def start(A, x) -> _Pending:
     """Begin ``y = A(x)``; messages travel until :func:`wait`. Under torch.func, and for maps that are not a single plan, the
     whole movement happens in ``wait``. Do not change ``x`` in between. Every rank must start and wait in the same order. On CUDA
     the adjoint overlaps too: in ``.backward()`` it runs beside what follows, up to the next use of x's gradient."""
+    if not isinstance(maps_of(A)[0], (LinearMap, UserMap)):
+        raise PartitionError("not a linear map", op="start", expected="one of dd.maps", actual=A,
+                             next_step="F.start(dd.maps.repartition(L, M), x)")
     moving = None
     single = len(maps_of(A)) == 1 and not isinstance(A, UserMap)
     if single and not A.is_identity and not _torch.transforms_active() and not _torch.dispatch_modes():
-        if A.active and x.shape != A.in_shape:
+        if not isinstance(x, torch.Tensor) or (A.active and x.shape != A.in_shape):
             return _Pending(A, A(x), None)  # raises the usual error
         x = x if x.shape == A.in_shape else nothing(A.in_shape, x)
         transport = A.world.transport(x, A.ranks)
@@ -353,6 +361,8 @@ def start(A, x) -> _Pending:
 
 def wait(pending: _Pending):
     """Finish what :func:`start` began, and return y. Once only."""
+    if not isinstance(pending, _Pending):
+        raise ShapeError("not a movement under way", op="wait", expected="what F.start returned", actual=type(pending).__name__)
     if pending.map is None:
         raise ShapeError("this movement was already waited for", op="wait", next_step="keep the result of the first wait")
     A, pending.map = pending.map, None

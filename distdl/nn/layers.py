@@ -26,7 +26,7 @@ def agreed_seed(P) -> int:
     seed, P = int(torch.randint(2**62, ())), partition_of(P)
     where = world(P.world)
     if P.size > 1 and P.index(where.rank) is not None:
-        seed = where.all_gather(seed, P.ranks)[P.ranks[0]]
+        seed = where.all_gather(seed, P.ranks, "a seed for parameters")[P.ranks[0]]
     return seed
 
 
