@@ -188,6 +188,11 @@ class UserMap:
         return world(self.world_name)
 
     @property
+    def partitions(self) -> str:
+        """Its ranks, for messages."""
+        return f"ranks {self.ranks}" if self.ranks else "each rank alone"
+
+    @property
     def T(self) -> UserMap:
         """The adjoint."""
         return replace(self, forward=self.backward, backward=self.forward, in_shape=self.out_shape,
@@ -196,7 +201,8 @@ class UserMap:
     def __call__(self, x):
         if x.shape != self.in_shape:
             raise ShapeError("the local tensor has the wrong shape", op=str(self), expected=self.in_shape,
-                             actual=tuple(x.shape))
+                             actual=tuple(x.shape), partitions=self.partitions,
+                             next_step="pass a tensor of the map's in_shape, batched by vmap only")
         return apply((self,), (x,))[0]
 
     def __matmul__(self, other) -> Chain:
@@ -217,7 +223,8 @@ class UserMap:
             y = torch.stack([self.forward(one) for one in flat]).reshape(*lead, *self.out_shape)
         if y.shape != (*lead, *self.out_shape):
             raise ShapeError("the map returned another shape", op=str(self), expected=(*lead, *self.out_shape),
-                             actual=tuple(y.shape))
+                             actual=tuple(y.shape), partitions=self.partitions,
+                             next_step="let the function return out_shape, after the batch axes that it was given")
         return y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y
 
 
@@ -245,7 +252,9 @@ class Chain:
         for a, b in zip(self.maps, self.maps[1:]):
             if a.out_shape != b.in_shape or a.range.kind != b.domain.kind:
                 raise PartitionError("these maps do not compose", op=f"{b} @ {a}", rank=b.world.rank,
-                                     expected=f"{b.domain.kind} {b.in_shape}", actual=f"{a.range.kind} {a.out_shape}")
+                                     expected=f"{b.domain.kind} {b.in_shape}", actual=f"{a.range.kind} {a.out_shape}",
+                                     partitions=[a.partitions, b.partitions],
+                                     next_step="put a map between them: repartition, or mark_varying for an invariant value")
 
     @property
     def T(self) -> Chain:
@@ -438,7 +447,7 @@ def _agree_on_batches(maps, xs, ties):
     if any(s != sizes[0] for s in sizes):
         raise AgreementError("the ranks are inside different vmaps", op=str(maps[0]), rank=where.rank,
                              expected="the same batch sizes on every rank", actual=dict(zip(ranks, sizes)),
-                             next_step="map over axes of one size on all ranks")
+                             next_step="map over axes of one size on all ranks", partitions=maps[0].partitions)
     for place, (level, size) in enumerate(levels):
         if any(report[place][1] for report in theirs) and not mine[place][1]:
             mask = _torch.batch_mask(level, size)
@@ -476,7 +485,8 @@ def nothing(shape, *tensors, dtype=None):
         ShapeError: the shape has elements.
     """
     if 0 not in shape:
-        raise ShapeError("this shape has elements", op="nothing", expected="a size 0", actual=tuple(shape))
+        raise ShapeError("this shape has elements", op="nothing", expected="a size 0", actual=tuple(shape),
+                         next_step="give a shape with a 0 in it, such as (0,)")
     empty = _flat(tensors[0])[:0]
     if len(tensors) > 1:
         empty = tie(empty, *tensors[1:])
@@ -529,7 +539,8 @@ def _move_autograd(xs, movement):
     # Alone the operator would have gradient zero and tangent zero, silently: only the Function above may call it.
     if (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or any(_torch.has_tangent(x) for x in xs):
         raise AgreementError("distdl::move has no derivative of its own", op="move", actual=movement,
-                             next_step="call the map (or the function in distdl.functional) instead")
+                             next_step="call the map (or the function in distdl.functional) instead",
+                             expected="a tensor without gradient and tangent")
     with _torch.below_autograd():
         return torch.ops.distdl.move(xs, movement)
 

@@ -57,7 +57,8 @@ class Sharding:
         leaves, _ = _torch.flatten(tree)
         if tuple(tuple(leaf.shape) for leaf in leaves) != self.shapes:
             raise ShapeError("not this unit's tensors", op="Sharding", partitions=self.layout, expected=self.shapes,
-                             actual=tuple(tuple(leaf.shape) for leaf in leaves))
+                             actual=tuple(tuple(leaf.shape) for leaf in leaves),
+                             next_step="pass the tensors from which the Sharding was made, in their order")
         return torch.cat([leaf.reshape(-1) for leaf in leaves])
 
     def _tree(self, flat):
@@ -100,7 +101,8 @@ def chain(layers, shardings, *, remat: bool = True, prefetch: bool = True):
         (k-1)/k·n elements: an all-gather forward, a reduce-scatter backward, and with ``remat`` one more all-gather there.
     """
     if len(layers) != len(shardings):
-        raise DistdlError("one sharding for each layer", op="chain", expected=len(layers), actual=len(shardings))
+        raise DistdlError("one sharding for each layer", op="chain", expected=len(layers), actual=len(shardings),
+                          next_step="give lists of equal length")
 
     def run(blocks, x):
         under_way: dict[int, Any] = {}

@@ -56,7 +56,8 @@ class GradientSync:
             return
         if i not in self._left[self._bucket_of[i]]:
             raise DistdlError("a second gradient before finish()", op="GradientSync", actual=f"parameter {i}",
-                              expected="one backward", next_step="call finish() after backward, or accumulate in no_sync()")
+                              expected="one backward", next_step="call finish() after backward, or accumulate in no_sync()",
+                              partitions=self.P)
         self._left[self._bucket_of[i]].discard(i)
         while len(self._under_way) < len(self.buckets) and not self._left[len(self._under_way)]:
             self._start()
@@ -68,10 +69,12 @@ class GradientSync:
             grad = self.params[i].grad
             if grad is None and not self.find_unused:
                 raise DistdlError("no gradient came", op="GradientSync", actual=f"none for parameter {i}", expected="one for each",
-                                  next_step="use every parameter, F.tie the rest to the loss, or pass find_unused=True")
+                                  next_step="use every parameter, F.tie the rest to the loss, or pass find_unused=True",
+                                  partitions=self.P)
             if grad is not None and grad is self._summed.get(i):
                 raise DistdlError("this gradient was summed over the ranks before", op="GradientSync", actual=f"parameter {i}",
-                                  expected="a gradient of this rank", next_step="optimizer.zero_grad() after each step")
+                                  expected="a gradient of this rank", next_step="optimizer.zero_grad() after each step",
+                                  partitions=self.P)
             grads.append(torch.zeros_like(self.params[i]) if grad is None else grad.detach())
         if self.hook is None:
             flat = torch.cat([g.reshape(-1) for g in grads])
