@@ -25,8 +25,9 @@ class Recorded:
     sums = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64, torch.complex64,
                       torch.complex128, torch.bool})  # as MPI
 
-    def __init__(self, rank, size, before, now):
+    def __init__(self, rank, size, before, now, **others):
         self.rank, self.size, self.before, self.now, self.count = rank, size, before, now, Counter()
+        vars(self).update(others)
 
     def _key(self, *what):
         self.count[what] += 1
@@ -54,9 +55,14 @@ class Recorded:
         return [self.before.get((key, r), mine) for r in ranks]
 
     def collective(self, kind, source, target, count, dtype, ranks):
-        mine = torch.frombuffer(bytearray(ctypes.string_at(source, count * dtype.itemsize)), dtype=dtype)
-        total = torch.stack(self._shared("sum", ranks, mine)).sum(0).to(dtype)
-        ctypes.memmove(target, total.data_ptr(), count * dtype.itemsize)
+        many = count * len(ranks) if kind == "reduce_scatter" else count
+        mine = torch.frombuffer(bytearray(ctypes.string_at(source, many * dtype.itemsize)), dtype=dtype)
+        found = torch.stack(self._shared(kind, ranks, mine))
+        if kind != "all_gather":
+            found = found.sum(0).to(dtype)
+        if kind == "reduce_scatter":
+            found = found.reshape(len(ranks), count)[ranks.index(self.rank)].contiguous()
+        ctypes.memmove(target, found.data_ptr(), found.numel() * dtype.itemsize)
 
     def all_gather(self, data, ranks):
         return self._shared("gather", ranks, data)
@@ -69,10 +75,11 @@ def _same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k] for k in a)
 
 
-def every_rank(n, program, rounds=None) -> list:
+def every_rank(n, program, rounds=None, half_sums="float32", **transport) -> list:
     """What ``program()`` returns on each of ``n`` ranks; an exception that it raises there stands in its place.
 
-    ``rounds``: how many, where messages of several parts have gaps, which never settle.
+    ``rounds``: how many, where messages of several parts have gaps, which never settle. ``transport``: other attributes of
+    :class:`Recorded`.
     """
     outer, before, most = dict(_worlds), {}, rounds or 20
     try:
@@ -82,7 +89,7 @@ def every_rank(n, program, rounds=None) -> list:
                 for factory in vars(maps).values():  # maps remember which rank asked
                     if hasattr(factory, "cache_clear"):
                         factory.cache_clear()
-                dd.World(transport=Recorded(rank, n, before, now))
+                dd.World(transport=Recorded(rank, n, before, now, **transport), half_sums=half_sums)
                 try:
                     results.append(program())
                 except Exception as error:

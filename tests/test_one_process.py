@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from fuzzing import BUILDERS, KINDS, PAIRS, Spmd, compare, draw, seed_of
-from one_process import every_rank
+from one_process import Recorded, every_rank
 from torch.func import grad, jvp, vmap
 
 import distdl as dd
@@ -25,7 +25,7 @@ def rank():
     return dd.world().rank
 
 
-def one_case(name, kind, pair):
+def one_case(name, kind, pair, **transport):
     """Faults of one random case on 4 ranks, in each of its spellings."""
     seed = seed_of(name, kind, pair)
     spelling = random.Random(seed).randrange(4)
@@ -35,13 +35,119 @@ def one_case(name, kind, pair):
         calls = [case.map, *case.calls.values()]
         return compare(case, pair, Spmd(case, calls[spelling % len(calls)], seed), torch.float64, seed)
 
-    return returned(every_rank(4, program))
+    return returned(every_rank(4, program, **transport))
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_random_movement(name):
     i = list(BUILDERS).index(name)
     assert not any(one_case(name, KINDS[i % 3], list(PAIRS)[i % 9]))
+
+
+ALL = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_sum_reduce"])
+def test_random_movement_by_collectives(name):
+    """As an engine that has a collective for each of them would run it."""
+    for kind, pair in zip(KINDS, ("grad∘grad", "jvp∘vmap", "vmap∘grad")):
+        assert not any(one_case(name, kind, pair, collectives=ALL))
+
+
+def spread(x, how):
+    """x with other strides."""
+    if how == "rows" and x.dim() == 2:
+        return x.T.contiguous().T
+    return torch.stack([x, x], -1)[..., 0] if how == "apart" else x
+
+
+@pytest.mark.parametrize("how", ["dense", "rows", "apart"])
+@pytest.mark.parametrize("dims", [0, 1, (0, 1)])
+@pytest.mark.parametrize("ranks", [(0, 1, 2, 3, 4, 5), (3, 5, 1, 0, 4, 2)])
+def test_equal_blocks_are_one_collective(ranks, dims, how):
+    """In the order of the blocks, staged only where memory is not as the engine needs it; also batched, and of every dtype."""
+    P = dd.Partition((2, 3), ranks)
+    L = dd.Layout(P, (4, 6))
+    X = torch.arange(24.0).reshape(4, 6)
+
+    def program():
+        A = dd.maps.all_gather(L, dims)
+        y = (1 + rank()) * spread(torch.arange(float(torch.Size(A.out_shape).numel())).reshape(A.out_shape), how)
+        with dd.testing.count_messages() as sent:
+            found = [A(spread(L.shard(X), how)), A.T(y), A(spread(L.shard(X).int(), how)),
+                     vmap(A)(spread(torch.stack([L.shard(X), -L.shard(X)]), how)), A.T(y.bfloat16())]
+        return [f.tolist() for f in found], [(k, who, n) for k, who, n in sent if k != "agree"]
+
+    def by_messages():
+        gathered = P.dims(dims)
+        whole = X[tuple(slice(None) if d in gathered else s for d, s in enumerate(L.slices()))]
+        ones = torch.arange(float(whole.numel())).reshape(whole.shape)
+        cut = tuple(s if d in gathered else slice(None) for d, s in enumerate(L.slices()))
+        total = (sum(1 + r for r in P.along(dims).ranks) * ones)[cut]
+        return [t.tolist() for t in (whole, total, whole.int(), torch.stack([whole, -whole]), total.bfloat16())]
+
+    found = returned(every_rank(6, program, collectives=ALL, sums=Recorded.sums | {torch.bfloat16}))
+    for r, ((values, sent), wanted) in enumerate(zip(found, every_rank(6, by_messages))):
+        assert values[:4] == wanted[:4], (r, values)
+        assert torch.allclose(torch.tensor(values[4]), torch.tensor(wanted[4]), rtol=2e-2)
+        group = P.along(dims, r).ranks
+        kinds = [k for k, who, _ in sent if who == group]
+        assert kinds[:4] == ["all_gather", "reduce_scatter", "all_gather", "all_gather"], sent
+
+
+def test_collectives_stage_no_more_than_they_must():
+    """Whole blocks of rows lie side by side already; columns, and strided blocks, are gathered in scratch memory."""
+
+    def program():
+        def scratch(A, x):
+            A(x)
+            program = next(iter(A.plan.view(rank()).programs.values()))
+            A.plan.view(rank()).programs.clear()
+            return program.kind, program.staging
+
+        rows, columns = dd.Layout(dd.Partition((3, 1)), (6, 4)), dd.Layout(dd.Partition((1, 3)), (4, 6))
+        x, y = rows.shard(torch.ones(6, 4)), torch.ones(6, 4)
+        P, Q = dd.maps.all_gather(rows, 0), dd.maps.all_gather(columns, 1)
+        return [scratch(P, x), scratch(P, spread(x, "apart")), scratch(P.T, y), scratch(P.T, spread(y, "apart")),
+                scratch(Q, columns.shard(torch.ones(4, 6)).contiguous()), scratch(Q, columns.shard(torch.ones(4, 6))),
+                scratch(Q.T, torch.ones(4, 6))]
+
+    gather, scatter = "all_gather", "reduce_scatter"
+    for found in returned(every_rank(3, program, rounds=2, collectives=ALL)):
+        assert found == [(gather, 0), (gather, 64), (scatter, 0), (scatter, 128), (gather, 128), (gather, 192), (scatter, 128)]
+
+
+def test_what_is_no_collective_goes_as_messages():
+    """An engine without the collective, two tensors at once, an empty batch, one rank alone, and halves whose sum is widened."""
+    L = dd.Layout(line(), (6,))
+
+    def all_of(call, n=3, **transport):
+        def program():
+            with dd.testing.count_messages() as sent:
+                y = call(dd.maps.all_gather(L), L.shard(torch.arange(6.0)))
+            return y.tolist(), sorted({k for k, _, _ in sent})
+
+        return returned(every_rank(n, program, **{"collectives": ALL, **transport}))
+
+    def sum_of(values):
+        return lambda A, x: A.T(torch.full((6,), values[rank()]).bfloat16())
+
+    whole, sums = list(map(float, range(6))), Recorded.sums | {torch.bfloat16}
+    assert all_of(lambda A, x: A(x), collectives=("all_reduce",)) == [(whole, ["send"])] * 3
+    assert all_of(lambda A, x: A(x), collectives=("all_gather",)) == [(whole, ["all_gather"])] * 3
+    assert all_of(lambda A, x: F.all_gather((x, -x), L)[0], rounds=3) == [(whole, ["send"])] * 3
+    assert all_of(lambda A, x: vmap(A)(x.expand(0, 2))) == [([], ["agree"])] * 3
+    lonely = dd.Layout(dd.Partition((1, 1)), (2, 2))
+    assert all_of(lambda A, x: dd.maps.all_gather(lonely)(torch.ones(2, 2)), n=1) == [([[1.0, 1.0], [1.0, 1.0]], [])]
+    pair = dd.Layout(dd.Partition((2,)), (4,))
+    found = all_of(lambda A, x: dd.maps.all_gather(pair)(torch.arange(2.0)))
+    assert [kinds for _, kinds in found] == [["all_gather"], ["all_gather"], []]
+    # 256 + 1 + 1 in bfloat16 is 256: what the engine adds itself stays so, what the library adds is 258
+    many = (256.0, 1.0, 1.0)
+    assert all_of(sum_of(many)) == all_of(sum_of(many), sums=sums) == [([258.0, 258.0], ["send"])] * 3
+    assert all_of(sum_of(many), half_sums="native") == [([256.0, 256.0], ["send"])] * 3, "an engine without the dtype"
+    native = all_of(sum_of(many), half_sums="native", sums=sums)
+    assert [kinds for _, kinds in native] == [["reduce_scatter"]] * 3
 
 
 # ---------------------------------------------------------------- maps as values

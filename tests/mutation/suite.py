@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "mpi"))
-FIRST = {"partition": ["test_partition"], "plan": ["test_plan"], "linear_map": [], "exchange": ["test_exchange", "test_plan"],
-         "maps": []}
+FIRST = {"partition": ["test_partition"], "plan": ["test_plan"], "linear_map": [], "maps": [],
+         "exchange": ["test_exchange", "test_fused", "test_device_double", "test_plan"]}
 SKIP = {"test_digest_is_equal_in_every_process", "test_planning_4096_ranks", "test_many_ranks_are_quick", "test_repartition",
         "test_transpose_is_the_matrix_transpose", "test_transpose_of_halos_is_the_matrix_transpose",
         "test_blocks_cover_exactly_once", "test_balanced", "test_many_of_every_cell", "test_a_few_of_every_cell"}  # fmt: skip
@@ -37,7 +37,7 @@ def calls(function):
                     value = value.values[0] if len(names) == 1 else value.values
                 entries.append(dict(zip(names, (value,) if len(names) == 1 else value)))
             choices.append(entries)
-    wanted = set(inspect.signature(function).parameters)
+    wanted = set(inspect.signature(function).parameters) - {"monkeypatch"}
     for picked in itertools.product(*choices):
         arguments = {k: v for part in picked for k, v in part.items()}
         if wanted <= set(arguments):
@@ -50,7 +50,10 @@ def run_module(name, skip=()):
         ours = test.startswith("test_") and test not in skip and test not in SKIP
         if ours and callable(function) and not hasattr(function, "hypothesis"):
             for arguments in calls(function):
-                function(**arguments)
+                with pytest.MonkeyPatch.context() as patch:
+                    if "monkeypatch" in inspect.signature(function).parameters:
+                        arguments["monkeypatch"] = patch
+                    function(**arguments)
 
 
 def fuzz(share):
