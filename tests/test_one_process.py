@@ -217,6 +217,8 @@ def test_wrong_input_is_refused():
     (lambda P, L: dd.maps.permute(P, ((0, 1), (1, 1)), (1,)), "not a permutation"),
     (lambda P, L: dd.maps.broadcast(P, dd.Partition((3,)), (1,)), "do not broadcast"),
     (lambda P, L: dd.maps.broadcast(dd.Partition((1, 1)), P, (1,)), "do not broadcast"),
+    (lambda P, L: dd.maps.broadcast(dd.Partition((2, 3)), dd.Partition((2, 2)), (1,)), "do not broadcast"),
+    (lambda P, L: dd.maps.shift(P, 0, 1.5, shape=(1,)), "must be an integer"),
     (lambda P, L: dd.maps.shift(P, 1, shape=(1,)), "no dim 1"),
 ], ids=str)  # fmt: skip
 def test_maps_that_cannot_be(make, words):
@@ -238,6 +240,21 @@ def test_what_dims_may_be():
     B = dd.maps.gathering(P, (4, 7), {1: 1, 0: 0}, {0: (1, 3), 1: (0, 3, 4)})
     assert B.plan.view(5).in_shape == (3, 4) and B.plan.view(0).in_shape == (1, 0) and B.plan.view(0).out_shape == (4, 7)
     assert dd.maps.gathering(P, (4, 7), {0: 1}).plan.view(2).in_shape == (1, 7)
+
+
+def test_shift_and_permute_to_the_edge():
+    """Where nothing arrives are zeros of the own shape, on either end; permuted scalars, vectors, and shapes by rank."""
+    L = dd.Layout(line(), (6,), ((1, 2, 3),))
+    for offset, wanted in ((-1, [[1, 2], [3, 4, 5], [0, 0, 0]]), (1, [[0], [0], [1, 2]]), (-2, [[3, 4, 5], [0, 0], [0, 0, 0]]),
+                           (3, [[0], [0, 0], [0, 0, 0]])):  # fmt: skip
+        got = dd.maps.shift(L, 0, offset, False).simulate([torch.arange(6)[a:b] for a, b in L.blocks(0)])
+        assert [y.tolist() for y in got] == wanted
+    swap = ((0, 2), (2, 0))
+    for shape, wanted in (((), [2, 0, 0]), ((1,), [[2], [0], [0]]), ([(1,), (2,), (3,)], [[2, 2, 2], [0, 0], [0]])):
+        shapes = shape if isinstance(shape, list) else [shape] * 3
+        got = dd.maps.permute(line(), swap, shape).simulate([torch.full(s, float(r)) for r, s in enumerate(shapes)])
+        assert [y.tolist() for y in got] == wanted
+    assert dd.maps.scatter(L).plan.held.partition.ranks == dd.maps.gather(L).plan.wanted.partition.ranks == (0,)
 
 
 def test_chains():
