@@ -1,5 +1,6 @@
 """Programs of several ranks in one process: what users call, under transforms, without MPI."""
 
+import pickle
 import random
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from fuzzing import BUILDERS, KINDS, PAIRS, Spmd, compare, draw, seed_of
 from one_process import Recorded, every_rank
 from torch.func import grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import distdl as dd
 import distdl.functional as F
+from distdl import transport
 from distdl.errors import AgreementError, PartitionError, ShapeError
 
 
@@ -19,6 +22,9 @@ def returned(results):
         if isinstance(found, Exception):
             raise found
     return results
+
+
+Chain = type(dd.maps.repartition(dd.Layout(dd.Partition((1,)), (1,)), dd.Partition((1,))) @ dd.linear_map(abs, abs, (1,), (1,)))
 
 
 def rank():
@@ -177,6 +183,18 @@ def test_a_map_on_every_rank():
     assert dd.maps.repartition(L, L) is dd.maps.repartition(L, L) and dd.maps.repartition(L, L).plans == ()
 
 
+def test_maps_travel():
+    """Pickled, a map is its plans: what it found out on this rank stays here."""
+
+    def program():
+        A = dd.maps.all_gather(dd.Layout(line(), (6,)))
+        y = A(torch.full((2,), float(rank())))
+        again = pickle.loads(pickle.dumps(A))
+        return again == A and "world" not in vars(again) and torch.equal(again(torch.full((2,), float(rank()))), y)
+
+    assert returned(every_rank(3, program)) == [True] * 3
+
+
 def test_an_identity_returns_its_input_and_others_fresh_memory():
     def program():
         L, x = dd.Layout(line(), (6,)), torch.ones(2)
@@ -197,6 +215,9 @@ def test_wrong_input_is_refused():
     for found in every_rank(3, shape):
         assert isinstance(found, ShapeError) and (found.expected, found.actual) == ((2,), (3,)) and found.next_step
         assert found.op == "all_gather" and found.partitions == "Partition((3,))" and found.rank in (0, 1, 2)
+    for word in ("x", None):
+        for found in every_rank(3, lambda word=word: dd.maps.gather(dd.Layout(dd.Partition((2,)), (6,)))(word)):
+            assert isinstance(found, ShapeError) and found.actual == type(word).__name__ and found.next_step
     for found in every_rank(3, lambda: dd.maps.gather(dd.Layout(line(), (6,)), 2)(torch.ones(3))):
         assert found.partitions == "Partition((3,)) -> Partition((1,), ranks=(2,))"
     for found in every_rank(3, far):
@@ -267,6 +288,8 @@ def test_chains():
         assert C.T.T == C and C.T.maps == (B.T, A.T) and (B @ A).T == A.T @ B.T
         assert (dd.maps.reduce_scatter(L) @ C).maps == (*C.maps, dd.maps.reduce_scatter(L))
         assert (C @ dd.maps.repartition(L, L)).maps == (dd.maps.repartition(L, L), A, B)
+        three = dd.maps.reduce_scatter(L) @ C
+        assert (three.in_shape, three.out_shape) == (A.in_shape, A.in_shape) and Chain((A,)).world is dd.world()
         total = dd.maps.invariant_sum(line(), (4,)) @ C
         assert (total.domain.kind, total.range.kind, total.T.domain.kind, total.T.range.kind) == (
             "varying", "invariant", "invariant", "varying")  # fmt: skip
@@ -326,6 +349,8 @@ def test_nothing_and_tie():
     z = torch.ones(2, dtype=torch.complex64, requires_grad=True)
     with pytest.raises(ShapeError, match="has elements"):
         F.nothing((2,), x)
+    for others in ((x,), (z.real, z), (torch.ones(1), x), (torch.ones(1), torch.ones(1), x)):
+        assert F.nothing((0,), torch.ones(3), *others).requires_grad and not F.nothing((0,), torch.ones(3)).requires_grad
     empty = F.nothing((0, 2), x, z)
     assert empty.shape == (0, 2) and empty.requires_grad and F.nothing((0,), x, dtype=torch.float64).dtype == torch.float64
     value = torch.tensor(3.0)
@@ -338,16 +363,40 @@ def test_nothing_and_tie():
 # ---------------------------------------------------------------- ranks that disagree
 
 
-def test_one_rank_has_no_batch():
+@pytest.mark.parametrize("n", [2, 3])
+def test_one_rank_has_no_batch(n):
     """Under vmap a rank whose input is not batched gets the batch that its peers have."""
 
     def program():
-        L = dd.Layout(line(), (3,))
+        L = dd.Layout(line(n), (n,))
         A = dd.maps.all_gather(L)
         c, xs = torch.ones(1), torch.arange(2.0).reshape(2, 1) + 10 * rank()
         return vmap(lambda x: A(x) if rank() else A(c) + 0 * x)(xs).tolist()
 
-    assert returned(every_rank(3, program)) == [[[1.0, 10.0, 20.0], [1.0, 11.0, 21.0]]] * 3
+    assert returned(every_rank(n, program)) == [[[1.0, 10.0, 20.0][:n], [1.0, 11.0, 21.0][:n]]] * n
+
+
+def test_where_no_rank_has_a_batch_none_travels():
+    def program():
+        A, xs = dd.maps.all_gather(dd.Layout(line(), (3,))), torch.ones(5, 3)
+        with dd.testing.count_messages() as sent:
+            vmap(lambda x: A(torch.ones(1)) + x)(xs)
+        return [bytes for kind, _, bytes in sent if kind == "send"]
+
+    assert returned(every_rank(3, program)) == [[4, 4]] * 3
+
+
+def test_own_pair_of_several_ranks():
+    """It may hold movements; its ranks agree on batches. Named in any order."""
+
+    def program():
+        L = dd.Layout(line(), (3,))
+        A = dd.maps.all_gather(L)
+        B = dd.linear_map(lambda x: 2 * A(x), lambda y: 2 * A.T(y), (1,), (3,), ranks=(2, 0, 1))
+        c, xs = torch.ones(1), torch.arange(2.0).reshape(2, 1) + 10 * rank()
+        return B.ranks, B.world is dd.world(), vmap(lambda x: B(x) if rank() else B(c) + 0 * x)(xs).tolist()
+
+    assert returned(every_rank(3, program)) == [((0, 1, 2), True, [[2.0, 20.0, 40.0], [2.0, 22.0, 42.0]])] * 3
 
 
 def test_vmaps_of_different_sizes():
@@ -378,6 +427,74 @@ def test_a_linear_loss_on_one_rank():
     expected = jvp(grad(lambda X: 2 * X.sin().sum() + (X.sin() ** 2).sum()), (X,), (torch.ones_like(X),))[1]
     for r, found in enumerate(returned(every_rank(3, program))):
         assert all(torch.allclose(t, expected[r : r + 1]) for t in found)
+
+
+# ---------------------------------------------------------------- traces, and what an observer is told
+
+
+def around():
+    """A movement of one rank alone that is not the identity."""
+    return dd.maps.halo_exchange(dd.HaloSpec(dd.Partition((1,)), (3,), 1, boundary="circular"))
+
+
+class Observer:
+    """In place of the one that checks: notes of each movement whether a graph holds its adjoint, and whether it is being traced."""
+
+    tracing = False
+
+    def __init__(self):
+        self.seen = []
+
+    def movement(self, host, transport, maps, xs, recorded):
+        self.seen.append((str(maps[0]), recorded, self.tracing))
+        return transport
+
+
+def test_an_observer_is_told(monkeypatch):
+    A, x, observer = around(), torch.ones(3), Observer()
+    monkeypatch.setattr(transport, "observer", observer)
+
+    def told(call):
+        observer.seen.clear()
+        call()
+        return observer.seen
+
+    assert told(lambda: A(x)) == [("halo_exchange", False, False)]
+    y = x.clone().requires_grad_()
+    assert told(lambda: A(y).sum().backward()) == [("halo_exchange", True, False), ("halo_exchange.T", False, False)]
+    with torch.no_grad():
+        assert told(lambda: A(y)) == [("halo_exchange", False, False)]
+    graph = []
+    assert told(lambda: graph.append(make_fx(A)(x))) == [("halo_exchange", False, True)] and not observer.tracing
+    assert told(lambda: graph[0](x)) == [("halo_exchange", False, False)]
+
+
+def test_traces():
+    """A movement stays where its result is unused; alone it has no derivative; a user's own pair is traced through."""
+    A, x = around(), torch.ones(3)
+
+    def unused(x):
+        A(x)
+        return 2 * x
+
+    graph = make_fx(unused)(x)
+    graph.graph.eliminate_dead_code()
+    (move,) = [n for n in graph.graph.nodes if n.target is torch.ops.distdl.move.default]
+    for others in ({"requires_grad": True}, {}):
+        xs = [x, torch.ones(3, **others)]
+        pairs = [xs, xs[::-1]]
+        if others:
+            for pair in pairs:
+                with pytest.raises(AgreementError, match="no derivative of its own"):
+                    torch.ops.distdl.move(pair, f"{move.args[1]}; {move.args[1]}")
+        else:
+            for place in range(2):
+                with pytest.raises(AgreementError, match="no derivative of its own"):
+                    jvp(lambda t, k=place: torch.ops.distdl.move([x, t][:: 1 if k else -1], move.args[1])[0], (x,), (x,))
+    with torch.no_grad():
+        assert torch.ops.distdl.move([x.clone().requires_grad_()], move.args[1])[0].tolist() == [1.0] * 5
+    own = dd.linear_map(lambda x: 2 * x, lambda x: 2 * x, (3,), (3,))
+    assert make_fx(own)(x)(torch.arange(3.0)).tolist() == [0.0, 2.0, 4.0]
 
 
 # ---------------------------------------------------------------- the executor
