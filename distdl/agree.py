@@ -92,8 +92,9 @@ def _compare(op, reports, P, partitions, rank) -> None:
     disagree("the partitions", {r: m.partitions for r, m in reports.items()}, "pass equal partitions on every rank")
     failures = {r: m.failure for r, m in reports.items() if m.failure}
     if failures:
-        raise AgreementError("; ".join(f"rank {r}: {text}" for r, text in failures.items()), op=op, partitions=partitions,
-                             rank=rank, next_step="pass this rank's block on every rank of the partition")
+        raise AgreementError("not every rank's input fits", op=op, partitions=partitions, rank=rank,
+                             expected="a block on every rank", next_step="pass this rank's block on every rank of the partition",
+                             actual="; ".join(f"rank {r}: {text}" for r, text in failures.items()))
     holders = {r: reports[r] for r in P.ranks}
     disagree("the number of tensors", {r: len(m.leaves) for r, m in holders.items()}, "pass the same pytree on every rank")
     for i, name in ((1, "dtype"), (2, "device kind")):
@@ -132,7 +133,8 @@ def resolve(op: str, xs, P, shape=None, others=()):
     """
     if isinstance(P, Layout):
         if shape is not None and tuple(shape) != P.shape:
-            raise ShapeError("shape differs from the layout's", op=op, partitions=P, expected=P.shape, actual=tuple(shape))
+            raise ShapeError("shape differs from the layout's", op=op, partitions=P, expected=P.shape, actual=tuple(shape),
+                             next_step="leave shape out, or pass the partition and the shape")
         return xs, [P] * len(xs)
     if shape is not None:
         return xs, [Layout(P, shape)] * len(xs)

@@ -471,7 +471,8 @@ def _cached_program(plans, xs, transport):
             n = x.dim() - len(local)
             if n < 0 or x.shape[n:] != local:
                 raise ShapeError("the local tensor has another shape than planned", op="exchange", rank=rank,
-                                 expected=local, actual=tuple(x.shape))
+                                 expected=local, actual=tuple(x.shape), partitions=(plan.held.partition, plan.wanted.partition),
+                                 next_step="pass this rank's block, with any batch axes before its own dims")
             leads.append(tuple(x.shape[:n]))
         if len(cache) >= 64:  # strides and batch sizes may vary without end
             cache.clear()
@@ -527,7 +528,8 @@ def simulate(plan, shards):
     held, wanted, ranks = plan.held.partition.ranks, plan.wanted.partition.ranks, plan.ranks
     if len(shards) != len(held):
         raise ShapeError("one tensor for each rank is needed", op="simulate", partitions=plan.held.partition,
-                         expected=len(held), actual=len(shards))
+                         expected=len(held), actual=len(shards),
+                         next_step="give the held blocks, in the order of plan.held.partition.ranks")
     mine = dict(zip(held, shards))
     like, mailboxes = shards[0], defaultdict(deque)
     lead = like.shape[: like.dim() - len(plan.view(held[0]).in_shape)]

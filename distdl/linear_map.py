@@ -188,6 +188,11 @@ class UserMap:
         return world(self.world_name)
 
     @property
+    def partitions(self) -> str:
+        """Its ranks, for messages."""
+        return f"ranks {self.ranks}" if self.ranks else "each rank alone"
+
+    @property
     def T(self) -> UserMap:
         """The adjoint."""
         return replace(self, forward=self.backward, backward=self.forward, in_shape=self.out_shape,
@@ -196,7 +201,8 @@ class UserMap:
     def __call__(self, x):
         if not isinstance(x, torch.Tensor) or x.shape != self.in_shape:
             raise ShapeError("the local tensor has the wrong shape", op=str(self), expected=self.in_shape,
-                             actual=tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__)
+                             actual=tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__,
+                             partitions=self.partitions, next_step="pass a tensor of the map's in_shape, batched by vmap only")
         return apply((self,), (x,))[0]
 
     def __matmul__(self, other) -> Chain:
@@ -217,7 +223,8 @@ class UserMap:
             y = torch.stack([self.forward(one) for one in flat]).reshape(*lead, *self.out_shape)
         if y.shape != (*lead, *self.out_shape):
             raise ShapeError("the map returned another shape", op=str(self), expected=(*lead, *self.out_shape),
-                             actual=tuple(y.shape))
+                             actual=tuple(y.shape), partitions=self.partitions,
+                             next_step="let the function return out_shape, after the batch axes that it was given")
         return y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y
 
 
@@ -245,7 +252,9 @@ class Chain:
         for a, b in zip(self.maps, self.maps[1:]):
             if a.out_shape != b.in_shape or a.range.kind != b.domain.kind:
                 raise PartitionError("these maps do not compose", op=f"{b} @ {a}", rank=b.world.rank,
-                                     expected=f"{b.domain.kind} {b.in_shape}", actual=f"{a.range.kind} {a.out_shape}")
+                                     expected=f"{b.domain.kind} {b.in_shape}", actual=f"{a.range.kind} {a.out_shape}",
+                                     partitions=[a.partitions, b.partitions],
+                                     next_step="put a map between them: repartition, or mark_varying for an invariant value")
 
     @property
     def T(self) -> Chain:
@@ -287,22 +296,18 @@ def maps_of(A) -> tuple:
 
 
 def apply(maps, xs, ties=(), pending=None):
-    """Apply ``maps[i]`` to ``xs[i]`` as one movement; the only way in to the Function. Returns the list of results.
-
-    All maps are of one kind over the same ranks. With ``ties`` the list ends with the new tie.
+    """Apply ``maps[i]`` to ``xs[i]`` as one movement; the only way in to the Function. Returns the results and, last, the new tie,
+    or ``None`` where no derivative will be taken. All maps are of one kind over the same ranks.
     """
     if _transforms_active():
         xs = _agree_on_batches(maps, xs, ties)
         vmap = _torch.innermost_vmap()
         if vmap is not None:
             return _apply_under_vmap(vmap, maps, xs, ties, pending)
-        ys = _Apply.apply(maps, pending, len(xs), *xs, *ties)
-    elif _forward_mode_active() or (_grad_enabled() and _require_grad(xs, ties)):
-        ys = _fast_apply(maps, pending, len(xs), *xs, *ties)
-    else:
-        ys = _run(maps, xs, pending)
-        return [*ys, None] if ties else ys
-    return ys if ties else ys[:-1]
+        return _Apply.apply(maps, pending, len(xs), *xs, *ties)
+    if _forward_mode_active() or (_grad_enabled() and _require_grad(xs, ties)):
+        return _fast_apply(maps, pending, len(xs), *xs, *ties)
+    return [*_run(maps, xs, pending), None]
 
 
 _transforms_active, _grad_enabled = _torch.transforms_active, torch.is_grad_enabled
@@ -381,32 +386,32 @@ class _Apply(torch.autograd.Function):
         ties: tuple = ()
         if _grad_enabled() or _transforms_active() or _forward_mode_active():  # further derivatives may be taken
             ties = (_torch.unwrap_if_dead(ctx.saved_tensors[0]), grads[-1])
-        maps, found = [ctx.maps[i].T for i in smooth], [grads[i] for i in smooth]
+        maps, found, tie = [ctx.maps[i].T for i in smooth], [grads[i] for i in smooth], None
         if ctx.aside and not ties and _transport.observer is None:
             transport = maps[0].world.transport(found[0], maps[0].plan.ranks)
             found = exchange.lend(tuple(m.plan for m in maps), found, transport)  # F.wait made the input a view from that stream
         else:
-            found = apply(maps, found, ties)
+            *found, tie = apply(maps, found, ties)
         x_grads = [None] * ctx.n
         for i, g in zip(smooth, found):
             x_grads[i] = g
-        return (None, None, None, *x_grads, *(found[-1] if ties else None,) * ctx.ties)
+        return (None, None, None, *x_grads, *(tie if ties else None,) * ctx.ties)
 
     @staticmethod
     def jvp(ctx, _maps, _pending, _n, *tangents):
         s = _torch.unwrap_if_dead(ctx.saved_tensors[0])
-        ties = [t for t in tangents[ctx.n :] if t is not None]
-        *found, tie = apply([ctx.maps[i] for i in ctx.smooth], [tangents[i] for i in ctx.smooth], (s, *ties))
+        ties = (s, *tangents[ctx.n :])
+        *found, tie = apply([ctx.maps[i] for i in ctx.smooth], [tangents[i] for i in ctx.smooth], ties)
         y_tangents = [None] * ctx.n
         for i, t in zip(ctx.smooth, found):
             y_tangents[i] = t
-        return (*y_tangents, s.detach() if tie is None else tie)
+        return (*y_tangents, tie)
 
     @staticmethod
     def vmap(info, in_dims, maps, pending, n, *args):
         size = info.batch_size
         xs, ties = _with_batch(size, args, in_dims[3:], n)
-        *ys, s = apply(maps, xs, ties or (_new_tie(xs[0]),))
+        *ys, s = apply(maps, xs, ties)
         # s is batched too: a rank whose cotangent is a constant then still runs this rule, as its peers do.
         return (*ys, (_new_tie(xs[0]) if s is None else s).expand(size, 0)), (0,) * (n + 1)
 
@@ -421,15 +426,14 @@ def _apply_under_vmap(vmap, maps, xs, ties, pending):
     """The vmap rule where vmap is the innermost transform: torch's general way to it costs many times a small movement."""
     level, size, n = vmap.level(), vmap.batch_size(), len(xs)
     args, dims = zip(*(_torch.unwrap_batched(t, level) for t in (*xs, *ties)))
-    batched = any(d is not None for d in dims)
     with vmap.lower():
-        given = _with_batch(size, args, dims, n) if batched else (args[:n], args[n:], pending)
-        ys = apply(maps, *given)
+        if all(d is None for d in dims):
+            return apply(maps, xs, ties, pending)
+        *ys, tie = apply(maps, *_with_batch(size, args, dims, n))
         if ties:
-            ys = [*ys[:-1], (_new_tie(args[0]) if ys[-1] is None else ys[-1])]
-            if batched:
-                ys[-1] = ys[-1].expand(size, 0)
-    return [_torch.add_batch_dim(y, 0, level) for y in ys] if batched else ys
+            ys.append((_new_tie(args[0]) if tie is None else tie).expand(size, 0))
+    ys = [_torch.add_batch_dim(y, 0, level) for y in ys]
+    return ys if ties else [*ys, None]
 
 
 _fast_apply = _torch.fast_apply(_Apply)
@@ -447,11 +451,11 @@ def _agree_on_batches(maps, xs, ties):
         seen.update(_torch.levels_of(x))
     mine = [(size, seen.get(level) == "batched") for level, size in levels]
     theirs = where.all_gather(mine, ranks, "sizes of vmap").values()
-    sizes = [[size for size, _ in report] for report in theirs]
-    if any(s != sizes[0] for s in sizes):
+    sizes = [tuple(size for size, _ in report) for report in theirs]
+    if len(set(sizes)) > 1:
         raise AgreementError("the ranks are inside different vmaps", op=str(maps[0]), rank=where.rank,
-                             expected="the same batch sizes on every rank", actual=dict(zip(ranks, sizes)),
-                             next_step="map over axes of one size on all ranks")
+                             expected="the same batch sizes on every rank", actual=dict(zip(ranks, map(list, sizes))),
+                             next_step="map over axes of one size on all ranks", partitions=maps[0].partitions)
     for place, (level, size) in enumerate(levels):
         if any(report[place][1] for report in theirs) and not mine[place][1]:
             mask = _torch.batch_mask(level, size, xs[0].device)
@@ -489,10 +493,10 @@ def nothing(shape, *tensors, dtype=None):
         ShapeError: the shape has elements.
     """
     if 0 not in shape:
-        raise ShapeError("this shape has elements", op="nothing", expected="a size 0", actual=tuple(shape))
-    empty = _flat(tensors[0])[:0]
-    if len(tensors) > 1:
-        empty = tie(empty, *tensors[1:])
+        raise ShapeError("this shape has elements", op="nothing", expected="a size 0", actual=tuple(shape),
+                         next_step="give a shape with a 0 in it, such as (0,)")
+    first, *others = tensors
+    empty = tie(_flat(first)[:0], *others)
     return (empty if dtype is None else empty.to(dtype)).reshape(shape)
 
 
@@ -542,7 +546,8 @@ def _move_autograd(xs, movement):
     # Alone the operator would have gradient zero and tangent zero, silently: only the Function above may call it.
     if (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or any(_torch.has_tangent(x) for x in xs):
         raise AgreementError("distdl::move has no derivative of its own", op="move", actual=movement,
-                             next_step="call the map (or the function in distdl.functional) instead")
+                             next_step="call the map (or the function in distdl.functional) instead",
+                             expected="a tensor without gradient and tangent")
     with _torch.below_autograd():
         return torch.ops.distdl.move(xs, movement)
 

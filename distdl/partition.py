@@ -63,16 +63,18 @@ class Partition(_Value):
             ranks = None if self.ranks is None else tuple(as_int(r) for r in self.ranks)
         except TypeError as error:
             raise PartitionError(f"shape and ranks must be sequences of integers ({error})", op="Partition",
-                                 expected="integers", actual=(self.shape, self.ranks)) from None
+                                 expected="integers", actual=(self.shape, self.ranks),
+                                 next_step="for example Partition((2, 2), ranks=(0, 1, 2, 3))") from None
         if any(n < 1 for n in shape):
-            raise PartitionError("every dim needs at least one rank", op="Partition", expected="sizes >= 1", actual=shape)
+            raise PartitionError("every dim needs at least one rank", op="Partition", expected="sizes >= 1", actual=shape,
+                                 next_step="leave out dims without ranks, or give them 1")
         size = math.prod(shape)
         if ranks is None:
             ranks = tuple(range(size))
         if len(ranks) != size:
             raise PartitionError(
                 "the number of ranks does not fill the grid", op="Partition", expected=f"{size} ranks for {shape}",
-                actual=f"{len(ranks)}: {ranks}")
+                actual=f"{len(ranks)}: {ranks}", next_step="list one rank for each place of the grid, or leave ranks out")
         if len(set(ranks)) != size or min(ranks) < 0:
             raise PartitionError("ranks must be distinct and not negative", op="Partition", actual=ranks,
                                  expected="each rank once", next_step="list every rank once")
@@ -120,7 +122,8 @@ class Partition(_Value):
 
     def _dim(self, dim: int, op: str) -> int:
         if not hasattr(dim, "__index__") or not -self.ndim <= dim < self.ndim:
-            raise PartitionError(f"no dim {dim}", op=op, partitions=self, expected=f"a dim of {self.ndim}", actual=dim)
+            raise PartitionError(f"no dim {dim}", op=op, partitions=self, expected=f"a dim of {self.ndim}", actual=dim,
+                                 next_step="count dims from 0, or from the end with negative numbers")
         return dim % self.ndim
 
     def dims(self, dims, op: str = "Partition") -> tuple[int, ...]:
@@ -138,7 +141,8 @@ class Partition(_Value):
         n = self.shape[dim]
         if not -n <= index < n:
             raise PartitionError(f"no index {index} in dim {dim}", op="Partition.take", partitions=self,
-                                 expected=f"an index of {n}", actual=index)
+                                 expected=f"an index of {n}", actual=index,
+                                 next_step="count from 0, or from the end with negative numbers")
         inner = math.prod(self.shape[dim + 1 :])
         start, step = (index % n) * inner, n * inner
         ranks = tuple(r for s in range(start, self.size, step) for r in self.ranks[s : s + inner])
@@ -220,7 +224,8 @@ class Layout(_Value):
                                  next_step="give the partition one dim for each dim of the tensor (1: not split)")
         splits = (None,) * P.ndim if self.splits is None else tuple(self.splits)
         if len(splits) != P.ndim:
-            raise PartitionError("splits needs one entry for each dim", op="Layout", expected=P.ndim, actual=splits)
+            raise PartitionError("splits needs one entry for each dim", op="Layout", expected=P.ndim, actual=splits, partitions=P,
+                                 next_step="use None for a dim of balanced blocks")
         splits = tuple(self._check_split(d, s, shape[d]) for d, s in enumerate(splits))
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "splits", splits if any(splits) else None)
@@ -233,7 +238,8 @@ class Layout(_Value):
         split, p = tuple(as_int(s) for s in split), self.partition.shape[dim]
         if len(split) != p or sum(split) != n or min(split) < 0:
             raise PartitionError(f"splits of dim {dim} do not fit", op="Layout", partitions=self.partition, actual=split,
-                                 expected=f"{p} sizes >= 0 that sum to {n}")
+                                 expected=f"{p} sizes >= 0 that sum to {n}",
+                                 next_step="list one size for each coordinate of that dim, or None for balanced blocks")
         return None if split == balanced(n, p) else split  # one spelling for one layout
 
     @cached_property
@@ -291,7 +297,8 @@ class Layout(_Value):
         """
         if tuple(x_global.shape) != self.shape:
             raise ShapeError("not the layout's global shape", op="Layout.shard", partitions=self, expected=self.shape,
-                             actual=tuple(x_global.shape))
+                             actual=tuple(x_global.shape),
+                             next_step="pass the whole tensor, or lay out its shape: layout.with_shape(x.shape)")
         if not self.ndim and self.box(rank) is None:
             return x_global.reshape(1)[:0]
         return x_global[self.slices(rank)]

@@ -47,7 +47,8 @@ class World:
                                  next_step="set DISTDL_CUDA, or World(cuda=...), to one of them")
         self.host = _host_transport(comm) if transport is None else transport
         if half_sums not in ("float32", "native"):
-            raise TransportError("no such way to sum halves", op="World", expected="float32 or native", actual=half_sums)
+            raise TransportError("no such way to sum halves", op="World", expected="float32 or native", actual=half_sums,
+                                 next_step="leave it out, or choose one of these")
         self.host.wide = half_sums == "float32"
         self.rank, self.size = self.host.rank, self.host.size
         self._engines: NcclEngines | None = None
@@ -138,7 +139,8 @@ def _host_transport(comm):
             launched = [name for name in _LAUNCHED if name in os.environ]
             if launched:
                 raise TransportError(f"an MPI launcher started this process ({launched[0]}), but mpi4py cannot be used: "
-                                     f"{error}", op="World", next_step="pip install distdl[mpich]") from error
+                                     f"{error}", op="World", next_step="pip install distdl[mpich]",
+                                     expected="mpi4py and its MPI library", actual=type(error).__name__) from error
             return LocalTransport()
     from .transport.mpi import MpiTransport
 

@@ -29,11 +29,13 @@ def _paddings(padding, kernel, stride, dilation, op):
         return ((0, 0),) * n
     if padding == "same":
         if any(s != 1 for s in stride):
-            raise PartitionError("padding 'same' needs stride 1", op=op, expected=1, actual=stride)
+            raise PartitionError("padding 'same' needs stride 1", op=op, expected=1, actual=stride,
+                                 next_step="use stride 1, or give the padding in numbers")
         total = [d * (k - 1) for k, d in zip(kernel, dilation)]
         return tuple((t // 2, t - t // 2) for t in total)  # an odd total pads the extra element after, as torch does
     if isinstance(padding, str):
-        raise PartitionError("no such padding", op=op, expected="an int, a tuple, 'same' or 'valid'", actual=padding)
+        raise PartitionError("no such padding", op=op, expected="an int, a tuple, 'same' or 'valid'", actual=padding,
+                             next_step="give the number of zeros on each side, or one of the two words")
     return tuple(tuple(p) if isinstance(p, (tuple, list)) else (p, p) for p in tuple_of(padding, n, "padding", op))
 
 
@@ -48,9 +50,11 @@ def _with_sizes(L: Layout, channels, space) -> Layout:
 def _spec(L: Layout, n: int, mode, channels, space, in_range, need, op) -> HaloSpec:
     """Windows of x for blocks of the output: ``need`` in the spatial dims, ``in_range`` in the channel dim."""
     if L.ndim != n + 2:
-        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim)
+        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim,
+                             next_step="give P one dim for the batch, one for the channels and one for each dim of the kernel")
     if min(space) < 0:
-        raise PartitionError("the output would have no size", op=op, partitions=L, expected=">= 0", actual=space)
+        raise PartitionError("the output would have no size", op=op, partitions=L, expected=">= 0", actual=space,
+                             next_step="pad more, or use a smaller kernel or dilation")
 
     def needs(d, o0, o1):
         return (o0, o1) if d == 0 else in_range(o0, o1) if d == 1 else need(d - 2, o0, o1)
@@ -163,7 +167,8 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
     """
     op, n, where = "dist_conv", w.dim() - 2, partition_of(P)
     if n not in _CONV:
-        raise ShapeError("w needs 3 to 5 dims", op=op, expected="(out, in, *kernel)", actual=tuple(w.shape))
+        raise ShapeError("w needs 3 to 5 dims", op=op, expected="(out, in, *kernel)", actual=tuple(w.shape), partitions=P,
+                         next_step="pass this rank's block of the weights, for 1 to 3 spatial dims")
     options = dict(stride=stride, padding=padding, dilation=dilation, padding_mode=padding_mode)
     if where.ndim == n + 3:
         return _general(dist_conv, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[1], w.shape[0], options)
@@ -171,7 +176,8 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
     stride, dilation = (tuple_of(v, n, "stride or dilation", op) for v in (stride, dilation))
     kernel, in_per_group = tuple(w.shape[2:]), w.shape[1]
     if padding_mode not in MODES:
-        raise PartitionError("no such padding_mode", op=op, expected=sorted(MODES), actual=padding_mode)
+        raise PartitionError("no such padding_mode", op=op, expected=sorted(MODES), actual=padding_mode, partitions=P,
+                             next_step="use one of them, as torch.nn.functional.pad names them")
     pads = _paddings(padding, kernel, stride, dilation, op)
 
     def body(x, L):
@@ -205,7 +211,7 @@ def _check_groups(op, L, out_channels, groups, in_channels) -> int:
                          actual=in_channels, next_step="w needs all the input channels of its groups")
     if groups < 1 or out_channels % groups:
         raise ShapeError("groups do not divide the output channels", op=op, expected=f"a divisor of {out_channels}",
-                         actual=groups)
+                         actual=groups, partitions=L, next_step="choose groups that divide both numbers of channels")
     return max(out_channels // groups, 1)
 
 
@@ -215,7 +221,8 @@ def _own_start(op, out: Layout, own: int) -> int:
     first, last = out.blocks(1)[coords[1]] if coords else (0, own)
     if last - first != own:
         raise ShapeError("w has another number of output channels than this rank's block", op=op, partitions=out,
-                         expected=last - first, actual=own)
+                         expected=last - first, actual=own,
+                         next_step="pass the weights of this rank's output channels (out_channels: their number over all ranks)")
     return first
 
 
@@ -260,7 +267,8 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
     """
     op, n, where = "dist_conv_transpose", w.dim() - 2, partition_of(P)
     if n not in _CONV:
-        raise ShapeError("w needs 3 to 5 dims", op=op, expected="(in, out, *kernel)", actual=tuple(w.shape))
+        raise ShapeError("w needs 3 to 5 dims", op=op, expected="(in, out, *kernel)", actual=tuple(w.shape), partitions=P,
+                         next_step="pass this rank's block of the weights, for 1 to 3 spatial dims")
     options = dict(stride=stride, padding=padding, output_padding=output_padding, dilation=dilation)
     if where.ndim == n + 3:
         return _general(dist_conv_transpose, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[0],
@@ -270,7 +278,8 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
     k = tuple(w.shape[2:])
     if any(e >= max(a, b) for e, a, b in zip(extra, s, d)) or min((*s, *d)) < 1 or min((*p, *extra)) < 0:
         raise PartitionError("not a legal transposed convolution", op=op, actual=options,
-                             expected="output_padding < max(stride, dilation), stride and dilation >= 1, padding >= 0")
+                             expected="output_padding < max(stride, dilation), stride and dilation >= 1, padding >= 0",
+                             partitions=P, next_step="choose values as torch.nn.functional.conv_transpose2d takes them")
 
     def need(i, o0, o1):
         lo = -((d[i] * (k[i] - 1) - o0 - p[i]) // s[i])  # ceil((o0 + p - d (k - 1)) / s)

@@ -64,16 +64,19 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     """
     op, where = "expert_parallel", partition_of(P)
     if where.ndim != 1:
-        raise PartitionError("experts lie along one dim", op=op, partitions=where, expected=1, actual=where.ndim)
+        raise PartitionError("experts lie along one dim", op=op, partitions=where, expected=1, actual=where.ndim,
+                             next_step="use a partition of one dim, such as P.along(dim)")
     coords = where.index()
     if coords is None:
         return nothing((0, x.shape[-1]), x)
     if x.dim() != 2 or expert.shape != x.shape[:1]:
         raise ShapeError("one expert for each token is needed", op=op, expected="x (tokens, features), expert (tokens,)",
-                         actual=(tuple(x.shape), tuple(expert.shape)))
+                         actual=(tuple(x.shape), tuple(expert.shape)), partitions=where,
+                         next_step="flatten x to one row for each token, and give one expert's number for each row")
     if expert.numel() and not 0 <= int(expert.min()) <= int(expert.max()) < num_experts:
         raise ShapeError("no such expert", op=op, expected=f"0 <= expert < {num_experts}",
-                         actual=(int(expert.min()), int(expert.max())))
+                         actual=(int(expert.min()), int(expert.max())), partitions=where,
+                         next_step="number the experts of all ranks from 0")
     order = torch.argsort(expert, stable=True)
     mine = torch.bincount(expert, minlength=num_experts).tolist()
     reports = world(where.world).all_gather(mine, where.ranks, op)

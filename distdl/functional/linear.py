@@ -20,7 +20,7 @@ def check_layouts(op, x_layout, y_layout):
     """Raise PartitionError unless both are known."""
     for name, value in (("x_layout", x_layout), ("y_layout", y_layout)):
         if value not in LAYOUTS:
-            raise PartitionError(f"no such {name}", op=op, expected=LAYOUTS, actual=value)
+            raise PartitionError(f"no such {name}", op=op, expected=LAYOUTS, actual=value, next_step="choose one of these")
 
 
 def spread(x, P, dim, how, x_dim, local_shape=None):
@@ -94,7 +94,8 @@ def dist_linear(x, w, P, bias=None, *, x_layout="root", y_layout="root", x_dim=-
     batch = where.ndim - 2
     if where.ndim < 3 or (where.active and x.dim() + 1 != where.ndim and (x_layout != "root" or where.index()[batch] == 0)):
         raise PartitionError("P needs one dim for each of x's and one more", op="dist_linear", partitions=where,
-                             expected="(*batch dims, out, in)", actual=f"x of {x.dim()} dims")
+                             expected="(*batch dims, out, in)", actual=f"x of {x.dim()} dims",
+                             next_step="add the partition's dims for w's rows (out) and columns (in) after the batch dims")
     local = None
     if isinstance(P, Layout):
         sizes = P.local_shape()

@@ -34,7 +34,8 @@ def _move(xs, maps_of_leaves):
     for m, x in zip(maps_of_leaves, xs):
         if m.active and x.shape != m.in_shape:
             raise ShapeError("a leaf has the wrong local shape", op=str(m), partitions=m.partitions, expected=m.in_shape,
-                             actual=tuple(x.shape), rank=m.world.rank)
+                             actual=tuple(x.shape), rank=m.world.rank,
+                             next_step="pass this rank's block of each leaf, all of one global shape")
         checked.append(x if x.shape == m.in_shape else nothing(m.in_shape, x))
     moving = [i for i, m in enumerate(maps_of_leaves) if not m.is_identity]
     if moving:
@@ -62,7 +63,8 @@ def _by_shape(x, factory):
     xs, tree = _torch.flatten(x)
     for leaf in xs:
         if not isinstance(leaf, torch.Tensor):
-            raise ShapeError("not a tensor", op="a movement", expected="tensors, or a pytree of them", actual=type(leaf).__name__)
+            raise ShapeError("not a tensor", op="a movement", expected="tensors, or a pytree of them", actual=type(leaf).__name__,
+                             next_step="put numbers into tensors first: torch.tensor(value)")
     return _torch.unflatten(_move(xs, [factory(tuple(leaf.shape)) for leaf in xs]), tree) if xs else x
 
 
@@ -117,7 +119,8 @@ def _dst_layout(op, small: Partition, big: Layout) -> Layout:
             splits.append(None)
         else:
             raise PartitionError(f"blocks of different sizes in the copied dim {d}", op=op, partitions=big, actual=sizes,
-                                 expected="equal blocks")
+                                 expected="equal blocks",
+                                 next_step="repartition that dim to equal blocks first, or leave it whole")
     return Layout(small, tuple(shape), tuple(splits))
 
 
@@ -147,7 +150,8 @@ def _copying(op, x, held, small, big, shape, build):
                 mine = reports[r].leaves[i][0]
                 if found.setdefault(s, mine) != mine:
                     raise PartitionError("tensors of different shapes cannot be summed", op=op, partitions=(big, small),
-                                         expected=found[s], actual=f"{mine} on rank {r}")
+                                         expected=found[s], actual=f"{mine} on rank {r}",
+                                         next_step="pass tensors of one shape on the ranks that are summed")
             shapes = tuple(found[s] for s in range(small.size))
         if len(set(shapes)) == 1:
             movements.append(build(small, big, shapes[0]))
@@ -247,7 +251,8 @@ def _negotiated_gathering(P, dims, shapes):
             place = (t, coords[pairs[t]] if t in pairs else None)
             if sizes.setdefault(place, shapes[r][t]) != shapes[r][t]:
                 raise PartitionError(f"the blocks do not fit together in dim {t}", op="all_gather", partitions=P,
-                                     expected=f"size {sizes[place]}", actual=f"{shapes[r][t]} on rank {r}")
+                                     expected=f"size {sizes[place]}", actual=f"{shapes[r][t]} on rank {r}",
+                                     next_step="blocks of one gathered tensor need equal sizes in every other dim")
     mine = P.index()
     sizes = sizes_of_fibre[tuple(c for d, c in enumerate(mine) if d not in pairs.values())]
     blocks = {t: tuple(sizes[t, c] for c in range(P.shape[d])) for t, d in pairs.items()}
@@ -364,7 +369,8 @@ def wait(pending: _Pending):
     if not isinstance(pending, _Pending):
         raise ShapeError("not a movement under way", op="wait", expected="what F.start returned", actual=type(pending).__name__)
     if pending.map is None:
-        raise ShapeError("this movement was already waited for", op="wait", next_step="keep the result of the first wait")
+        raise ShapeError("this movement was already waited for", op="wait", next_step="keep the result of the first wait",
+                         expected="a movement under way", actual="one that is finished")
     A, pending.map = pending.map, None
     if pending.moving is None:
         return A(pending.x)

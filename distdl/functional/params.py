@@ -35,7 +35,7 @@ def replicated(params, P, dims, *tensors):
         return tensors
     if params != "invariant":
         raise PartitionError("unknown kind of parameters", op="replicated", expected='"varying" or "invariant"', actual=params,
-                             next_step="see \"The cotangent convention\" in the documentation")
+                             next_step="see \"The cotangent convention\" in the documentation", partitions=P)
     if partition_of(P).index() is None:  # a rank outside keeps its own: its empty part needs their shapes
         return tensors
     present = [t for t in tensors if t is not None]

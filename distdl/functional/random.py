@@ -45,7 +45,7 @@ def _key(seed, device):
     if isinstance(seed, torch.Tensor):
         if seed.dim() or seed.is_floating_point() or seed.is_complex():
             raise ShapeError("a seed is one integer", op="random", expected="an int, or an integer tensor of shape ()",
-                             actual=f"{seed.dtype} of shape {tuple(seed.shape)}")
+                             actual=f"{seed.dtype} of shape {tuple(seed.shape)}", next_step="use the same int on every rank")
         seed = seed.to(device, torch.int64)
     else:
         try:

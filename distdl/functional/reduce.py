@@ -212,7 +212,7 @@ def _worst(dtype, pick):
 def _check_some(op, L, dims) -> None:
     if isinstance(L, Layout) and 0 in (L.shape[d] for d in dims):
         raise ShapeError("there is no element to choose", op=op, partitions=L, actual=L.shape,
-                         expected="elements in the reduced dims")
+                         expected="elements in the reduced dims", next_step="reduce over dims that have elements")
 
 
 def _extreme(op, x, P, dim, keepdim, pick):
@@ -280,7 +280,8 @@ def dist_argmax(x, P, dim=None, keepdim=False):
     if not where.active:
         return _outside(x, where, dims, keepdim).to(torch.int64)
     if dim is not None and len(dims) != 1:
-        raise PartitionError("one dim at a time", op="dist_argmax", partitions=P, expected="an int or None", actual=dim)
+        raise PartitionError("one dim at a time", op="dist_argmax", partitions=P, expected="an int or None", actual=dim,
+                             next_step="call it once for each dim, or with None for all of them")
     (x,), (L,) = resolve("dist_argmax", (x.detach(),), P)
     _check_some("dist_argmax", L, dims)
     last = torch.iinfo(torch.int64).max

@@ -23,7 +23,8 @@ def tuple_of(value, n: int, what: str, op: str) -> tuple[int, ...]:
     """An int or a sequence of ``n`` as a tuple."""
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * n
     if len(values) != n:
-        raise PartitionError(f"{what} needs one value or {n}", op=op, expected=n, actual=value)
+        raise PartitionError(f"{what} needs one value or {n}", op=op, expected=n, actual=value,
+                             next_step="give one int for all dims, or one for each")
     return values
 
 

@@ -54,7 +54,8 @@ def top_k(P, share: float = 0.01, dims=None):
     rank, in one order everywhere: a device adds what falls on one place in any order, and parameters would drift apart.
     """
     if not 0 < share <= 1:
-        raise DistdlError("a share of the entries", op="top_k", expected="0 < share <= 1", actual=share)
+        raise DistdlError("a share of the entries", op="top_k", expected="0 < share <= 1", actual=share, partitions=P,
+                          next_step="give the share of entries to send, such as 0.01")
 
     def hook(bucket, state):
         line = along(P, dims)

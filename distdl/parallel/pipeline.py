@@ -89,7 +89,8 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None)
         mine = {k for k in range(last + 1) if home(k) == rank}
         if params.keys() != mine:
             raise PartitionError("params are not those of this rank's stages", op="pipeline", partitions=P, rank=rank,
-                                 expected=f"stages {sorted(mine)}", actual=f"stages {sorted(params)}")
+                                 expected=f"stages {sorted(mine)}", actual=f"stages {sorted(params)}",
+                                 next_step="pass {stage: parameters} for the stages of this rank: rank r of p has r, r + p, ...")
         params = {k: w if pure else tree_map(torch.Tensor.detach, w) for k, w in params.items()}
         leaves = _torch.flatten(params)[0]
         if leaves:

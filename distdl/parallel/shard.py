@@ -58,7 +58,8 @@ class Sharding:
         leaves, _ = _torch.flatten(tree)
         if tuple(tuple(leaf.shape) for leaf in leaves) != self.shapes:
             raise ShapeError("not this unit's tensors", op="Sharding", partitions=self.layout, expected=self.shapes,
-                             actual=tuple(tuple(leaf.shape) for leaf in leaves))
+                             actual=tuple(tuple(leaf.shape) for leaf in leaves),
+                             next_step="pass the tensors from which the Sharding was made, in their order")
         return torch.cat([leaf.reshape(-1) for leaf in leaves])
 
     def _tree(self, flat):
@@ -139,9 +140,11 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
         (k-1)/k·n elements: an all-gather forward, a reduce-scatter backward, and with ``remat`` one more all-gather there.
     """
     if len(layers) != len(shardings):
-        raise DistdlError("one sharding for each layer", op="chain", expected=len(layers), actual=len(shardings))
+        raise DistdlError("one sharding for each layer", op="chain", expected=len(layers), actual=len(shardings),
+                          next_step="give lists of equal length")
     if remat not in (True, False, "parameters"):
-        raise DistdlError("no such way", op="chain", expected='remat=True, False or "parameters"', actual=remat)
+        raise DistdlError("no such way", op="chain", expected='True, False or "parameters"', actual=remat,
+                          next_step="pass one of them as remat=")
 
     def run(blocks, x):
         if remat == "parameters" and _torch.transforms_active():

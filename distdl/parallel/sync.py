@@ -60,7 +60,8 @@ class GradientSync:
             return
         if i not in self._left[self._bucket_of[i]]:
             raise DistdlError("a second gradient before finish()", op="GradientSync", actual=f"parameter {i}",
-                              expected="one backward", next_step="call finish() after backward, or accumulate in no_sync()")
+                              expected="one backward", next_step="call finish() after backward, or accumulate in no_sync()",
+                              partitions=self.P)
         self._left[self._bucket_of[i]].discard(i)
         while len(self._under_way) < len(self.buckets) and not self._left[len(self._under_way)]:
             self._start()
@@ -72,10 +73,12 @@ class GradientSync:
             grad = self.params[i].grad
             if grad is None and not self.find_unused:
                 raise DistdlError("no gradient came", op="GradientSync", actual=f"none for parameter {i}", expected="one for each",
-                                  next_step="use every parameter, F.tie the rest to the loss, or pass find_unused=True")
+                                  next_step="use every parameter, F.tie the rest to the loss, or pass find_unused=True",
+                                  partitions=self.P)
             if grad is not None and i in self._summed and grad is self._summed[i]():
                 raise DistdlError("this gradient was summed over the ranks before", op="GradientSync", actual=f"parameter {i}",
-                                  expected="a gradient of this rank", next_step="optimizer.zero_grad() after each step")
+                                  expected="a gradient of this rank", next_step="optimizer.zero_grad() after each step",
+                                  partitions=self.P)
             grads.append(torch.zeros_like(self.params[i]) if grad is None else grad.detach())
         with Beside(grads[0].device, grads) as beside:
             reduced, self.states[number] = self.hook(grads, self.states[number])

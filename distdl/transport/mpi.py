@@ -137,7 +137,8 @@ class MpiTransport:
         if comm is None:
             if len(self.groups) >= _MAX_GROUPS:
                 raise TransportError(f"more than {_MAX_GROUPS} groups of ranks", op="collective", rank=self.rank,
-                                     next_step="reuse partitions, or use fewer distinct ones")
+                                     next_step="reuse partitions, or use fewer distinct ones", expected=f"at most {_MAX_GROUPS}",
+                                     actual=f"another one: {ranks}")
             whole = self.comm.Get_group()
             members = whole.Incl(ranks)
             # Distinct tags keep two groups apart that share ranks and are being made at the same time.
@@ -152,7 +153,7 @@ class MpiTransport:
         comm, mpi_type = self.group(ranks), _SUM_TYPES.get(dtype)
         if mpi_type is None:
             raise TransportError("MPI cannot sum this dtype", op=kind, rank=self.rank, actual=dtype,
-                                 expected=f"one of {sorted(map(str, _SUM_TYPES))}")
+                                 expected=f"one of {sorted(map(str, _SUM_TYPES))}", next_step="convert it first")
         operation, item = (MPI.LOR if dtype == torch.bool else MPI.SUM), dtype.itemsize
         step = self.chunk // item
         for start in range(0, count, step):
