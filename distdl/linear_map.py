@@ -337,8 +337,8 @@ def run_plain(maps, xs, recorded=False):
                          actual=[str(x.layout) for x in xs], next_step="x.to_dense(), or move a sparse tensor's parts")
     if _torch.of_older_vmap(xs[0]):
         raise DistdlError("torch's older vmap does not know custom Functions", op=str(first), expected="torch.func.vmap",
-                             actual="is_grads_batched=True, or torch.autograd.functional with vectorize=True",
-                             next_step="pull = torch.func.vjp(f, x)[1]; torch.func.vmap(pull)(cotangents), or dd.func.jacrev")
+                          actual="is_grads_batched=True, or torch.autograd.functional with vectorize=True",
+                          next_step="pull = torch.func.vjp(f, x)[1]; torch.func.vmap(pull)(cotangents), or dd.func.jacrev")
     if type(first) is UserMap:
         return [m.run(x) for m, x in zip(maps, xs)]
     plans = first._plans if len(maps) == 1 else tuple(m.plan for m in maps)
