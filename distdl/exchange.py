@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import defaultdict, deque
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -406,6 +407,9 @@ class Pending:
             ys = [y.to(dtype) for y, dtype in zip(ys, program.casts)]
         return ys if self.home is None else [y.to(self.home) for y in ys]
 
+    def joining(self):
+        """The context in which :meth:`finish` is called, and a graph's node made."""
+        return nullcontext()
 
     def __del__(self):
         handle = getattr(self, "handle", None)  # absent where this rank raised before it sent
@@ -477,7 +481,7 @@ def _cached_program(plans, xs, transport):
 
 @cache
 def _side_stream(device):
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=-1)  # else its kernels wait until a large one beside them has no more blocks to start
 
 
 class _Aside:
@@ -492,11 +496,17 @@ class _Aside:
         for x in xs:
             x.record_stream(self.stream)
 
-    def finish(self):
+    @contextmanager
+    def joining(self):
+        """Autograd runs an adjoint on the stream on which its node was made: on the side stream, beside what does not need it."""
+        with torch.cuda.stream(self.stream):
+            yield
         current = torch.cuda.current_stream(self.ys[0].device)
         current.wait_stream(self.stream)
         for y in self.ys:
             y.record_stream(current)
+
+    def finish(self):
         return self.ys
 
 

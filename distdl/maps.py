@@ -284,3 +284,9 @@ def halo_exchange(spec: HaloSpec) -> LinearMap:
     """Blocks -> windows. Adjoint: ghosts' cotangents are added to their owners."""
     plan = spec.plan()
     return LinearMap("halo_exchange", plan, plan.T)
+
+
+@_cached
+def halo_strips(spec: HaloSpec) -> dict[int, LinearMap]:
+    """{dim: blocks -> what of the windows lies beside them in that dim}, see :meth:`HaloSpec.strips`."""
+    return {d: LinearMap("halo_strips", plan, plan.T) for d, plan in spec.strips().items()}
