@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import defaultdict, deque
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -18,7 +19,7 @@ import torch
 from . import _torch, fused
 from . import transport as _transport
 from .errors import ShapeError
-from .side_stream import Beside
+from .side_stream import Beside, settle
 from .transport.local import LocalTransport
 
 _SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
@@ -414,6 +415,9 @@ class Pending:
             ys = [y.to(dtype) for y, dtype in zip(ys, program.casts)]
         return ys if self.home is None else [y.to(self.home) for y in ys]
 
+    def joining(self):
+        """The context in which :meth:`finish` is called, and a graph's node made."""
+        return nullcontext()
 
     def __del__(self):
         handle = getattr(self, "handle", None)  # absent where this rank raised before it sent
@@ -491,25 +495,15 @@ class Aside:
         with Beside(xs[0].device, xs) as self.beside:
             self.ys = Pending(plans, xs, transport).finish()
 
-    def finish(self):
+    @contextmanager
+    def joining(self):
+        """Autograd runs an adjoint on the stream on which its node was made: on the side stream, beside what does not need it."""
+        with self.beside.again():
+            yield
         self.beside.join(self.ys)
+
+    def finish(self):
         return self.ys
-
-
-_lent: dict = {}  # for each device the last movement whose results were lent
-
-
-def lend(plans, xs, transport):
-    """As :func:`run`, on the side stream: the results may be used there, and elsewhere after a wait for that stream. What they are
-    made from is kept until the next call, when the current stream waits for this one's end: two sets of inputs at most."""
-    if xs[0].is_cuda and _torch.capturing():  # a graph ends with nothing lent
-        return run(plans, xs, transport)
-    aside = start(plans, xs, transport)
-    before = _lent.pop(xs[0].device, None)
-    if before is not None:
-        before.finish()
-    _lent[xs[0].device] = aside
-    return aside.ys
 
 
 def start(plans, xs, transport) -> Pending | Aside:
@@ -520,6 +514,8 @@ def start(plans, xs, transport) -> Pending | Aside:
 
 def run(plans, xs, transport):
     """Move tensors ``xs`` by ``plans`` as one set of messages; returns fresh tensors."""
+    if xs[0].is_cuda:
+        settle(xs[0].device)
     return Pending(plans, xs, transport).finish()
 
 

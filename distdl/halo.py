@@ -40,6 +40,12 @@ def _runs(lo: int, hi: int, n: int, boundary: str):
     return tuple(runs)
 
 
+def _moved(runs, before):
+    """The runs, to lie after the ranges ``before``."""
+    by = sum(hi - lo for lo, hi in before)
+    return tuple((start, stop, at + by) for start, stop, at in runs)
+
+
 def per_dim(value, n: int, what: str, op: str = "HaloSpec") -> tuple:
     """``value`` for each of ``n`` dims: repeated when it is a single one."""
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * n
@@ -198,6 +204,36 @@ class HaloSpec(_Value):
             runs = tuple(_runs(lo, hi, n, self.boundary[d]) for lo, hi in dim)
             axes.append(Axis(d, runs, tuple(hi - lo for lo, hi in dim)))
         return Plan(Side.of(self.in_layout), Side(self.in_layout.partition, tuple(axes)))
+
+    def sides(self, d: int, c: int) -> tuple[int, int, int, int]:
+        """(lo, a, b, hi) of coordinate ``c`` of dim ``d``: the window lo..hi, without zeros beyond the edge, of which the block
+        itself holds a..b."""
+        (lo, hi), (start, stop), n = self.windows[d][c], self.in_layout.blocks(d)[c], self.in_layout.shape[d]
+        if self.boundary[d] == "zeros":
+            lo = min(max(lo, 0), hi)
+            hi = max(min(hi, n), lo)
+        a = min(max(start, lo), hi)
+        return lo, a, min(max(stop, a), hi), hi
+
+    def strips(self) -> dict[int, Plan]:
+        """{dim: blocks -> what of the windows lies beside the blocks in that dim}, for each dim in which some rank lacks something.
+
+        A rank's strip is what lies before its block and what lies after it, side by side. In the dims before it is as wide as the
+        block's part of the window, in the dims after as the window: so the strips and the block make up the window, without zeros.
+        """
+        sides = [[self.sides(d, c) for c in range(len(windows))] for d, windows in enumerate(self.windows)]
+        found = {}
+        for i in range(self.in_layout.ndim):
+            if all(lo == a and b == hi for lo, a, b, hi in sides[i]):
+                continue
+            axes = []
+            for d, (n, boundary) in enumerate(zip(self.in_layout.shape, self.boundary)):
+                ranges = [[(lo, a), (b, hi)] if d == i else [(a, b)] if d < i else [(lo, hi)] for lo, a, b, hi in sides[d]]
+                runs = tuple(tuple(run for k, (lo, hi) in enumerate(some) for run in _moved(_runs(lo, hi, n, boundary), some[:k]))
+                             for some in ranges)
+                axes.append(Axis(d, runs, tuple(sum(hi - lo for lo, hi in some) for some in ranges)))
+            found[i] = Plan(Side.of(self.in_layout), Side(self.in_layout.partition, tuple(axes)))
+        return found
 
     def __repr__(self):
         return f"HaloSpec({self.in_layout}, windows={self.windows}, boundary={self.boundary})"

@@ -373,7 +373,6 @@ class _Apply(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         ctx.maps, n = inputs[0], inputs[2]
         ctx.n, ctx.ties = n, len(inputs) - 3 - n
-        ctx.aside = isinstance(inputs[1], exchange.Aside)
         # Integer tensors have no derivative, on any rank; the rules then move the others only.
         ctx.smooth = [i for i in range(n) if inputs[3 + i].is_floating_point() or inputs[3 + i].is_complex()]
         ctx.save_for_backward(output[n])
@@ -386,16 +385,11 @@ class _Apply(torch.autograd.Function):
         ties: tuple = ()
         if _grad_enabled() or _transforms_active() or _forward_mode_active():  # further derivatives may be taken
             ties = (_torch.unwrap_if_dead(ctx.saved_tensors[0]), grads[-1])
-        maps, found, tie = [ctx.maps[i].T for i in smooth], [grads[i] for i in smooth], None
-        if ctx.aside and not ties and _transport.observer is None:
-            transport = maps[0].world.transport(found[0], maps[0].plan.ranks)
-            found = exchange.lend(tuple(m.plan for m in maps), found, transport)  # F.wait made the input a view from that stream
-        else:
-            *found, tie = apply(maps, found, ties)
+        *found, tie = apply([ctx.maps[i].T for i in smooth], [grads[i] for i in smooth], ties)
         x_grads = [None] * ctx.n
         for i, g in zip(smooth, found):
             x_grads[i] = g
-        return (None, None, None, *x_grads, *(tie if ties else None,) * ctx.ties)
+        return (None, None, None, *x_grads, *(tie,) * ctx.ties)
 
     @staticmethod
     def jvp(ctx, _maps, _pending, _n, *tangents):

@@ -290,3 +290,9 @@ def halo_exchange(spec: HaloSpec) -> LinearMap:
         raise PartitionError("not a HaloSpec", op="halo_exchange", expected="dd.HaloSpec(P, shape, left, right)", actual=spec)
     plan = spec.plan()
     return LinearMap("halo_exchange", plan, plan.T)
+
+
+@_cached
+def halo_strips(spec: HaloSpec) -> dict[int, LinearMap]:
+    """{dim: blocks -> what of the windows lies beside them in that dim}, see :meth:`HaloSpec.strips`."""
+    return {d: LinearMap("halo_strips", plan, plan.T) for d, plan in spec.strips().items()}

@@ -15,10 +15,33 @@ import torch
 from . import _torch
 
 
-@cache
-def _side(device):
-    """The side stream, first to get a device's free multiprocessors, and the streams beside which it has worked."""
-    return torch.cuda.Stream(device, priority=-1), set()
+class _Side:
+    """A device's side stream, first to get free multiprocessors, and the streams beside which it has worked."""
+
+    def __init__(self, device):
+        self.stream, self.homes, self.captured = torch.cuda.Stream(device, priority=-1), set(), None
+
+    def join(self, home):
+        """Know ``home``; a graph that is captured has memory of its own, and may not wait for what it does not hold."""
+        if _torch.capturing():
+            self.captured = home
+        else:
+            self.homes.add(home)
+
+    def wait(self):
+        """Wait for what all these streams have been given so far."""
+        for home in {self.captured} if _torch.capturing() else self.homes:
+            self.stream.wait_stream(home)
+
+
+_side = cache(_Side)
+
+
+def settle(device) -> None:
+    """Where the side stream is the current one, let it wait as if it began: autograd runs an adjoint on the stream of its node."""
+    side = _side(device)
+    if side.stream.cuda_stream == _torch.current_stream(device.index):
+        side.wait()
 
 
 class Beside:
@@ -30,18 +53,15 @@ class Beside:
     """
 
     def __init__(self, device, kept=()):
-        self.stream, self.homes = _side(device) if device.type == "cuda" else (None, set())
+        self.side = _side(device) if device.type == "cuda" else None
+        self.stream = None if self.side is None else self.side.stream
         self.kept, self.event = kept, None
 
     def __enter__(self):
-        if self.stream is not None:
+        if self.side is not None:
             self.home = torch.cuda.current_stream(self.stream.device)
-            if _torch.capturing():  # a graph has memory of its own, and may not wait for what it does not hold
-                self.stream.wait_stream(self.home)
-            else:
-                self.homes.add(self.home)
-                for stream in self.homes:
-                    self.stream.wait_stream(stream)
+            self.side.join(self.home)
+            self.side.wait()
             self.context = torch.cuda.stream(self.stream)
             self.context.__enter__()
         return self
@@ -51,10 +71,9 @@ class Beside:
             self.event = self.stream.record_event()
             self.context.__exit__(*error)
 
-    def view(self, x):
-        """``x`` itself, by way of the side stream: in backward its gradient is first used there, and who uses it next waits."""
-        with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            return x.view_as(x)
+    def again(self):
+        """A context: its work goes on the side stream once more, in order."""
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def join(self, results=()):
         """Let the current stream wait for the work (not for what came after it), and use ``results``."""

@@ -13,8 +13,9 @@ from ..halo import HaloSpec
 from ..linear_map import nothing
 from ..partition import Layout, balanced
 from .linear import bias_once, check_layouts, collect, spread
+from .overlap import overlap_of, overlapped, worthwhile
 from .params import check_bias, replicated
-from .window import MODES, tuple_of, window_spec, windowed, with_layout
+from .window import MODES, on_window, tuple_of, window_spec, windowed, with_layout
 
 __all__ = ["conv_layout", "conv_transpose_layout", "dist_conv", "dist_conv_transpose"]
 
@@ -132,7 +133,7 @@ def _grouped(conv, window, w, bias, first, out_per_group, in_per_group, **kwargs
 
 
 def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, padding_mode="zeros", shape=None,
-              out_channels=None, x_layout="root", y_layout="root", params="varying"):
+              out_channels=None, x_layout="root", y_layout="root", params="varying", overlap=None):
     """Convolution of 1 to 3 spatial dims, as torch.nn.Conv1d/2d/3d, over a partitioned x.
 
     Args:
@@ -169,7 +170,7 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
     if n not in _CONV:
         raise ShapeError("w needs 3 to 5 dims", op=op, expected="(out, in, *kernel)", actual=tuple(w.shape), partitions=P,
                          next_step="pass this rank's block of the weights, for 1 to 3 spatial dims")
-    options = dict(stride=stride, padding=padding, dilation=dilation, padding_mode=padding_mode)
+    options = dict(stride=stride, padding=padding, dilation=dilation, padding_mode=padding_mode, overlap=overlap)
     if where.ndim == n + 3:
         return _general(dist_conv, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[1], w.shape[0], options)
     w, bias = replicated(params, where, [d for d in range(where.ndim) if d != 1], w, bias)
@@ -187,13 +188,21 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
         check_bias(op, L, bias, w.shape[0])
         least = [d * (k - 1) + 1 for k, d in zip(kernel, dilation)]
 
+        def conv(data, w, bias, padding):
+            return _grouped(_CONV[n], data, w, bias, first, out_per_group, in_per_group, stride=stride, padding=padding,
+                            dilation=dilation)
+
         def local(window):
             if not w.shape[0]:
                 sizes = [(m + 2 * p - f) // s + 1 for m, p, f, s in zip(window.shape[2:], own, least, stride)]
                 return _no_channels(window, sizes, w, bias)
-            return _grouped(_CONV[n], window, w, bias, first, out_per_group, in_per_group, stride=stride, padding=own,
-                            dilation=dilation)
+            return conv(window, w, bias, own)
 
+        coords = where.index()
+        if coords is not None and (worthwhile(x, spec) if overlap is None else overlap):
+            here = overlap_of(spec, coords, kernel, stride, pads, dilation)
+            if here is not None:
+                return overlapped(x, here, conv, w, bias, lambda window: on_window(window, spec, least, local))
         return windowed(x, spec, least, local)
 
     return with_layout(op, x, P, shape, body)

@@ -337,44 +337,57 @@ def halo_exchange(x, spec: HaloSpec):
 class _Pending:
     """What :func:`start` returns: a movement under way."""
 
-    def __init__(self, A, x, moving):
-        self.map, self.x, self.moving = A, x, moving
+    def __init__(self, A, xs, moving):
+        self.map, self.xs, self.moving = A, xs, moving
 
 
 def start(A, x) -> _Pending:
-    """Begin ``y = A(x)``; messages travel until :func:`wait`. Under torch.func, and for maps that are not a single plan, the
-    whole movement happens in ``wait``. Do not change ``x`` in between. Every rank must start and wait in the same order. On CUDA
-    the adjoint overlaps too: in ``.backward()`` it runs beside what follows, up to the next use of x's gradient."""
-    if not isinstance(maps_of(A)[0], (LinearMap, UserMap)):
+    """Begin ``y = A(x)``; messages travel until :func:`wait`.
+
+    Args:
+        A: a map; or a tuple of maps of one kind over the same ranks, which go as one set of messages.
+        x: this rank's tensor; or as many. Do not change them in between.
+
+    Under torch.func, and for maps that are not a single plan, the whole movement happens in ``wait``. Every rank must start and
+    wait in the same order. On CUDA the adjoint overlaps too: in ``.backward()`` it runs beside what stands between the two calls.
+    """
+    maps, xs = (A, tuple(x)) if isinstance(A, tuple) else ((A,), (x,))
+    if not all(isinstance(maps_of(m)[0], (LinearMap, UserMap)) for m in maps):
         raise PartitionError("not a linear map", op="start", expected="one of dd.maps", actual=A,
                              next_step="F.start(dd.maps.repartition(L, M), x)")
     moving = None
-    single = len(maps_of(A)) == 1 and not isinstance(A, UserMap)
-    if single and not A.is_identity and not _torch.transforms_active() and not _torch.dispatch_modes():
-        if not isinstance(x, torch.Tensor) or (A.active and x.shape != A.in_shape):
-            return _Pending(A, A(x), None)  # raises the usual error
-        x = x if x.shape == A.in_shape else nothing(A.in_shape, x)
-        transport = A.world.transport(x, A.ranks)
+    single = all(len(maps_of(m)) == 1 and not isinstance(m, UserMap) and not m.is_identity for m in maps)
+    if single and not _torch.transforms_active() and not _torch.dispatch_modes():
+        if any(not isinstance(x, torch.Tensor) or (m.active and x.shape != m.in_shape) for m, x in zip(maps, xs, strict=True)):
+            return _Pending(A, _move(xs, maps), None)  # raises the usual error
+        xs = tuple(x if x.shape == m.in_shape else nothing(m.in_shape, x) for m, x in zip(maps, xs, strict=True))
+        first = maps[0]
+        transport = first.world.transport(xs[0], first.ranks)
         if _transport.observer is not None:
-            recorded = x.requires_grad and torch.is_grad_enabled()
-            transport = _transport.observer.movement(A.world.host, transport, (A,), (x,), recorded)
-        moving = exchange.start((A.plan,), [x.detach()], transport)
+            recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+            transport = _transport.observer.movement(first.world.host, transport, maps, xs, recorded)
+        moving = exchange.start(tuple(m.plan for m in maps), [x.detach() for x in xs], transport)
         if hasattr(transport, "pause"):  # a checked one
             transport.pause()
-    return _Pending(A, x, moving)
+        if not isinstance(moving, exchange.Pending):  # on a side stream: its gradient is joined here, after what stands in between
+            xs = tuple(x.view_as(x) for x in xs)
+    return _Pending(A, xs, moving)
 
 
 def wait(pending: _Pending):
-    """Finish what :func:`start` began, and return y. Once only."""
+    """Finish what :func:`start` began, and return y; of a tuple of maps a list. Once only."""
     if not isinstance(pending, _Pending):
-        raise ShapeError("not a movement under way", op="wait", expected="what F.start returned", actual=type(pending).__name__)
+        raise ShapeError("not a movement under way", op="wait", expected="what F.start returned", actual=type(pending).__name__,
+                         next_step="y = F.wait(F.start(A, x))")
     if pending.map is None:
         raise ShapeError("this movement was already waited for", op="wait", next_step="keep the result of the first wait",
                          expected="a movement under way", actual="one that is finished")
     A, pending.map = pending.map, None
-    if pending.moving is None:
-        return A(pending.x)
-    x, moving = pending.x, pending.moving
-    if isinstance(moving, exchange.Aside) and x.requires_grad:  # so that the adjoint's result may come from there too
-        x = moving.beside.view(x)
-    return apply((A,), (x,), pending=moving)[0]
+    several = isinstance(A, tuple)
+    maps, moving = A if several else (A,), pending.moving
+    if moving is None:
+        ys = _move(pending.xs, maps)
+    else:
+        with moving.joining():
+            ys = apply(maps, pending.xs, pending=moving)[: len(maps)]
+    return ys if several else ys[0]

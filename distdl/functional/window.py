@@ -29,7 +29,12 @@ def tuple_of(value, n: int, what: str, op: str) -> tuple[int, ...]:
 
 
 def windowed(x, spec: HaloSpec, least, local):
-    """``local`` on this rank's window of x.
+    """``local`` on this rank's window of x: of one halo exchange."""
+    return on_window(halo_exchange(x, spec), spec, least, local)
+
+
+def on_window(window, spec: HaloSpec, least, local):
+    """``local`` on this rank's window.
 
     Args:
         spec: windows of the blocks of x; its ``out_layout`` says what each rank gets.
@@ -37,7 +42,6 @@ def windowed(x, spec: HaloSpec, least, local):
             outputs runs ``local`` on zeros of that size and keeps nothing of it, so that it stays in the graph as its peers do.
         local: (window) -> (batch, channels, *outputs).
     """
-    window = halo_exchange(x, spec)
     first = window.dim() - len(least)
     coords = spec.in_layout.partition.index()
     empty = [d for d in range(first, window.dim()) if window.shape[d] == 0]

@@ -15,7 +15,7 @@ linear_map = sys.modules["distdl.linear_map"]  # dd.linear_map is the function
 
 # Layers are compositions: 1 to 4 ranks show every way of splitting them. More ranks are for the movements.
 LAYERS = ("checkpoint", "conv", "dropout_init", "embedding", "expert", "fuzz_layers", "interpolate", "linear", "local", "loss",
-          "neon", "networks", "nn", "norm", "parallel_average", "parallel_data", "parallel_grid", "parallel_hooks",
+          "neon", "networks", "nn", "norm", "overlap", "parallel_average", "parallel_data", "parallel_grid", "parallel_hooks",
           "parallel_pipeline", "parallel_precision", "parallel_shard", "parallel_topology", "pool", "reduce", "remat", "rendezvous",
           "transition")
 # Trainings of whole models and their like take long: `make test` runs them on 2 and 4 ranks, `make test-all` on 1 to 4.
