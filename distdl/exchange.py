@@ -500,7 +500,8 @@ def lend(plans, xs, transport):
     if before is not None:
         before.finish()
     _lent[xs[0].device] = aside
-    return aside.ys
+    ys, aside.ys = aside.ys, []
+    return ys
 
 
 def start(plans, xs, transport) -> Pending | Aside:
