@@ -87,14 +87,14 @@ class Sharding:
         return self._tree(F.wait(pending))
 
 
-def _gathered_again(f, whole):
-    """``f(flat, x)`` of ``flat = whole(block)``, without keeping ``flat``: when a gradient of f's result comes, on every rank,
-    ``whole`` brings it again for what backward saved of it."""
+def _gathered_again(layer, tree, whole):
+    """``layer(tree(flat), x)`` of ``flat = whole(block)``, without keeping ``flat``: when a gradient of the result comes, on every
+    rank, ``whole`` brings it again for what backward saved of it."""
 
     def call(block, x):
         flat, again = whole(block), []
         if not flat.requires_grad or not flat.numel():
-            return f(flat, x)
+            return layer(tree(flat), x)
         memory, dtype = flat.untyped_storage().data_ptr(), flat.dtype
 
         def ask(*_):
@@ -112,9 +112,11 @@ def _gathered_again(f, whole):
             ask()
             return again[0].as_strided(*kept)
 
+        params = tree(flat)
+        cut = _torch.flatten(params)[0][0].grad_fn.next_functions[0][0]  # its backward comes last, and has all gradients
+        cut.register_prehook(lambda _: again.clear())
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            y = f(flat, x)
-        flat.register_hook(lambda _: again.clear())  # the layer's backward is over
+            y = layer(params, x)
         for t in _torch.flatten(y)[0]:
             if isinstance(t, torch.Tensor) and t.requires_grad:
                 t.register_hook(ask)
@@ -168,13 +170,14 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
                 step = -1
                 return flat
 
-            def layer(flat, x):
-                return layers[i](shardings[i]._tree(flat), x)
+            tree = shardings[i]._tree
+            if remat == "parameters":
+                return _gathered_again(layers[i], tree, whole)
 
             def call(block, x):
-                return layer(whole(block), x)
+                return layers[i](tree(whole(block)), x)
 
-            return _gathered_again(layer, whole) if remat == "parameters" else _remat(call) if remat else call
+            return _remat(call) if remat else call
 
         for i in range(len(layers)):
             x = gathered(i)(blocks[i], x)
