@@ -93,6 +93,9 @@ def main(argv=None) -> None:
     options = parser.parse_args(argv)
     torch.cuda.set_device(COMM.rank % torch.cuda.device_count())
     torch.backends.cuda.matmul.allow_tf32 = True
+    import cupy
+
+    cupy.bool8 = cupy.bool_  # as load_upstream does for NumPy
     upstream = load_upstream(options.peer.removeprefix("distdl="), ("nn.linear_ag", "nn.linear_rs"))
     upstream.config.set_backend(backend_comm="nccl", backend_array="cupy")
     world = upstream.backends.common.partition.MPIPartition(MPI.COMM_WORLD)
