@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -212,26 +213,130 @@ def mlp():
     yield from rows_of("MLP 8192 -> 32768 -> 8192, bf16, forward + backward", x.nbytes, found)
 
 
+CONVOLUTIONS = ((1, 32, 64, 64, 64), (1, 32, 128, 128, 128), (1, 32, 256, 256, 256), (1, 64, 1024, 1024), (1, 64, 4096, 4096))
+
+
+def problem(shape):
+    """3 x 3 (x 3), as many channels out as in, bfloat16, slabs of the first spatial dim: (layout, x, weights, cotangent, the serial
+    convolution, one rank's share of x with its halos, the padding that is left to it)."""
+    L = dd.Layout(dd.Partition((1, 1, COMM.size, *(1,) * (len(shape) - 3))), shape)
+    kind, c, n = {"device": "cuda", "dtype": torch.bfloat16}, shape[1], len(shape) - 2
+    x, w = torch.randn(L.local_shape(), **kind, requires_grad=True), torch.randn(c, c, *(3,) * n, **kind, requires_grad=True)
+    grown = torch.randn(1, c, x.shape[2] + 2, *shape[3:], **kind, requires_grad=True)
+    serial = torch.nn.functional.conv3d if n == 3 else torch.nn.functional.conv2d
+    return L, x, w, torch.randn(L.local_shape(), **kind), serial, grown, (0, *(1,) * (n - 1))
+
+
 def convolution():
-    """3x3x3, 32 channels, bfloat16, 256³ over the ranks' slabs, against one device alone on its share with its halos."""
-    p = COMM.size
-    L = dd.Layout(dd.Partition((1, 1, p, 1, 1)), (1, 32, 256, 256, 256))
-    kind = {"device": "cuda", "dtype": torch.bfloat16}
-    x, w = torch.randn(L.local_shape(), **kind, requires_grad=True), torch.randn(32, 32, 3, 3, 3, **kind, requires_grad=True)
-    grown = torch.randn(1, 32, 256 // p + 2, 256, 256, **kind, requires_grad=True)
-    g = torch.randn(L.local_shape(), **kind)
-    found = measure({
-        "distdl": lambda: F.dist_conv(x, w, L, padding=1).backward(g),
-        "one device, its share and halos": lambda: torch.nn.functional.conv3d(grown, w, padding=(0, 1, 1)).backward(g)},
-        rounds=7, inner=3)
-    yield from rows_of("convolution 3x3x3, 32 channels, 256³, bf16, forward + backward", x.nbytes, found)
+    """With the halo first, and with overlap, against one device alone on its share with its halos, forward + backward and forward
+    alone: from which block on is overlap faster (``LARGE`` in functional/overlap.py)?"""
+    for shape in CONVOLUTIONS:
+        L, x, w, g, serial, grown, padding = problem(shape)
+
+        def alone(serial=serial, grown=grown, w=w, padding=padding):
+            return serial(grown, w, padding=padding)
+
+        calls = {"distdl": lambda x=x, w=w, L=L: F.dist_conv(x, w, L, padding=1, overlap=False),
+                 "distdl, overlap": lambda x=x, w=w, L=L: F.dist_conv(x, w, L, padding=1, overlap=True),
+                 "one device, its share and halos": alone}
+        large = {"rounds": 7, "inner": 3} if x.nbytes >= 2**28 else {}
+        found = measure({name: lambda call=call, g=g: call().backward(g) for name, call in calls.items()}, **large)
+        yield from rows_of(f"convolution {shape}, forward + backward", x.nbytes, found)
+        with torch.no_grad():
+            found = measure(calls, **large)
+        yield from rows_of(f"convolution {shape}, forward", x.nbytes, found)
+
+
+def beside(spans, others) -> float:
+    """For how long, while one of ``spans`` lasts, one of ``others`` does: pairs (begin, end)."""
+    cuts = sorted({t for span in (*spans, *others) for t in span})
+
+    def covered(a, b, some):
+        return any(begin <= a and b <= end for begin, end in some)
+
+    return sum(b - a for a, b in pairwise(cuts) if covered(a, b, spans) and covered(a, b, others))
+
+
+def spans_row(case, what, spans, others):
+    """When these first begin and last end, how long they take, and how much of that passes beside the others; µs."""
+    begin, end = min((a for a, _ in spans), default=0.0), max((b for _, b in spans), default=0.0)
+    return {"case": case, "what": what, "begins": float(begin), "ends": float(end), "takes": float(sum(b - a for a, b in spans)),
+            "beside the others": float(beside(spans, others))}
+
+
+def events_of(x, w, strips, serial, rounds=21):
+    """Medians of when the strips and the block's convolution begin and end, by events on the two streams, as this rank saw it."""
+    from distdl.exchange import _side_stream
+
+    side, block, times = _side_stream(x.device), torch.ones(6144, 6144, device="cuda"), []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        COMM.Barrier()
+        zero, *marks = (torch.cuda.Event(enable_timing=True) for _ in range(5))
+        torch.mm(block, block)  # a head start for the host
+        zero.record()
+        side.wait_stream(torch.cuda.current_stream())
+        marks[0].record(side)
+        pending = F.start(tuple(strips.values()), (x,) * len(strips))
+        marks[1].record(side)
+        marks[2].record()
+        serial(x, w, padding=1)
+        marks[3].record()
+        F.wait(pending)
+        torch.cuda.synchronize()
+        times.append([zero.elapsed_time(mark) * 1e3 for mark in marks])
+    a, b, c, d = np.median(times[1:], axis=0)
+    return [(a, b)], [(c, d)]
+
+
+def kernels_of(call):
+    """(what the stream of NCCL's kernels does, what the others do) in one call, by the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    COMM.Barrier()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        torch.mm(torch.ones(6144, 6144, device="cuda"), torch.ones(6144, 6144, device="cuda"))
+        torch.cuda._sleep(10**7)
+        call()
+        torch.cuda.synchronize()
+    kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    start = max((e.time_range.end for e in kernels if "spin" in e.name.lower()), default=0)  # _sleep's
+    kernels = [e for e in kernels if e.time_range.start >= start]
+    streams = {e.device_resource_id for e in kernels if "nccl" in e.name.lower()}
+    parts: tuple[list, list] = ([], [])
+    for e in kernels:
+        parts[e.device_resource_id not in streams].append((e.time_range.start - start, e.time_range.end - start))
+    return parts
+
+
+def timeline():
+    """Do the strips travel while the block is convolved? Rank 0's own times: those of events, and those of all kernels of a whole
+    call of each kind. Where everything happens on one stream, nothing is beside anything."""
+    for shape in CONVOLUTIONS:
+        L, x, w, g, serial, _, _ = problem(shape)
+        spec = dd.HaloSpec.window(L, None, (3,) * (len(shape) - 2), padding=1)
+        with torch.no_grad():
+            travelling, working = events_of(x, w, dd.maps.halo_strips(spec), serial)
+        case = f"convolution {shape}"
+        yield spans_row(case, "events: strips", travelling, working)
+        yield spans_row(case, "events: block", working, travelling)
+        for overlap in (False, True):
+            how = "overlap" if overlap else "window first"
+            y = [F.dist_conv(x, w, L, padding=1, overlap=overlap) for _ in range(3)][-1]
+            y.backward(g, retain_graph=True)
+            for name, call in {"forward": lambda x=x, w=w, L=L, o=overlap: F.dist_conv(x, w, L, padding=1, overlap=o),
+                               "backward": lambda y=y, g=g: y.backward(g, retain_graph=True)}.items():
+                travelling, working = kernels_of(call)
+                yield spans_row(case, f"{how}, {name}: NCCL's stream", travelling, working)
+                yield spans_row(case, f"{how}, {name}: other streams", working, travelling)
 
 
 def main(argv=None) -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser("bench_gpu")
     parser.add_argument("--json", default=None, help="a directory for the results")
-    parser.add_argument("--only", default="halos repartitions collectives mlp convolution")
+    parser.add_argument("--only", default="halos repartitions collectives mlp convolution timeline")
     parser.add_argument("--half-sums", default="float32", help="how sums of bfloat16 are taken: float32, or native as the peers do")
     options = parser.parse_args(argv)
     if options.half_sums != "float32":
@@ -241,7 +346,7 @@ def main(argv=None) -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     hand = Hand()
     parts = {"halos": lambda: halos(hand), "repartitions": lambda: repartitions(hand), "collectives": lambda: collectives(hand),
-             "mlp": mlp, "convolution": convolution}
+             "mlp": mlp, "convolution": convolution, "timeline": timeline}
     for name in options.only.split():
         rows = list(parts[name]())
         if COMM.rank == 0:

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as local
 
 from distdl.bench import cases
+from distdl.bench.table import Result
 
 from .choose import SIZE, choose
 
@@ -27,6 +28,26 @@ def bench_conv(timed, name):
     serial = local.conv2d if len(shape) == 4 else local.conv3d
     x, w, b = cases.leaf(shape), cases.leaf((out, shape[1], *(kernel,) * (len(shape) - 2))), cases.leaf((out,))
     timed(whole(case, lambda: serial(x, w, b, stride, padding), x, w, b))
+
+
+OVERLAPPED = {"2-D": ((1, 64, 256, 256), 3), "2-D, large": ((1, 16, 1024, 1024), 3), "1-D": ((1, 16, 2**17), 9),
+              "3-D": ((1, 8, 48, 48, 48), 3), "small": ((4, 16, 32, 32), 3)}
+
+
+@choose("name", ["2-D", "small"], ["2-D, large", "1-D", "3-D"])
+@choose("both", [True, False])
+def bench_conv_overlap(timed, name, both):
+    """The block convolved while strips travel, against the same with the window first; forward + backward, and forward alone."""
+    shape, k = OVERLAPPED[name]
+    L = cases.dd.Layout(cases.dd.Partition((1, 1, SIZE, *(1,) * (len(shape) - 3))), shape)
+    x, w = cases.leaf(L.local_shape()), cases.leaf((shape[1], shape[1], *(k,) * (len(shape) - 2)), seed=1)
+    serial = (local.conv1d, local.conv2d, local.conv3d)[len(shape) - 3]
+    calls = {"distdl": lambda: cases.F.dist_conv(x, w, L, padding=k // 2, overlap=True),
+             "window first": lambda: cases.F.dist_conv(x, w, L, padding=k // 2, overlap=False),
+             "share": lambda: serial(x, w, padding=k // 2)}
+    what = f"{name}, {cases.size(shape)}, {k} wide, {'forward + backward' if both else 'forward'}"
+    calls = {c: cases.backward(call, x, w) if both else torch.no_grad()(call) for c, call in calls.items()}
+    timed(cases.Case(Result("conv, overlap", what, SIZE, limit="share"), calls))
 
 
 @choose("dtype", [], [torch.bfloat16])

@@ -152,6 +152,9 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
             asks for every rank's block.
         params: "invariant": w and bias are equal on all ranks that use the same block, that is over the batch and spatial
             dims of ``P`` (in the general form the bias also over *in*), and the layer marks them. "varying": each rank's own.
+        overlap: ``True``: convolve this rank's block of x while the halos travel; outputs near its sides then get what they read
+            of the halos added (as sums of two rounded parts, in half precision). ``False``: the halos first. ``None``: overlap
+            large blocks of CUDA tensors that are split in one spatial dim. The same on all ranks.
 
     Returns:
         This rank's block of the result, of layout :func:`conv_layout`: splits stay in dims whose size does, and are balanced
@@ -159,7 +162,9 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
 
     Messages: one halo exchange (from each rank that holds some of the window, 1 message of just that part), and its transpose in
     backward; with ``params="invariant"`` one all-reduce of |w| + |bias| in backward. The general form adds those of
-    :func:`dist_linear`.
+    :func:`dist_linear`. Overlap sends the same ghosts. On a device they travel on a stream of their own, forward and backward; on
+    CPUs MPI moves large messages inside of its calls only, and overlap saves the window's copy. Nothing overlaps under torch.func,
+    where channels are fetched, or on a rank whose every output reads a halo.
 
     y[b,o,p] = bias[o] + Σ_{c,k} w[o,c,k] x[b, c, stride·p - padding + dilation·k]; Hewett & Grady, arXiv:2006.03108, section 4.
 

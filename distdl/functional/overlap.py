@@ -23,8 +23,8 @@ from .. import _torch, maps
 from ..halo import HaloSpec
 from .movement import start, wait
 
-# Bytes of the largest block of x from which on a convolution of CUDA tensors overlaps unless it is told otherwise.
-LARGE = 2**25
+# By kind of device: bytes of the largest block of x from which on a convolution overlaps where it is not told; elsewhere never.
+LARGE = {"cuda": 2**25}
 
 
 def worthwhile(x, spec: HaloSpec) -> bool:
@@ -32,10 +32,10 @@ def worthwhile(x, spec: HaloSpec) -> bool:
 
     Not where strips lie in several dims: each has a gradient of the block's size, and adding these costs more than what overlaps.
     """
-    if not x.is_cuda or len(maps.halo_strips(spec)) != 1:
+    least, layout = LARGE.get(x.device.type), spec.in_layout
+    if least is None or len(maps.halo_strips(spec)) != 1:
         return False
-    layout = spec.in_layout
-    return math.prod(max(layout.sizes(d)) for d in range(layout.ndim)) * x.dtype.itemsize >= LARGE
+    return math.prod(max(layout.sizes(d)) for d in range(layout.ndim)) * x.dtype.itemsize >= least
 
 
 @dataclass(frozen=True)

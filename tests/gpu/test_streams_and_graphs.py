@@ -89,6 +89,70 @@ def test_split_phase_is_on_a_stream_of_its_own():
     same(g, torch.full((1 << 20,), 512.0 * ((r + 1) % n + 1)), "its adjoint")
 
 
+def near(found, wanted, what):
+    """Every rank's result equals the CPU's up to the rounding of long sums."""
+    off = float((found.cpu() - wanted).abs().max() / wanted.abs().max())
+    dd.testing.collective_assert(off < 1e-10, f"{what}: off by {off:.1e} of the largest entry")
+
+
+@pytest.mark.parametrize("grid", ["line", "tiles"])
+def test_overlapped_convolutions(grid):
+    """The strips, and their adjoint in backward, are on the side stream: again and again, so that a race has its chance."""
+    n = dd.world().size
+    P = dd.Partition((1, 1, n, 1)) if grid == "line" or n % 2 else dd.Partition((1, 1, 2, n // 2))
+    L = dd.Layout(P, (1, 4, 256 * n, 512))
+    draw = torch.Generator().manual_seed(3)
+    X, W, G = (torch.randn(s, dtype=torch.float64, generator=draw) for s in (L.shape, (4, 4, 5, 5), L.shape))
+    x, w, g = (t.to(device()) for t in (L.shard(X), W, L.shard(G)))
+    serial = [t.clone().requires_grad_() for t in (X, W)]
+    (torch.nn.functional.conv2d(*serial, padding=2).sin() * G).sum().backward()
+    for _ in range(20):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        y = F.dist_conv(leaves[0], leaves[1], L, padding=2, params="invariant", overlap=True)
+        (y.sin() * g).sum().backward()
+        near(leaves[0].grad, L.shard(serial[0].grad), "x's gradient")
+        near(leaves[1].grad, serial[1].grad, "w's gradient")
+    loss = lambda x, o: (F.dist_conv(x.sin(), w, L, padding=2, overlap=o) ** 3).sum() * (1 + dd.world().rank)
+    near(dd.func.hvp(lambda x: loss(x, True), x, g), dd.func.hvp(lambda x: loss(x, False), x, g).cpu(), "second derivative")
+    found = []
+    for overlap in (True, False):  # by the engine, whose second derivative is on the side stream too
+        leaf = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(loss(leaf, overlap), leaf, create_graph=True)
+        found.append(torch.autograd.grad(slope.square().sum(), leaf)[0])
+    near(found[0], found[1].cpu(), "the engine's second derivative")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_overlapped_convolution_in_a_graph(backward):
+    n = dd.world().size
+    L = dd.Layout(dd.Partition((1, 1, n)), (2, 3, 64 * n))
+    draw = torch.Generator().manual_seed(3)
+    X, w = (torch.randn(s, dtype=torch.float64, generator=draw) for s in (L.shape, (3, 3, 3)))
+    x = L.shard(X)
+    leaf, weight = x.to(device()).requires_grad_(backward), w.to(device())
+
+    def step():
+        y = F.dist_conv(leaf, weight, L, padding=1, overlap=True)
+        return torch.autograd.grad(y.square().sum(), leaf)[0] if backward else y.detach()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    on_host = lambda x: F.dist_conv(x, w, L, padding=1)
+    for scale in (1.0, -2.0):
+        with torch.no_grad():
+            leaf.copy_(x * scale)
+        graph.replay()
+        wanted = torch.func.grad(lambda x: on_host(x).square().sum())(x * scale) if backward else on_host(x * scale)
+        same(found, wanted, "a replayed convolution")
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_graph_capture(backward):
     loss, x = problem()

@@ -191,15 +191,15 @@ def test_modules_and_the_general_form():
 
 
 def test_default():
-    """Large blocks of CUDA tensors that lack something in one dim; the same on all ranks, also where blocks are uneven."""
+    """Large blocks on a device that lack something in one dim; the same on all ranks, also where blocks are uneven."""
     P = dd.Partition((1, 1, dd.world().size, 1))
-    def spec(size, halo=(0, 0, 1, 0)):
-        return dd.HaloSpec(dd.Layout(P, (1, 1, size, 1)), halo, boundary="circular")
 
-    device, size = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16), (inside.LARGE // 2 - 1) * P.size + 1
-    assert inside.worthwhile(device, spec(size)) and not inside.worthwhile(device, spec(size - 1))
-    assert not inside.worthwhile(device, spec(size, (0, 0, 1, 1)))
-    assert not inside.worthwhile(SimpleNamespace(is_cuda=False, dtype=torch.bfloat16), spec(size))
+    def decided(size, halo=(0, 0, 1, 0), device="cuda"):
+        spec = dd.HaloSpec(dd.Layout(P, (1, 1, size, 1)), halo, boundary="circular")
+        return inside.worthwhile(SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16), spec)
+
+    size = (inside.LARGE["cuda"] // 2 - 1) * P.size + 1
+    assert decided(size) and not decided(size - 1) and not decided(size, (0, 0, 1, 1)) and not decided(size, device="cpu")
 
 
 @needs(2)
