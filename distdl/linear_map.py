@@ -347,6 +347,9 @@ def _refuse_older_vmap(op, tensors) -> None:
                           next_step="pull = torch.func.vjp(f, x)[1]; torch.func.vmap(pull)(cotangents), or dd.func.jacrev")
 
 
+for _function in (LinearMap.__call__, UserMap.__call__, apply):
+    _torch.opaque(_function)
+
 _ties: dict = {}  # an empty tensor for each device
 
 

@@ -366,3 +366,7 @@ def wait(pending: _Pending):
         raise ShapeError("this movement was already waited for", op="wait", next_step="keep the result of the first wait")
     A, pending.map = pending.map, None
     return A(pending.x) if pending.moving is None else apply((A,), (pending.x,), pending=pending.moving)[0]
+
+
+for _name in __all__:
+    _torch.opaque(globals()[_name])
