@@ -72,8 +72,8 @@ def expert_parallel(f, x, expert, P, num_experts: int):
         raise ShapeError("one expert for each token is needed", op=op, expected="x (tokens, features), expert (tokens,)",
                          actual=(tuple(x.shape), tuple(expert.shape)))
     if expert.numel() and not 0 <= int(expert.min()) <= int(expert.max()) < num_experts:
-        raise ShapeError("no such expert", op=op, expected=f"0 <= expert < {num_experts}",
-                         actual=(int(expert.min()), int(expert.max())))
+        raise ShapeError("no such expert", op=op, partitions=where, expected=f"0 <= expert < {num_experts}",
+                         actual=(int(expert.min()), int(expert.max())), next_step="experts are counted over all ranks")
     order = torch.argsort(expert, stable=True)
     mine = torch.bincount(expert, minlength=num_experts).tolist()
     reports = world(where.world).all_gather(mine, where.ranks, op)

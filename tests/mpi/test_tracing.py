@@ -93,7 +93,7 @@ def test_raw_operator_is_silent_only_where_nothing_is_differentiated():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler itself looks at it
 def test_compile_breaks_its_graph_at_a_movement():
     """And does not look inside: no warnings, one break."""
-    n, r, P = dd.world().size, dd.world().rank, dd.Partition((dd.world().size,))
+    r, P = dd.world().rank, dd.Partition((dd.world().size,))
 
     def f(x):
         return (F.shift(x.sin(), P, 0).cos() * (r + 1)).sum()
