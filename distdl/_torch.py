@@ -55,6 +55,18 @@ def fast_apply(function):
     return super(torch.autograd.Function, function).apply
 
 
+def opaque(function):
+    """Mark a function at which torch.compile shall break its graph, without a look inside: what torch.compiler.disable does, but
+    without importing the compiler, and without a wrapper."""
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "a movement of distdl"
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):  # newer torch: nor are functions that it calls compiled on their own
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
 def vmap_levels() -> tuple[tuple[int, int], ...]:
     """(level, batch size) of every active vmap, outermost first."""
     stack = _functorch.get_interpreter_stack() or ()

@@ -180,3 +180,6 @@ def outside(op: str, xs, P, ndim=None):
 
 
 __all__ = ["DistdlError", "Report", "block_sizes", "negotiate", "outside", "partition_of", "resolve"]
+
+for _function in (block_sizes, negotiate, resolve):
+    _torch.opaque(_function)

@@ -335,10 +335,6 @@ def run_plain(maps, xs, recorded=False):
     if any(x.layout is not torch.strided or x.is_quantized for x in xs):
         raise ShapeError("only dense tensors can be moved", op=str(first), rank=first.world.rank, expected=torch.strided,
                          actual=[str(x.layout) for x in xs], next_step="x.to_dense(), or move a sparse tensor's parts")
-    if _torch.of_older_vmap(xs[0]):
-        raise DistdlError("torch's older vmap does not know custom Functions", op=str(first), expected="torch.func.vmap",
-                          actual="is_grads_batched=True, or torch.autograd.functional with vectorize=True",
-                          next_step="pull = torch.func.vjp(f, x)[1]; torch.func.vmap(pull)(cotangents), or dd.func.jacrev")
     if type(first) is UserMap:
         return [m.run(x) for m, x in zip(maps, xs)]
     plans = first._plans if len(maps) == 1 else tuple(m.plan for m in maps)
@@ -347,6 +343,17 @@ def run_plain(maps, xs, recorded=False):
         transport = _transport.observer.movement(first.world.host, transport, maps, xs, recorded)
     return exchange.run(plans, xs, transport)
 
+
+def _refuse_older_vmap(op, tensors) -> None:
+    """torch's vmap from before torch.func, which autograd.grad still offers, gives a Function's rules tensors without memory."""
+    if any(t is not None and _torch.of_older_vmap(t) for t in tensors):
+        raise DistdlError("torch's older vmap does not know custom Functions", op=str(op), expected="torch.func.vmap",
+                          actual="is_grads_batched=True, or torch.autograd.functional with vectorize=True",
+                          next_step="pull = torch.func.vjp(f, x)[1]; torch.func.vmap(pull)(cotangents), or dd.func.jacrev")
+
+
+for _function in (LinearMap.__call__, UserMap.__call__, apply):
+    _torch.opaque(_function)
 
 _ties: dict = {}  # an empty tensor for each device
 
@@ -382,6 +389,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         smooth = ctx.smooth
+        _refuse_older_vmap(ctx.maps[0], grads)
         ties: tuple = ()
         if _grad_enabled() or _transforms_active() or _forward_mode_active():  # further derivatives may be taken
             ties = (_torch.unwrap_if_dead(ctx.saved_tensors[0]), grads[-1])
@@ -393,6 +401,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, _maps, _pending, _n, *tangents):
+        _refuse_older_vmap(ctx.maps[0], tangents)
         s = _torch.unwrap_if_dead(ctx.saved_tensors[0])
         ties = (s, *tangents[ctx.n :])
         *found, tie = apply([ctx.maps[i] for i in ctx.smooth], [tangents[i] for i in ctx.smooth], ties)

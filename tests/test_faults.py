@@ -80,16 +80,32 @@ FAULTS = {  # what rank 1 does while the others wait for it, and how the last li
         else: F.shift(x, P, 0)
         """, "ValueError: broken"),
     "memory": ("if rank == 1: now(); torch.empty(2**56)\nF.shift(x, P, 0)", "bytes"),
+    "class": ("""
+        now()
+        L, target = dd.Layout(dd.Partition((size, 1)), (2 * size, 3)), torch.tensor([0, 7 if rank == 1 else 0])
+        F.dist_cross_entropy(torch.zeros(2, 3), target, L)
+        """, "got 7; partitions"),
+    "index": ("""
+        now()
+        F.dist_embedding(torch.tensor([99 if rank == 1 else 0]), torch.zeros(3, 2), dd.Partition((size, 1, 1)))
+        F.shift(x, P, 0)
+        """, "expected 0 <= index < 3, got 99"),
     "sys.exit": ("if rank == 1: now(); sys.exit('enough')\nF.shift(x, P, 0)", "enough"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["backward", "at exit", *(pytest.param(w, marks=pytest.mark.slow)
-                                                            for w in ("forward", "memory", "sys.exit"))])  # fmt: skip
+@pytest.mark.parametrize("where", [w if w in ("backward", "at exit") else pytest.param(w, marks=pytest.mark.slow) for w in FAULTS])
 def test_exception_on_one_rank(job, where):
     body, last = FAULTS[where]
     code, lines = job(body, 3 if where == "backward" else 2)
     assert code == 1 and lines[-1].startswith("[rank 1] ") and last in lines[-1], lines[-8:]
+
+
+@pytest.mark.slow
+def test_a_sum_of_different_sizes(job):
+    """MPI says that a message was cut off; the library says what to look for."""
+    code, lines = job("now()\nF.all_sum_reduce(torch.zeros(3 + rank), P)")
+    assert code == 1 and any("TransportError: all_reduce" in line and "same shape and dtype" in line for line in lines), lines[-8:]
 
 
 def test_killed_rank(job):

@@ -74,9 +74,8 @@ def expert_parallel(f, x, expert, P, num_experts: int):
                          actual=(tuple(x.shape), tuple(expert.shape)), partitions=where,
                          next_step="flatten x to one row for each token, and give one expert's number for each row")
     if expert.numel() and not 0 <= int(expert.min()) <= int(expert.max()) < num_experts:
-        raise ShapeError("no such expert", op=op, expected=f"0 <= expert < {num_experts}",
-                         actual=(int(expert.min()), int(expert.max())), partitions=where,
-                         next_step="number the experts of all ranks from 0")
+        raise ShapeError("no such expert", op=op, partitions=where, expected=f"0 <= expert < {num_experts}",
+                         actual=(int(expert.min()), int(expert.max())), next_step="experts are counted over all ranks, from 0")
     order = torch.argsort(expert, stable=True)
     mine = torch.bincount(expert, minlength=num_experts).tolist()
     reports = world(where.world).all_gather(mine, where.ranks, op)

@@ -139,7 +139,7 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
         if not _torch.transforms_active() and target.device.type == "cpu" and bool((valid & ~known).any()):
             raise ShapeError("a target is no class", op=op, partitions=P, actual=target[valid & ~known][0].item(),
                              expected=f"0 <= target < {classes}, or ignore_index = {ignore_index}",
-                             next_step="use global class numbers, counted over all ranks' classes")
+                             next_step="class indices are global; give what shall not count the ignore_index")
         spoil = torch.where(known | ~valid, 1.0, math.nan)  # a factor, so that derivatives are NaN too
         losses = torch.where(valid, (scale * log_sum - dot) * spoil.to(dot.dtype), 0)
         count = torch.where(valid, share, 0).sum()

@@ -391,3 +391,7 @@ def wait(pending: _Pending):
         with moving.joining():
             ys = apply(maps, pending.xs, pending=moving)[: len(maps)]
     return ys if several else ys[0]
+
+
+for _name in __all__:
+    _torch.opaque(globals()[_name])

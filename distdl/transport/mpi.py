@@ -117,7 +117,7 @@ class MpiTransport:
                 raise TransportError(
                     "a message has another length than planned", op="exchange", rank=self.rank,
                     expected=f"{nbytes} bytes from rank {peer}", actual=f"{status.Get_count(MPI.BYTE)} bytes",
-                    next_step="give every rank the same layouts and dtype")
+                    next_step="give every rank the same layouts and dtype; where blocks differ in size, pass a Layout")
 
     def _note_missing(self, incoming, statuses, receives, board):
         """Wait for all messages, while ``board.missing`` tells who has not sent yet."""
@@ -163,7 +163,13 @@ class MpiTransport:
                 return MPI.buffer.fromaddress(address + first, size)
 
             mine = MPI.IN_PLACE if source == target else (memory(source), n, mpi_type)
-            comm.Allreduce(mine, (memory(target), n, mpi_type), operation)
+            try:
+                comm.Allreduce(mine, (memory(target), n, mpi_type), operation)
+            except MPI.Exception as error:
+                raise TransportError(
+                    f"MPI failed: {error}", op=kind, rank=self.rank, expected=f"{count} numbers of {dtype} from each of ranks "
+                    f"{ranks}", actual="an error", next_step="give every rank a tensor of the same shape and dtype; dd.checking() "
+                    "says which one differs") from error
 
     def all_gather(self, data, ranks):
         comm = self.group(ranks)

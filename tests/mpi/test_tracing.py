@@ -88,3 +88,23 @@ def test_raw_operator_is_silent_only_where_nothing_is_differentiated():
     move = raw()
     with torch.no_grad():
         move(torch.ones(2, requires_grad=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler itself looks at it
+def test_compile_breaks_its_graph_at_a_movement():
+    """And does not look inside: no warnings, one break."""
+    r, P = dd.world().rank, dd.Partition((dd.world().size,))
+
+    def f(x):
+        return (F.shift(x.sin(), P, 0).cos() * (r + 1)).sum()
+
+    x = torch.arange(3.0, dtype=torch.float64) + r
+    seen = []
+    compiled = torch.compile(f, backend=lambda graph, _: seen.append(graph) or graph.forward)
+    one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    compiled(one).backward()
+    f(other).backward()
+    assert torch.equal(one.grad, other.grad)
+    assert torch.equal(compiled(x), f(x)) and len(seen) >= 2
+    with pytest.raises(Exception, match="a movement of distdl"):
+        torch.compile(lambda x: F.shift(x.sin(), P, 0), backend="eager", fullgraph=True)(x)
