@@ -325,8 +325,10 @@ def test_own_pair_and_its_faults():
     assert torch.equal(vmap(A)(torch.stack([x, x])), torch.stack([2 * x, 2 * x]))
     assert vmap(A)(torch.empty(0, 3)).shape == (0, 3)
     assert torch.equal(vmap(vmap(A))(torch.ones(2, 2, 3)), 2 * torch.ones(2, 2, 3))
-    with pytest.raises(ShapeError, match="wrong shape"):
+    with pytest.raises(ShapeError, match=r"wrong shape.*each rank alone"):
         A(torch.ones(4))
+    with pytest.raises(ShapeError, match=r"wrong shape.*ranks \(0, 2\)"):
+        dd.linear_map(double, double, (3,), (3,), ranks=(2, 0))(torch.ones(4))
     with pytest.raises(ShapeError, match="returned another shape"):
         dd.linear_map(lambda x: x[:2], double, (3,), (3,))(x)
     same = dd.linear_map(lambda x: x, lambda x: x, (3,), (3,))
