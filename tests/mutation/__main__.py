@@ -35,6 +35,8 @@ MODULES = ("partition", "plan", "linear_map", "exchange", "maps")
 PACKAGE = HERE.parents[1] / "distdl"
 LIMIT = 20  # seconds of processor time until a mutant counts as one that never ends
 loaded = (hypothesis, numpy, pytest, proxy_tensor)
+torch.func.vmap(torch.func.jacfwd(torch.func.grad(torch.sin)))(torch.ones(2))  # what torch loads on first use
+proxy_tensor.make_fx(torch.sin)(torch.ones(2))
 
 
 class Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -17,7 +17,7 @@ FIRST = {"partition": ["test_partition"], "plan": ["test_plan"], "linear_map": [
 SKIP = {"test_digest_is_equal_in_every_process", "test_planning_4096_ranks", "test_many_ranks_are_quick", "test_repartition",
         "test_transpose_is_the_matrix_transpose", "test_transpose_of_halos_is_the_matrix_transpose",
         "test_blocks_cover_exactly_once", "test_balanced", "test_many_of_every_cell", "test_a_few_of_every_cell",
-        "test_random_movement", "test_random_movement_by_collectives"}  # fmt: skip
+        "test_random_movement", "test_random_movement_by_collectives", "test_one_rank_alone_is_nonlinear"}  # fmt: skip
 ONE_RANK = ["value", "split_phase", "inputs", "dtypes", "tracing"]  # of tests/mpi, as a world of one rank
 
 
@@ -110,6 +110,8 @@ def run(module):
         if name not in FIRST[module]:
             run_module(name)
     fuzz([1, 2])
+    if module == "linear_map":
+        importlib.import_module("test_forked").test_one_rank_alone_is_nonlinear(0)
     for name in ONE_RANK:
         run_module(f"test_{name}")
     one_process = importlib.import_module("test_one_process")
