@@ -19,10 +19,10 @@ from functools import cached_property
 
 import torch
 
-from . import _torch, exchange
-from . import transport as _transport
+from . import _torch, run
 from .errors import AgreementError, PartitionError, ShapeError
 from .plan import Plan
+from .ties import nothing
 from .world import world
 
 
@@ -289,20 +289,27 @@ def maps_of(A) -> tuple:
 def apply(maps, xs, ties=(), pending=None):
     """Apply ``maps[i]`` to ``xs[i]`` as one movement; the only way in to the Function. Returns the list of results.
 
-    All maps are of one kind over the same ranks. With ``ties`` the list ends with the new tie.
+    All maps are of one kind over the same ranks. With ``ties`` the list ends with the new tie, or ``None``: it is a constant.
     """
     if _transforms_active():
         xs = _agree_on_batches(maps, xs, ties)
-        vmap = _torch.innermost_vmap()
-        if vmap is not None:
-            return _apply_under_vmap(vmap, maps, xs, ties, pending)
-        ys = _Apply.apply(maps, pending, len(xs), *xs, *ties)
-    elif _forward_mode_active() or (_grad_enabled() and _require_grad(xs, ties)):
-        ys = _fast_apply(maps, pending, len(xs), *xs, *ties)
-    else:
-        ys = _run(maps, xs, pending)
-        return [*ys, None] if ties else ys
-    return ys if ties else ys[:-1]
+    ys, s = _apply(maps, pending, xs, ties, bool(ties))
+    return [*ys, s] if ties else ys
+
+
+def _apply(maps, pending, xs, ties, tied):
+    """(results, tie): one transform after the other, the innermost first, then the movement itself.
+
+    ``tied``: somebody will look at the tie. ``None`` stands for a constant one.
+    """
+    if _transforms_active():
+        transform = _torch.Transform()
+        rule = _differentiated if transform.batch_size is None else _batched
+        return rule(transform, maps, pending, xs, ties, tied)
+    if (_grad_enabled() and _require_grad(xs, ties)) or (_forward_mode_active() and _have_tangents(xs, ties)):
+        *ys, s = _record((maps, pending, len(xs)), *xs, *ties)
+        return ys, s
+    return _run(maps, xs, pending), None
 
 
 _transforms_active, _grad_enabled = _torch.transforms_active, torch.is_grad_enabled
@@ -317,23 +324,17 @@ def _require_grad(*groups) -> bool:
     return False
 
 
+def _have_tangents(*groups) -> bool:
+    return any(_torch.has_tangent(t) for tensors in groups for t in tensors)
+
+
 def _run(maps, xs, pending=None, recorded=False):
     """The movement itself, on plain tensors; ``recorded``: a graph holds its adjoint."""
     if pending is not None:
         return pending.finish()
-    return traced_move(maps, xs) if _dispatch_modes() else run_plain(maps, xs, recorded)
-
-
-def run_plain(maps, xs, recorded=False):
-    """Move plain tensors, outside any trace."""
-    first = maps[0]
-    if type(first) is UserMap:
+    if type(maps[0]) is UserMap:
         return [m.run(x) for m, x in zip(maps, xs)]
-    plans = first._plans if len(maps) == 1 else tuple(m.plan for m in maps)
-    transport = first.world.transport(xs[0], first.plan.ranks)
-    if _transport.observer is not None:
-        transport = _transport.observer.movement(first.world.host, transport, maps, xs, recorded)
-    return exchange.run(plans, xs, transport)
+    return run.traced(maps, xs) if _dispatch_modes() else run.plain(maps, xs, recorded)
 
 
 _ties: dict = {}  # an empty tensor for each device
@@ -350,76 +351,111 @@ def _new_tie(x):
 
 
 class _Apply(torch.autograd.Function):
-    """(y_1, ..., y_n, s) = (A_1 x_1, ..., A_n x_n, an empty tie), given x_1 ... x_n and any number of ties."""
+    """(y_1, ..., y_n, s) = (A_1 x_1, ..., A_n x_n, an empty tie), given x_1 ... x_n and any number of ties.
+
+    ``call``: (the maps, a movement under way or ``None``, n). Under torch.func one such node stands for one grad or jvp, and its
+    forward goes on with what its tensors wrap: torch's own way from transform to transform costs many times a small movement.
+    """
 
     @staticmethod
-    def forward(maps, pending, n, *args):
+    def forward(call, *args):
+        maps, pending, n = call
         xs = args[:n]
+        if _transforms_active():
+            return _further_out(_torch.Transform(), maps, pending, xs, args[n:], True)
         return (*_run(maps, xs, pending, True), _new_tie(xs[0]))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.maps, n = inputs[0], inputs[2]
-        ctx.n, ctx.ties = n, len(inputs) - 3 - n
-        # Integer tensors have no derivative, on any rank; the rules then move the others only.
-        ctx.smooth = [i for i in range(n) if inputs[3 + i].is_floating_point() or inputs[3 + i].is_complex()]
+        ctx.maps, _, n = inputs[0]
+        ctx.ties = len(inputs) - 1 - n
+        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[1 : n + 1]]
+        ctx.set_materialize_grads(False)  # the tie's own would be made every time, for nothing
         ctx.save_for_backward(output[n])
-        if _transforms_active() or _forward_mode_active():
+        if _forward_mode_active():
             ctx.save_for_forward(output[n])
 
     @staticmethod
     def backward(ctx, *grads):
-        smooth = ctx.smooth
+        smooth, maps, gs = _smooth(ctx, grads, adjoint=True)
         ties: tuple = ()
         if _grad_enabled() or _transforms_active() or _forward_mode_active():  # further derivatives may be taken
-            ties = (_torch.unwrap_if_dead(ctx.saved_tensors[0]), grads[-1])
-        found = apply([ctx.maps[i].T for i in smooth], [grads[i] for i in smooth], ties)
-        x_grads = [None] * ctx.n
-        for i, g in zip(smooth, found):
-            x_grads[i] = g
-        return (None, None, None, *x_grads, *(found[-1] if ties else None,) * ctx.ties)
+            ties = (_torch.unwrap_if_dead(ctx.saved_tensors[0]), *(t for t in grads[-1:] if t is not None))
+        found = apply(maps, gs, ties)
+        return (None, *_placed(ctx, smooth, found), *(found[-1] if ties else None,) * ctx.ties)
 
     @staticmethod
-    def jvp(ctx, _maps, _pending, _n, *tangents):
+    def jvp(ctx, _call, *tangents):
+        smooth, maps, ts = _smooth(ctx, tangents)
         s = _torch.unwrap_if_dead(ctx.saved_tensors[0])
-        ties = [t for t in tangents[ctx.n :] if t is not None]
-        *found, tie = apply([ctx.maps[i] for i in ctx.smooth], [tangents[i] for i in ctx.smooth], (s, *ties))
-        y_tangents = [None] * ctx.n
-        for i, t in zip(ctx.smooth, found):
-            y_tangents[i] = t
-        return (*y_tangents, s.detach() if tie is None else tie)
-
-    @staticmethod
-    def vmap(info, in_dims, maps, pending, n, *args):
-        size = info.batch_size
-        xs, ties = _with_batch(size, args, in_dims[3:], n)
-        *ys, s = apply(maps, xs, ties or (_new_tie(xs[0]),))
-        # s is batched too: a rank whose cotangent is a constant then still runs this rule, as its peers do.
-        return (*ys, (_new_tie(xs[0]) if s is None else s).expand(size, 0)), (0,) * (n + 1)
+        *found, tie = apply(maps, ts, (s, *(t for t in tangents[len(ctx.maps) :] if t is not None)))
+        return (*_placed(ctx, smooth, found), s.detach() if tie is None else tie)
 
 
-def _with_batch(size, args, dims, n):
-    """Operands with the batch as their first axis, and one tie of each batch of ties: the batch is one more axis of the plan."""
-    xs = [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(args[:n], dims)]
-    return xs, [t if d is None else t.select(d, 0) for t, d in zip(args[n:], dims[n:])]
+def _smooth(ctx, given, adjoint=False):
+    """(places, maps, operands) of the floating and complex tensors among a call's cotangents or tangents, zeros for missing ones.
+
+    Integer tensors have no derivative, on any rank; the rules move the others only.
+    """
+    smooth = [i for i, (_, dtype, _) in enumerate(ctx.like) if dtype.is_floating_point or dtype.is_complex]
+    maps = [ctx.maps[i].T if adjoint else ctx.maps[i] for i in smooth]
+    operands = [_zeros(m, ctx.maps[i], *ctx.like[i]) if given[i] is None else given[i] for i, m in zip(smooth, maps)]
+    return smooth, maps, operands
 
 
-def _apply_under_vmap(vmap, maps, xs, ties, pending):
-    """The vmap rule where vmap is the innermost transform: torch's general way to it costs many times a small movement."""
-    level, size, n = vmap.level(), vmap.batch_size(), len(xs)
-    args, dims = zip(*(_torch.unwrap_batched(t, level) for t in (*xs, *ties)))
+def _zeros(A, applied, shape, dtype, device):
+    """A zero operand of ``A``, beside an operand of ``applied`` (A or its adjoint) of this shape."""
+    lead = shape[: len(shape) - len(applied.in_shape)]
+    return torch.zeros((*lead, *A.in_shape), dtype=dtype, device=device)
+
+
+def _placed(ctx, smooth, found):
+    """Results of :func:`_smooth`'s operands, one for each of the call's tensors."""
+    if len(smooth) == len(ctx.maps):
+        return found[: len(smooth)]
+    results = [None] * len(ctx.maps)
+    for i, y in zip(smooth, found):
+        results[i] = y
+    return results
+
+
+_record = _torch.fast_apply(_Apply)
+
+
+def _differentiated(transform, maps, pending, xs, ties, tied):
+    """grad, vjp and jvp: a node of this transform, if it follows any operand."""
+    xs, ties = [transform.lift(t) for t in xs], [transform.lift(t) for t in ties]
+    if transform.differentiates((*xs, *ties)):
+        *ys, s = transform.record(_record, (maps, pending, len(xs)), *xs, *ties)
+    else:
+        *ys, s = _further_out(transform, maps, pending, xs, ties, tied)
+    return ys, s
+
+
+def _further_out(transform, maps, pending, xs, ties, tied):
+    """(*results, tie): the call outside of a grad, vjp or jvp, on what its tensors wrap."""
+    inner = [transform.unwrap(t) for t in xs]
+    with transform.outside():
+        ys, s = _apply(maps, pending, inner, [transform.unwrap(t) for t in ties], tied)
+        if s is None and tied:
+            s = _new_tie(inner[0])
+    return (*(transform.wrap(y) for y in ys), s if s is None else transform.wrap(s))
+
+
+def _batched(transform, maps, pending, xs, ties, tied):
+    """vmap: the batch is the first axis of every operand, and one more axis of the plan."""
+    size, n = transform.batch_size, len(xs)
+    args, dims = zip(*(transform.unbatch(t) for t in (*xs, *ties)))
     batched = any(d is not None for d in dims)
-    with vmap.lower():
-        given = _with_batch(size, args, dims, n) if batched else (args[:n], args[n:], pending)
-        ys = apply(maps, *given)
-        if ties:
-            ys = [*ys[:-1], (_new_tie(args[0]) if ys[-1] is None else ys[-1])]
-            if batched:
-                ys[-1] = ys[-1].expand(size, 0)
-    return [_torch.add_batch_dim(y, 0, level) for y in ys] if batched else ys
-
-
-_fast_apply = _torch.fast_apply(_Apply)
+    if batched:
+        args = (*(x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(args[:n], dims)),
+                *(t if d is None else t.select(d, 0) for t, d in zip(args[n:], dims[n:])))  # fmt: skip
+    with transform.outside():
+        ys, s = _apply(maps, pending, args[:n], args[n:], tied)
+        if batched and tied:
+            # s is batched too: a rank whose cotangent is a constant then still runs this rule, as its peers do.
+            s = (_new_tie(args[0]) if s is None else s).expand(size, 0)
+    return ([transform.batch(y) for y in ys], s if s is None else transform.batch(s)) if batched else (ys, s)
 
 
 def _agree_on_batches(maps, xs, ties):
@@ -444,98 +480,3 @@ def _agree_on_batches(maps, xs, ties):
             mask = _torch.batch_mask(level, size)
             xs = [torch.where(mask, x, x) for x in xs]
     return xs
-
-
-# ---------------------------------------------------------------- dependence without a value
-
-
-def _flat(t):
-    """``t`` in one dim; not ``reshape(-1)``, which cannot tell the size inside a vmap over nothing."""
-    return t.reshape(t.numel())
-
-
-def _hooks(tensors):
-    """Empty views of the differentiable ones among ``tensors``, of two dims: torch.cat's gradient for an empty tensor of one dim is
-    a constant, which would cut it off in the second derivative."""
-    for t in tensors:
-        if t.is_complex():
-            t = torch.view_as_real(t.resolve_conj())
-        if t.is_floating_point():
-            yield _flat(t)[:0].unsqueeze(1)
-
-
-def nothing(shape, *tensors, dtype=None):
-    """A tensor without elements that depends on ``tensors``: a placeholder that stays part of the graph.
-
-    Args:
-        shape: its shape; one size at least must be 0. ``F.nothing((0,), y).sum()`` is a rank's connected zero loss.
-        tensors: what it depends on; the first gives dtype and device.
-        dtype: another dtype.
-
-    Raises:
-        ShapeError: the shape has elements.
-    """
-    if 0 not in shape:
-        raise ShapeError("this shape has elements", op="nothing", expected="a size 0", actual=tuple(shape))
-    empty = _flat(tensors[0])[:0]
-    if len(tensors) > 1:
-        empty = tie(empty, *tensors[1:])
-    return (empty if dtype is None else empty.to(dtype)).reshape(shape)
-
-
-def tie(value, *tensors):
-    """``value``, made to depend on ``tensors`` without changing, not even where they hold NaN.
-
-    For outputs that this rank, or only some ranks, do not use: the peers of an operator whose output is dropped wait for a
-    backward that never comes. ``F.tie(loss, unused)`` makes it come, with cotangent zero.
-    """
-    hooks = [h.to(value.dtype) for h in _hooks(tensors)]
-    return torch.cat([_flat(value).unsqueeze(1), *hooks]).reshape(value.shape) if hooks else value
-
-
-# ---------------------------------------------------------------- the movement as a torch operator, for tracing
-
-_library = torch.library.Library("distdl", "DEF")
-_library.define("move(Tensor[] xs, str movement) -> Tensor[]")
-_traced: dict[str, tuple] = {}
-
-
-def traced_move(maps, xs):
-    """The movement as the operator ``distdl::move``, which make_fx and linearize record."""
-    if isinstance(maps[0], UserMap):
-        return [m.run(x) for m, x in zip(maps, xs)]
-    name = "; ".join(f"{m} {m.plan.digest}" for m in maps)
-    _traced[name] = tuple(maps)
-    observer = _transport.observer
-    if observer is None:
-        return torch.ops.distdl.move(list(xs), name)
-    before, observer.tracing = observer.tracing, True
-    try:
-        return torch.ops.distdl.move(list(xs), name)
-    finally:
-        observer.tracing = before
-
-
-def _move_real(xs, movement):
-    return run_plain(_traced[movement], xs)
-
-
-def _move_fake(xs, movement):
-    maps = _traced[movement]
-    return [x.new_empty((*x.shape[: x.dim() - len(m.in_shape)], *m.out_shape)) for m, x in zip(maps, xs)]
-
-
-def _move_autograd(xs, movement):
-    # Alone the operator would have gradient zero and tangent zero, silently: only the Function above may call it.
-    if (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or any(_torch.has_tangent(x) for x in xs):
-        raise AgreementError("distdl::move has no derivative of its own", op="move", actual=movement,
-                             next_step="call the map (or the function in distdl.functional) instead")
-    with _torch.below_autograd():
-        return torch.ops.distdl.move(xs, movement)
-
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("move", _move_real, _key)
-_library.impl("move", _move_autograd, "Autograd")
-torch.library.register_fake("distdl::move", _move_fake, lib=_library)
-torch.fx.node.has_side_effect(torch.ops.distdl.move.default)  # its messages count, also where its output is not used

@@ -10,8 +10,8 @@ import torch.nn.functional as tf
 from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
-from ..linear_map import nothing
 from ..partition import Layout, balanced
+from ..ties import nothing
 from .linear import bias_once, check_layouts, collect, spread
 from .params import replicated
 from .window import MODES, tuple_of, window_spec, windowed, with_layout

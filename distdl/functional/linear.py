@@ -6,8 +6,8 @@ import torch
 
 from ..agree import partition_of
 from ..errors import PartitionError, ShapeError
-from ..linear_map import nothing, tie
 from ..partition import Layout
+from ..ties import nothing, tie
 from .movement import all_gather, all_sum_reduce, broadcast, invariant_sum, mark_varying, reduce_scatter, sum_reduce
 from .params import replicated
 

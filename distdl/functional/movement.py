@@ -15,8 +15,9 @@ from .. import transport as _transport
 from ..agree import negotiate, outside, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
-from ..linear_map import UserMap, apply, maps_of, nothing, tie
+from ..linear_map import UserMap, apply, maps_of
 from ..partition import Layout, Partition
+from ..ties import nothing, tie
 from ..world import world
 
 __all__ = [

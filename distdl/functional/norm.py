@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from .. import maps
 from ..agree import partition_of, resolve
 from ..errors import PartitionError, ShapeError
-from ..linear_map import nothing
+from ..ties import nothing
 from .movement import all_sum_reduce
 from .params import replicated
 from .reduce import check_block, one_each, wide

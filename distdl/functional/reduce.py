@@ -18,8 +18,8 @@ import torch
 
 from ..agree import partition_of, resolve
 from ..errors import PartitionError, ShapeError
-from ..linear_map import nothing
 from ..partition import Layout
+from ..ties import nothing
 from .movement import all_gather, invariant_sum, mark_varying
 
 __all__ = [

@@ -9,7 +9,7 @@ import torch
 from ..agree import outside, partition_of, resolve
 from ..errors import PartitionError
 from ..halo import HaloSpec
-from ..linear_map import nothing
+from ..ties import nothing
 from .movement import halo_exchange
 
 MODES = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
