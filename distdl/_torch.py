@@ -55,6 +55,12 @@ def fast_apply(function):
     return super(torch.autograd.Function, function).apply
 
 
+def output_like(ctx, i: int):
+    """(shape, dtype, device) of output ``i`` of the call of a Function, in its backward."""
+    like = ctx._input_metadata[i]
+    return like.shape, like.dtype, like.device
+
+
 def vmap_levels() -> tuple[tuple[int, int], ...]:
     """(level, batch size) of every active vmap, outermost first."""
     stack = _functorch.get_interpreter_stack() or ()

@@ -307,7 +307,7 @@ def _apply(maps, pending, xs, ties, tied):
         rule = _differentiated if transform.batch_size is None else _batched
         return rule(transform, maps, pending, xs, ties, tied)
     if (_grad_enabled() and _require_grad(xs, ties)) or (_forward_mode_active() and _have_tangents(xs, ties)):
-        *ys, s = _record((maps, pending, len(xs)), *xs, *ties)
+        *ys, s = _record((maps, pending), *xs, *ties)
         return ys, s
     return _run(maps, xs, pending), None
 
@@ -353,70 +353,63 @@ def _new_tie(x):
 class _Apply(torch.autograd.Function):
     """(y_1, ..., y_n, s) = (A_1 x_1, ..., A_n x_n, an empty tie), given x_1 ... x_n and any number of ties.
 
-    ``call``: (the maps, a movement under way or ``None``, n). Under torch.func one such node stands for one grad or jvp, and its
+    ``call``: (the maps, a movement under way or ``None``). Under torch.func one such node stands for one grad or jvp, and its
     forward goes on with what its tensors wrap: torch's own way from transform to transform costs many times a small movement.
     """
 
     @staticmethod
-    def forward(call, *args):
-        maps, pending, n = call
+    def forward(ctx, call, *args):
+        ctx.maps, pending = maps, _ = call
+        n = len(maps)
         xs = args[:n]
         if _transforms_active():
-            return _further_out(_torch.Transform(), maps, pending, xs, args[n:], True)
-        return (*_run(maps, xs, pending, True), _new_tie(xs[0]))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.maps, _, n = inputs[0]
-        ctx.ties = len(inputs) - 1 - n
-        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs[1 : n + 1]]
+            *ys, s = _further_out(_torch.Transform(), maps, pending, xs, args[n:], True)
+        else:
+            ys, s = _run(maps, xs, pending, True), _new_tie(xs[0])
         ctx.set_materialize_grads(False)  # the tie's own would be made every time, for nothing
-        ctx.save_for_backward(output[n])
+        ctx.save_for_backward(s)
         if _forward_mode_active():
-            ctx.save_for_forward(output[n])
+            ctx.save_for_forward(s)
+            ctx.like = [(x.shape, x.dtype, x.device) for x in xs]
+        return (*ys, s)
 
     @staticmethod
     def backward(ctx, *grads):
-        smooth, maps, gs = _smooth(ctx, grads, adjoint=True)
+        maps, gs, places = _operands([A.T for A in ctx.maps], grads, lambda i: _torch.output_like(ctx, i))
         ties: tuple = ()
         if _grad_enabled() or _transforms_active() or _forward_mode_active():  # further derivatives may be taken
             ties = (_torch.unwrap_if_dead(ctx.saved_tensors[0]), *(t for t in grads[-1:] if t is not None))
         found = apply(maps, gs, ties)
-        return (None, *_placed(ctx, smooth, found), *(found[-1] if ties else None,) * ctx.ties)
+        tie = found.pop() if ties else None
+        return (None, *_placed(found, places, ctx.maps), *(tie,) * (len(ctx.needs_input_grad) - 1 - len(ctx.maps)))
 
     @staticmethod
     def jvp(ctx, _call, *tangents):
-        smooth, maps, ts = _smooth(ctx, tangents)
+        maps, ts, places = _operands(ctx.maps, tangents, ctx.like.__getitem__)
         s = _torch.unwrap_if_dead(ctx.saved_tensors[0])
         *found, tie = apply(maps, ts, (s, *(t for t in tangents[len(ctx.maps) :] if t is not None)))
-        return (*_placed(ctx, smooth, found), s.detach() if tie is None else tie)
+        return (*_placed(found, places, ctx.maps), s.detach() if tie is None else tie)
 
 
-def _smooth(ctx, given, adjoint=False):
-    """(places, maps, operands) of the floating and complex tensors among a call's cotangents or tangents, zeros for missing ones.
-
-    Integer tensors have no derivative, on any rank; the rules move the others only.
-    """
-    smooth = [i for i, (_, dtype, _) in enumerate(ctx.like) if dtype.is_floating_point or dtype.is_complex]
-    maps = [ctx.maps[i].T if adjoint else ctx.maps[i] for i in smooth]
-    operands = [_zeros(m, ctx.maps[i], *ctx.like[i]) if given[i] is None else given[i] for i, m in zip(smooth, maps)]
-    return smooth, maps, operands
-
-
-def _zeros(A, applied, shape, dtype, device):
-    """A zero operand of ``A``, beside an operand of ``applied`` (A or its adjoint) of this shape."""
-    lead = shape[: len(shape) - len(applied.in_shape)]
-    return torch.zeros((*lead, *A.in_shape), dtype=dtype, device=device)
+def _operands(maps, given, like):
+    """(maps, operands, their places): of a call's cotangents or tangents those that have derivatives. Integers have none, on any
+    rank; a missing one is zero, of the shape, dtype and device ``like(i)``."""
+    if len(maps) == 1 and given[0] is not None:
+        return maps, given[:1], None
+    operands = {}
+    for i in range(len(maps)):
+        shape, dtype, device = like(i)
+        if dtype.is_floating_point or dtype.is_complex:
+            operands[i] = torch.zeros(shape, dtype=dtype, device=device) if given[i] is None else given[i]
+    return [maps[i] for i in operands], list(operands.values()), tuple(operands)
 
 
-def _placed(ctx, smooth, found):
-    """Results of :func:`_smooth`'s operands, one for each of the call's tensors."""
-    if len(smooth) == len(ctx.maps):
-        return found[: len(smooth)]
-    results = [None] * len(ctx.maps)
-    for i, y in zip(smooth, found):
-        results[i] = y
-    return results
+def _placed(found, places, maps):
+    """The results of :func:`_operands`, one for each map of the call."""
+    if places is None or len(places) == len(maps):
+        return found
+    results = dict(zip(places, found))
+    return [results.get(i) for i in range(len(maps))]
 
 
 _record = _torch.fast_apply(_Apply)
@@ -426,7 +419,7 @@ def _differentiated(transform, maps, pending, xs, ties, tied):
     """grad, vjp and jvp: a node of this transform, if it follows any operand."""
     xs, ties = [transform.lift(t) for t in xs], [transform.lift(t) for t in ties]
     if transform.differentiates((*xs, *ties)):
-        *ys, s = transform.record(_record, (maps, pending, len(xs)), *xs, *ties)
+        *ys, s = transform.record(_record, (maps, pending), *xs, *ties)
     else:
         *ys, s = _further_out(transform, maps, pending, xs, ties, tied)
     return ys, s
