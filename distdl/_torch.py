@@ -9,6 +9,7 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+_Kind = _functorch.TransformType
 # True while any torch.func transform (grad, vjp, jvp, vmap, ...) is being evaluated.
 transforms_active = torch._C._are_functorch_transforms_active
 # Number of active __torch_dispatch__ modes (make_fx, FakeTensorMode, ...): then even plain calls must be torch operators.
@@ -55,17 +56,22 @@ def fast_apply(function):
     return super(torch.autograd.Function, function).apply
 
 
-def output_like(ctx, i: int):
-    """(shape, dtype, device) of output ``i`` of the call of a Function, in its backward."""
-    like = ctx._input_metadata[i]
-    return like.shape, like.dtype, like.device
-
-
 def vmap_levels() -> tuple[tuple[int, int], ...]:
     """(level, batch size) of every active vmap, outermost first."""
-    stack = _functorch.get_interpreter_stack() or ()
-    kind = _functorch.TransformType.Vmap
-    return tuple((i.level(), _functorch.CVmapInterpreterPtr(i).batchSize()) for i in stack if i.key() == kind)
+    alone = _functorch.get_dynamic_layer_stack_depth() == 1  # the whole stack takes long to build
+    stack = (_functorch.peek_interpreter_stack(),) if alone else _functorch.get_interpreter_stack() or ()
+    return tuple([(i.level(), _functorch.CVmapInterpreterPtr(i).batchSize()) for i in stack if i.key() == _Kind.Vmap])
+
+
+def batching_levels(tensors) -> set[int]:
+    """The levels of the vmaps that map over any of the tensors."""
+    found = set()
+    for t in tensors:
+        while _functorch.is_functorch_wrapped_tensor(t):
+            if _functorch.is_batchedtensor(t):
+                found.add(_functorch.maybe_get_level(t))
+            t = _functorch.get_unwrapped(t)
+    return found
 
 
 def grad_levels() -> tuple[tuple[int, str], ...]:
@@ -93,7 +99,6 @@ def levels_of(tensor) -> dict[int, str]:
     return found
 
 
-_Kind = _functorch.TransformType
 _POINTERS = {_Kind.Vmap: _functorch.CVmapInterpreterPtr, _Kind.Grad: _functorch.CGradInterpreterPtr,
              _Kind.Jvp: _functorch.CJvpInterpreterPtr}  # fmt: skip
 

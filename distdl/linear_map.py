@@ -293,11 +293,11 @@ def apply(maps, xs, ties=(), pending=None):
     """
     if _transforms_active():
         xs = _agree_on_batches(maps, xs, ties)
-    ys, s = _apply(maps, pending, xs, ties, bool(ties))
+    ys, s = _step(maps, pending, xs, ties, bool(ties))
     return [*ys, s] if ties else ys
 
 
-def _apply(maps, pending, xs, ties, tied):
+def _step(maps, pending, xs, ties, tied):
     """(results, tie): one transform after the other, the innermost first, then the movement itself.
 
     ``tied``: somebody will look at the tie. ``None`` stands for a constant one.
@@ -307,7 +307,7 @@ def _apply(maps, pending, xs, ties, tied):
         rule = _differentiated if transform.batch_size is None else _batched
         return rule(transform, maps, pending, xs, ties, tied)
     if (_grad_enabled() and _require_grad(xs, ties)) or (_forward_mode_active() and _have_tangents(xs, ties)):
-        *ys, s = _record((maps, pending), *xs, *ties)
+        *ys, s = _record((maps, pending, None), *xs, *ties)
         return ys, s
     return _run(maps, xs, pending), None
 
@@ -353,29 +353,31 @@ def _new_tie(x):
 class _Apply(torch.autograd.Function):
     """(y_1, ..., y_n, s) = (A_1 x_1, ..., A_n x_n, an empty tie), given x_1 ... x_n and any number of ties.
 
-    ``call``: (the maps, a movement under way or ``None``). Under torch.func one such node stands for one grad or jvp, and its
-    forward goes on with what its tensors wrap: torch's own way from transform to transform costs many times a small movement.
+    ``call``: (the maps, a movement under way or ``None``, a transform or ``None``). Under torch.func one such node stands for one
+    grad or jvp, and its forward goes on with what its tensors wrap: torch's own way there costs many times a small movement.
     """
 
     @staticmethod
     def forward(ctx, call, *args):
-        ctx.maps, pending = maps, _ = call
+        maps, pending, transform = call
         n = len(maps)
         xs = args[:n]
-        if _transforms_active():
-            *ys, s = _further_out(_torch.Transform(), maps, pending, xs, args[n:], True)
-        else:
+        if transform is None:
             ys, s = _run(maps, xs, pending, True), _new_tie(xs[0])
+        else:
+            *ys, s = _further_out(transform, maps, pending, xs, args[n:], True)
+        ctx.maps = maps
         ctx.set_materialize_grads(False)  # the tie's own would be made every time, for nothing
         ctx.save_for_backward(s)
+        ctx.ys_like = [(y.shape, y.dtype, y.device) for y in ys]
         if _forward_mode_active():
             ctx.save_for_forward(s)
-            ctx.like = [(x.shape, x.dtype, x.device) for x in xs]
+            ctx.xs_like = [(x.shape, x.dtype, x.device) for x in xs]
         return (*ys, s)
 
     @staticmethod
     def backward(ctx, *grads):
-        maps, gs, places = _operands([A.T for A in ctx.maps], grads, lambda i: _torch.output_like(ctx, i))
+        maps, gs, places = _operands([A.T for A in ctx.maps], grads, ctx.ys_like)
         ties: tuple = ()
         if _grad_enabled() or _transforms_active() or _forward_mode_active():  # further derivatives may be taken
             ties = (_torch.unwrap_if_dead(ctx.saved_tensors[0]), *(t for t in grads[-1:] if t is not None))
@@ -385,7 +387,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, _call, *tangents):
-        maps, ts, places = _operands(ctx.maps, tangents, ctx.like.__getitem__)
+        maps, ts, places = _operands(ctx.maps, tangents, ctx.xs_like)
         s = _torch.unwrap_if_dead(ctx.saved_tensors[0])
         *found, tie = apply(maps, ts, (s, *(t for t in tangents[len(ctx.maps) :] if t is not None)))
         return (*_placed(found, places, ctx.maps), s.detach() if tie is None else tie)
@@ -393,12 +395,11 @@ class _Apply(torch.autograd.Function):
 
 def _operands(maps, given, like):
     """(maps, operands, their places): of a call's cotangents or tangents those that have derivatives. Integers have none, on any
-    rank; a missing one is zero, of the shape, dtype and device ``like(i)``."""
+    rank; a missing one is zero, ``like`` what it belongs to: (shape, dtype, device)."""
     if len(maps) == 1 and given[0] is not None:
         return maps, given[:1], None
     operands = {}
-    for i in range(len(maps)):
-        shape, dtype, device = like(i)
+    for i, (shape, dtype, device) in enumerate(like):
         if dtype.is_floating_point or dtype.is_complex:
             operands[i] = torch.zeros(shape, dtype=dtype, device=device) if given[i] is None else given[i]
     return [maps[i] for i in operands], list(operands.values()), tuple(operands)
@@ -419,7 +420,7 @@ def _differentiated(transform, maps, pending, xs, ties, tied):
     """grad, vjp and jvp: a node of this transform, if it follows any operand."""
     xs, ties = [transform.lift(t) for t in xs], [transform.lift(t) for t in ties]
     if transform.differentiates((*xs, *ties)):
-        *ys, s = transform.record(_record, (maps, pending), *xs, *ties)
+        *ys, s = transform.record(_record, (maps, pending, transform), *xs, *ties)
     else:
         *ys, s = _further_out(transform, maps, pending, xs, ties, tied)
     return ys, s
@@ -429,7 +430,7 @@ def _further_out(transform, maps, pending, xs, ties, tied):
     """(*results, tie): the call outside of a grad, vjp or jvp, on what its tensors wrap."""
     inner = [transform.unwrap(t) for t in xs]
     with transform.outside():
-        ys, s = _apply(maps, pending, inner, [transform.unwrap(t) for t in ties], tied)
+        ys, s = _step(maps, pending, inner, [transform.unwrap(t) for t in ties], tied)
         if s is None and tied:
             s = _new_tie(inner[0])
     return (*(transform.wrap(y) for y in ys), s if s is None else transform.wrap(s))
@@ -441,10 +442,10 @@ def _batched(transform, maps, pending, xs, ties, tied):
     args, dims = zip(*(transform.unbatch(t) for t in (*xs, *ties)))
     batched = any(d is not None for d in dims)
     if batched:
-        args = (*(x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(args[:n], dims)),
-                *(t if d is None else t.select(d, 0) for t, d in zip(args[n:], dims[n:])))  # fmt: skip
+        xs = [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) if d else x for x, d in zip(args[:n], dims)]
+        args = (*xs, *(t if d is None else t.select(d, 0) for t, d in zip(args[n:], dims[n:])))
     with transform.outside():
-        ys, s = _apply(maps, pending, args[:n], args[n:], tied)
+        ys, s = _step(maps, pending, args[:n], args[n:], tied)
         if batched and tied:
             # s is batched too: a rank whose cotangent is a constant then still runs this rule, as its peers do.
             s = (_new_tie(args[0]) if s is None else s).expand(size, 0)
@@ -458,11 +459,11 @@ def _agree_on_batches(maps, xs, ties):
     ranks, where = maps[0].ranks, maps[0].world
     if not levels or len(ranks) < 2 or where.rank not in ranks:
         return xs
-    seen: dict[int, str] = {}
-    for x in (*xs, *ties):
-        seen.update(_torch.levels_of(x))
-    mine = [(size, seen.get(level) == "batched") for level, size in levels]
-    theirs = where.all_gather(mine, ranks).values()
+    seen = _torch.batching_levels((*xs, *ties))
+    mine = [(size, level in seen) for level, size in levels]
+    theirs = list(where.all_gather(mine, ranks).values())
+    if theirs.count(mine) == len(theirs):
+        return xs
     sizes = [[size for size, _ in report] for report in theirs]
     if any(s != sizes[0] for s in sizes):
         raise AgreementError("the ranks are inside different vmaps", op=str(maps[0]), rank=where.rank,

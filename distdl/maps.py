@@ -149,11 +149,16 @@ def gathering(P: Partition, shape, pairs: dict[int, int], sizes=None) -> LinearM
         pairs: {tensor dim: partition dim} that it is gathered along.
         sizes: {tensor dim: block sizes}; default balanced.
     """
+    return _gathering(P, tuple(shape), tuple(pairs.items()), sizes and tuple(sizes.items()))
+
+
+@_cached
+def _gathering(P: Partition, shape, pairs, sizes) -> LinearMap:
     blocks = []
-    for t, d in pairs.items():
+    for t, d in pairs:
         line = Partition((P.shape[d],), world=P.world)
-        blocks.append((t, d, Layout(line, (shape[t],), sizes and (sizes[t],)).blocks(0)))
-    return _gather_along(P, tuple(shape), tuple(blocks))
+        blocks.append((t, d, Layout(line, (shape[t],), sizes and (dict(sizes)[t],)).blocks(0)))
+    return _gather_along(P, shape, tuple(blocks))
 
 
 @_cached

@@ -92,7 +92,9 @@ class World:
         if _transport.log is not None:
             _transport.log.append(("agree", ranks, len(data)))
         host = self.host if _transport.observer is None else _transport.observer.agreement(self.host, value, ranks)
-        return dict(zip(ranks, map(pickle.loads, host.all_gather(data, ranks))))
+        parts = host.all_gather(data, ranks)
+        values = {part: value if part == data else pickle.loads(part) for part in set(parts)}  # mostly all say the same
+        return {r: values[part] for r, part in zip(ranks, parts)}
 
     def close(self) -> None:
         """Free communicators; collective. Called at exit."""
