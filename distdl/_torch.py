@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch._C import _functorch
@@ -99,7 +100,7 @@ def levels_of(tensor) -> dict[int, str]:
     return found
 
 
-_POINTERS = {_Kind.Vmap: _functorch.CVmapInterpreterPtr, _Kind.Grad: _functorch.CGradInterpreterPtr,
+_POINTERS: dict[Any, Any] = {_Kind.Vmap: _functorch.CVmapInterpreterPtr, _Kind.Grad: _functorch.CGradInterpreterPtr,
              _Kind.Jvp: _functorch.CJvpInterpreterPtr}  # fmt: skip
 
 

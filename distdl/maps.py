@@ -239,6 +239,7 @@ def permute(P: Partition, pairs, shape) -> LinearMap:
     return keyed("permute", P, P, tuple(source), tuple(shapes), wanted)
 
 
+@_cached
 def left_padded(P_src: Partition, P_dst: Partition, op: str) -> Partition:
     """``P_src`` with 1s put before its dims until it has as many as ``P_dst``; each dim must then be equal or 1."""
     shape = (1,) * (P_dst.ndim - P_src.ndim) + P_src.shape
