@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 RANKS := 1 2 3 4 8
 LIMIT := 900
-NCCL_FILES := $(addprefix tests/mpi/test_,$(addsuffix .py,value adjoints dtypes))
+NCCL_FILES := $(addprefix tests/mpi/test_,$(addsuffix .py,value adjoints dtypes overlap))
 PYTEST_MPI := -m pytest tests/mpi -p no:cacheprovider -q
 
 .PHONY: demo test test-all lint unit mpi nccl check soak mutation bench docs format clean

@@ -29,7 +29,8 @@ def main(argv=None) -> int:
     more = [f"--rounds={options.rounds}", *["--full"] * options.full]
     more += [f"--peer={options.peer}"] * bool(options.peer) + ["-k", options.k or ""]
     options.out.mkdir(parents=True, exist_ok=True)
-    files = options.files or sorted(str(p) for p in HERE.glob("bench_*.py") if p.stem not in ("bench_overhead", "bench_gpu"))
+    apart = ("bench_overhead", "bench_gpu")  # modules of their own
+    files = options.files or sorted(str(p) for p in HERE.glob("bench_*.py") if not p.stem.startswith(apart))
     for launch in range(1, options.launches + 1):
         for n in map(int, options.n.split(",")):
             target = options.out / f"n{n}-{launch}.json"

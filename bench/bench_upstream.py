@@ -23,8 +23,8 @@ from distdl.bench import cases
 from .choose import SIZE, choose
 
 
-def load_upstream(path):
-    """Upstream's ``distdl`` as a module object, without ours noticing."""
+def load_upstream(path, more=()):
+    """Upstream's ``distdl`` as a module object, with some of its submodules, without ours noticing."""
     ours = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "distdl"}
     np.bool8 = np.bool_  # what it needs to import with NumPy 2
     sys.path.insert(0, str(Path(path) / "src"))
@@ -33,7 +33,7 @@ def load_upstream(path):
     sys.modules[compiled].__getattr__ = lambda name: None
     try:
         upstream = importlib.import_module("distdl")
-        for name in ("backends.common.partition", "nn.repartition", "nn.conv_feature"):
+        for name in ("config", "backends.common.partition", "nn.repartition", "nn.conv_feature", *more):
             importlib.import_module(f"distdl.{name}")
     finally:
         sys.path.pop(0)

@@ -180,6 +180,7 @@ class Transform:
 
 
 _forward_mode_enabled = torch._C._is_fwd_grad_enabled
+of_older_vmap = _functorch.is_legacy_batchedtensor  # what autograd.grad(is_grads_batched=True) calls a rule with
 
 
 def _set_modes(grad: bool, forward: bool) -> None:
@@ -187,9 +188,9 @@ def _set_modes(grad: bool, forward: bool) -> None:
     torch._C._set_fwd_grad_enabled(forward)
 
 
-def batch_mask(level: int, size: int):
+def batch_mask(level: int, size: int, device):
     """True, once per example of the vmap at ``level``: ``where(mask, x, x)`` is x, made to have that batch."""
-    mask = torch.ones(size, dtype=torch.bool)
+    mask = torch.ones(size, dtype=torch.bool, device=device)
     while _functorch.is_functorch_wrapped_tensor(mask):  # made under an inner grad: levels must nest outwards
         mask = _functorch.get_unwrapped(mask)
     return _functorch._add_batch_dim(mask, 0, level)
@@ -200,6 +201,9 @@ def plain(tensor):
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return torch.zeros_like(tensor, memory_format=torch.contiguous_format) if tensor._is_zerotensor() else tensor
+
+
+foreach_copy = torch._foreach_copy_  # (targets, sources): on a device one kernel copies many small tensors
 
 
 def flatten(tree):

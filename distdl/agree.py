@@ -72,7 +72,7 @@ def negotiate(op: str, xs, P, partitions=(), ndim=None):
     if where.rank not in ranks:
         return [x if x is not None else torch.empty(0) for x in xs], None
     mine = _report(op, xs, active, partitions, ndim)
-    reports = where.all_gather(mine, ranks) if len(ranks) > 1 else {where.rank: mine}
+    reports = where.all_gather(mine, ranks, "an operator") if len(ranks) > 1 else {where.rank: mine}
     _compare(op, reports, P, partitions, where.rank)
     return _join(xs, active, reports, P), reports
 
@@ -92,8 +92,9 @@ def _compare(op, reports, P, partitions, rank) -> None:
     disagree("the partitions", {r: m.partitions for r, m in reports.items()}, "pass equal partitions on every rank")
     failures = {r: m.failure for r, m in reports.items() if m.failure}
     if failures:
-        raise AgreementError("; ".join(f"rank {r}: {text}" for r, text in failures.items()), op=op, partitions=partitions,
-                             rank=rank, next_step="pass this rank's block on every rank of the partition")
+        raise AgreementError("not every rank's input fits", op=op, partitions=partitions, rank=rank,
+                             expected="a block on every rank", next_step="pass this rank's block on every rank of the partition",
+                             actual="; ".join(f"rank {r}: {text}" for r, text in failures.items()))
     holders = {r: reports[r] for r in P.ranks}
     disagree("the number of tensors", {r: len(m.leaves) for r, m in holders.items()}, "pass the same pytree on every rank")
     for i, name in ((1, "dtype"), (2, "device kind")):
@@ -132,7 +133,8 @@ def resolve(op: str, xs, P, shape=None, others=()):
     """
     if isinstance(P, Layout):
         if shape is not None and tuple(shape) != P.shape:
-            raise ShapeError("shape differs from the layout's", op=op, partitions=P, expected=P.shape, actual=tuple(shape))
+            raise ShapeError("shape differs from the layout's", op=op, partitions=P, expected=P.shape, actual=tuple(shape),
+                             next_step="leave shape out, or pass the partition and the shape")
         return xs, [P] * len(xs)
     if shape is not None:
         return xs, [Layout(P, shape)] * len(xs)
@@ -166,7 +168,7 @@ def block_sizes(own: int, P: Partition, dim: int, total: int | None) -> tuple[in
     fibre = P.along(dim)
     if fibre is None:
         return (0,) * P.shape[dim]
-    found = world(P.world).all_gather(own, fibre.ranks)
+    found = world(P.world).all_gather(own, fibre.ranks, "sizes of a parameter's blocks")
     return tuple(found[r] for r in fibre.ranks)
 
 

@@ -75,7 +75,8 @@ def read(path, rows, box, *, sample=(), first: int = 0, dtype=torch.float32, bar
     """
     rows, sample = np.asarray(rows), tuple(sample)
     if len(box) != len(sample) + 1 or any(stop > n for (_, stop), n in zip(box, (rows.shape[1], *sample))):
-        raise ShapeError("the box does not fit a batch", op="data.read", expected=(rows.shape[1], *sample), actual=box)
+        raise ShapeError("the box does not fit a batch", op="data.read", expected=(rows.shape[1], *sample), actual=box,
+                         next_step="give the box one (start, stop) for each dim of the batch, within its sizes")
     mine = rows[:, slice(*box[0])]
     part = tuple(slice(start, stop) for start, stop in box[1:])
     shape = tuple(stop - start for start, stop in box[1:])
@@ -88,7 +89,8 @@ def read(path, rows, box, *, sample=(), first: int = 0, dtype=torch.float32, bar
     for row, values in progress(wanted, total=len(places), unit="row", desc=Path(path).name) if bar else wanted:
         found[places.pop(row)] = values
     if places and mine.size:
-        raise ShapeError("the file has fewer rows", op="data.read", expected=f"row {max(places)}", actual=str(path))
+        raise ShapeError("the file has fewer rows", op="data.read", expected=f"row {max(places)}", actual=str(path),
+                         next_step="ask for rows that the file has, or read one with more")
     return torch.as_tensor(found.reshape(*mine.shape, *shape)).to(dtype)
 
 

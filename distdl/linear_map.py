@@ -188,15 +188,21 @@ class UserMap:
         return world(self.world_name)
 
     @property
+    def partitions(self) -> str:
+        """Its ranks, for messages."""
+        return f"ranks {self.ranks}" if self.ranks else "each rank alone"
+
+    @property
     def T(self) -> UserMap:
         """The adjoint."""
         return replace(self, forward=self.backward, backward=self.forward, in_shape=self.out_shape,
                        out_shape=self.in_shape, domain=self.range, range=self.domain)
 
     def __call__(self, x):
-        if x.shape != self.in_shape:
+        if not isinstance(x, torch.Tensor) or x.shape != self.in_shape:
             raise ShapeError("the local tensor has the wrong shape", op=str(self), expected=self.in_shape,
-                             actual=tuple(x.shape))
+                             actual=tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__,
+                             partitions=self.partitions, next_step="pass a tensor of the map's in_shape, batched by vmap only")
         return apply((self,), (x,))[0]
 
     def __matmul__(self, other) -> Chain:
@@ -217,7 +223,8 @@ class UserMap:
             y = torch.stack([self.forward(one) for one in flat]).reshape(*lead, *self.out_shape)
         if y.shape != (*lead, *self.out_shape):
             raise ShapeError("the map returned another shape", op=str(self), expected=(*lead, *self.out_shape),
-                             actual=tuple(y.shape))
+                             actual=tuple(y.shape), partitions=self.partitions,
+                             next_step="let the function return out_shape, after the batch axes that it was given")
         return y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y
 
 
@@ -245,7 +252,9 @@ class Chain:
         for a, b in zip(self.maps, self.maps[1:]):
             if a.out_shape != b.in_shape or a.range.kind != b.domain.kind:
                 raise PartitionError("these maps do not compose", op=f"{b} @ {a}", rank=b.world.rank,
-                                     expected=f"{b.domain.kind} {b.in_shape}", actual=f"{a.range.kind} {a.out_shape}")
+                                     expected=f"{b.domain.kind} {b.in_shape}", actual=f"{a.range.kind} {a.out_shape}",
+                                     partitions=[a.partitions, b.partitions],
+                                     next_step="put a map between them: repartition, or mark_varying for an invariant value")
 
     @property
     def T(self) -> Chain:
@@ -287,14 +296,13 @@ def maps_of(A) -> tuple:
 
 
 def apply(maps, xs, ties=(), pending=None):
-    """Apply ``maps[i]`` to ``xs[i]`` as one movement; the only way in to the Function. Returns the list of results.
-
-    All maps are of one kind over the same ranks. With ``ties`` the list ends with the new tie, or ``None``: it is a constant.
+    """Apply ``maps[i]`` to ``xs[i]`` as one movement; the only way in to the Function. Returns the results and, last, the new tie,
+    or ``None`` where it is a constant. All maps are of one kind over the same ranks.
     """
     if _transforms_active():
         xs = _agree_on_batches(maps, xs, ties)
     ys, s = _step(maps, pending, xs, ties, bool(ties))
-    return [*ys, s] if ties else ys
+    return [*ys, s]
 
 
 def _step(maps, pending, xs, ties, tied):
@@ -332,6 +340,7 @@ def _run(maps, xs, pending=None, recorded=False):
     """The movement itself, on plain tensors; ``recorded``: a graph holds its adjoint."""
     if pending is not None:
         return pending.finish()
+    run.check(maps, xs)
     if type(maps[0]) is UserMap:
         return [m.run(x) for m, x in zip(maps, xs)]
     return run.traced(maps, xs) if _dispatch_modes() else run.plain(maps, xs, recorded)
@@ -381,8 +390,7 @@ class _Apply(torch.autograd.Function):
         ties: tuple = ()
         if _grad_enabled() or _transforms_active() or _forward_mode_active():  # further derivatives may be taken
             ties = (_torch.unwrap_if_dead(ctx.saved_tensors[0]), *(t for t in grads[-1:] if t is not None))
-        found = apply(maps, gs, ties)
-        tie = found.pop() if ties else None
+        *found, tie = apply(maps, gs, ties)
         return (None, *_placed(found, places, ctx.maps), *(tie,) * (len(ctx.needs_input_grad) - 1 - len(ctx.maps)))
 
     @staticmethod
@@ -461,16 +469,16 @@ def _agree_on_batches(maps, xs, ties):
         return xs
     seen = _torch.batching_levels((*xs, *ties))
     mine = [(size, level in seen) for level, size in levels]
-    theirs = list(where.all_gather(mine, ranks).values())
+    theirs = list(where.all_gather(mine, ranks, "sizes of vmap").values())
     if theirs.count(mine) == len(theirs):
         return xs
-    sizes = [[size for size, _ in report] for report in theirs]
-    if any(s != sizes[0] for s in sizes):
+    sizes = [tuple(size for size, _ in report) for report in theirs]
+    if len(set(sizes)) > 1:
         raise AgreementError("the ranks are inside different vmaps", op=str(maps[0]), rank=where.rank,
-                             expected="the same batch sizes on every rank", actual=dict(zip(ranks, sizes)),
-                             next_step="map over axes of one size on all ranks")
+                             expected="the same batch sizes on every rank", actual=dict(zip(ranks, map(list, sizes))),
+                             next_step="map over axes of one size on all ranks", partitions=maps[0].partitions)
     for place, (level, size) in enumerate(levels):
         if any(report[place][1] for report in theirs) and not mine[place][1]:
-            mask = _torch.batch_mask(level, size)
+            mask = _torch.batch_mask(level, size, xs[0].device)
             xs = [torch.where(mask, x, x) for x in xs]
     return xs

@@ -35,7 +35,7 @@ def layout_over(P, shape, op: str) -> Layout:
         return Layout(P, shape)
     if P.shape != tuple(shape):
         raise PartitionError("the layouts have different global shapes", op=op, partitions=P, expected=tuple(shape),
-                             actual=P.shape)
+                             actual=P.shape, next_step="use layouts of one global shape")
     return P
 
 
@@ -89,7 +89,8 @@ def _all_sum(where, shape, dims) -> tuple[Plan, Plan, int]:
         for d in dims:
             if len(set(where.sizes(d))) > 1:
                 raise PartitionError(f"blocks of different sizes cannot be summed over dim {d}", op="all_sum_reduce",
-                                     partitions=where, expected="equal blocks", actual=where.sizes(d))
+                                     partitions=where, expected="equal blocks", actual=where.sizes(d),
+                                     next_step="repartition to equal blocks first, or sum over another dim")
     rest = [d for d in range(P.ndim) if d not in dims]
     alone, summed = Side(P, (*_own(P), *axes)), Side(P, (*_own(P, rest), *axes))
     return Plan(alone, alone), Plan(summed, summed), math.prod(P.shape[d] for d in dims)
@@ -127,7 +128,8 @@ def gathered_dims(P: Partition, ndim: int, dims, op: str) -> dict[int, int]:
         pairs = {d: d for d in P.dims(dims, op)}
     if any(not 0 <= t < ndim for t in pairs) or len(set(pairs.values())) != len(pairs):
         raise PartitionError("dims do not fit", op=op, partitions=P, actual=dims,
-                             expected=f"distinct partition dims for tensor dims below {ndim}")
+                             expected=f"distinct partition dims for tensor dims below {ndim}",
+                             next_step="name each partition dim once, at the tensor dim that lies along it")
     return pairs
 
 
@@ -196,7 +198,7 @@ def shift(where, dim: int, offset: int = 1, periodic: bool = True, shape=None) -
         offset = as_int(offset)
     except TypeError:
         raise PartitionError("the offset must be an integer", op="shift", partitions=P, expected="a number of ranks",
-                             actual=offset) from None
+                             actual=offset, next_step="give a whole number, negative for the other way") from None
     n, wanted = P.shape[dim], list(held)
     source = [(i - offset) % n if periodic else i - offset for i in range(n)]
     source = [s if 0 <= s < n else None for s in source]
@@ -232,7 +234,8 @@ def permute(P: Partition, pairs, shape) -> LinearMap:
     for a, b in pairs:
         if a not in places or b not in places or source[places[b]] is not None:
             raise PartitionError("not a permutation of the partition's ranks", op="permute", partitions=P,
-                                 expected="ranks of P, each at most once as a destination", actual=tuple(pairs))
+                                 expected="ranks of P, each at most once as a destination", actual=tuple(pairs),
+                                 next_step="list each destination once; a source may be listed several times")
         source[places[b]] = places[a]
     shapes = list(shape) if shape and isinstance(shape[0], (tuple, list)) else [tuple(shape)] * P.size
     wanted = tuple(shapes[j if s is None else s] for j, s in enumerate(source))
@@ -245,7 +248,8 @@ def left_padded(P_src: Partition, P_dst: Partition, op: str) -> Partition:
     shape = (1,) * (P_dst.ndim - P_src.ndim) + P_src.shape
     if len(shape) != P_dst.ndim or any(a not in (1, b) for a, b in zip(shape, P_dst.shape)):
         raise PartitionError("the partitions do not broadcast", op=op, partitions=(P_src, P_dst),
-                             expected=f"each dim of {shape} to be 1 or that of {P_dst.shape}", actual=P_src.shape)
+                             expected=f"each dim of {shape} to be 1 or that of {P_dst.shape}", actual=P_src.shape,
+                             next_step="compare from the last dim, as numpy does: only dims of size 1, or left out, are repeated")
     return Partition(shape, P_src.ranks, P_src.world)
 
 
@@ -288,5 +292,13 @@ def sum_reduce(P_src: Partition, P_dst, shape=None) -> LinearMap:
 @_cached
 def halo_exchange(spec: HaloSpec) -> LinearMap:
     """Blocks -> windows. Adjoint: ghosts' cotangents are added to their owners."""
+    if not isinstance(spec, HaloSpec):
+        raise PartitionError("not a HaloSpec", op="halo_exchange", expected="dd.HaloSpec(P, shape, left, right)", actual=spec)
     plan = spec.plan()
     return LinearMap("halo_exchange", plan, plan.T)
+
+
+@_cached
+def halo_strips(spec: HaloSpec) -> dict[int, LinearMap]:
+    """{dim: blocks -> what of the windows lies beside them in that dim}, see :meth:`HaloSpec.strips`."""
+    return {d: LinearMap("halo_strips", plan, plan.T) for d, plan in spec.strips().items()}

@@ -63,16 +63,18 @@ class Partition(_Value):
             ranks = None if self.ranks is None else tuple(as_int(r) for r in self.ranks)
         except TypeError as error:
             raise PartitionError(f"shape and ranks must be sequences of integers ({error})", op="Partition",
-                                 expected="integers", actual=(self.shape, self.ranks)) from None
+                                 expected="integers", actual=(self.shape, self.ranks),
+                                 next_step="for example Partition((2, 2), ranks=(0, 1, 2, 3))") from None
         if any(n < 1 for n in shape):
-            raise PartitionError("every dim needs at least one rank", op="Partition", expected="sizes >= 1", actual=shape)
+            raise PartitionError("every dim needs at least one rank", op="Partition", expected="sizes >= 1", actual=shape,
+                                 next_step="leave out dims without ranks, or give them 1")
         size = math.prod(shape)
         if ranks is None:
             ranks = tuple(range(size))
         if len(ranks) != size:
             raise PartitionError(
                 "the number of ranks does not fill the grid", op="Partition", expected=f"{size} ranks for {shape}",
-                actual=f"{len(ranks)}: {ranks}")
+                actual=f"{len(ranks)}: {ranks}", next_step="list one rank for each place of the grid, or leave ranks out")
         if len(set(ranks)) != size or min(ranks) < 0:
             raise PartitionError("ranks must be distinct and not negative", op="Partition", actual=ranks,
                                  expected="each rank once", next_step="list every rank once")
@@ -130,16 +132,19 @@ class Partition(_Value):
         return self.ranks[place]
 
     def _dim(self, dim: int, op: str) -> int:
-        if not -self.ndim <= dim < self.ndim:
-            raise PartitionError(f"no dim {dim}", op=op, partitions=self, expected=f"a dim of {self.ndim}", actual=dim)
+        if not hasattr(dim, "__index__") or not -self.ndim <= dim < self.ndim:
+            raise PartitionError(f"no dim {dim}", op=op, partitions=self, expected=f"a dim of {self.ndim}", actual=dim,
+                                 next_step="count dims from 0, or from the end with negative numbers")
         return dim % self.ndim
 
     def dims(self, dims, op: str = "Partition") -> tuple[int, ...]:
-        """``dims`` (``None``: all, an int, or a sequence) as sorted, distinct, non-negative grid dims."""
+        """``dims`` (``None``: all, an int, or a sequence of distinct ones) as sorted, non-negative grid dims."""
         if dims is None:
             return tuple(range(self.ndim))
-        dims = (dims,) if isinstance(dims, int) else dims
-        return tuple(sorted({self._dim(d, op) for d in dims}))
+        found = sorted(self._dim(d, op) for d in ((dims,) if isinstance(dims, int) else dims))
+        if len(set(found)) < len(found):
+            raise PartitionError("a dim is named twice", op=op, partitions=self, expected="distinct dims", actual=tuple(dims))
+        return tuple(found)
 
     def take(self, dim: int, index: int, keepdim: bool = False) -> Partition:
         """The sub-partition at ``index`` of ``dim``; the dim is dropped, or kept with size 1."""
@@ -147,7 +152,8 @@ class Partition(_Value):
         n = self.shape[dim]
         if not -n <= index < n:
             raise PartitionError(f"no index {index} in dim {dim}", op="Partition.take", partitions=self,
-                                 expected=f"an index of {n}", actual=index)
+                                 expected=f"an index of {n}", actual=index,
+                                 next_step="count from 0, or from the end with negative numbers")
         inner = math.prod(self.shape[dim + 1 :])
         start, step = (index % n) * inner, n * inner
         ranks = tuple(r for s in range(start, self.size, step) for r in self.ranks[s : s + inner])
@@ -217,14 +223,20 @@ class Layout(_Value):
     splits: tuple[tuple[int, ...] | None, ...] | None = None
 
     def __post_init__(self):
-        P, shape = self.partition, tuple(as_int(n) for n in self.shape)
+        P = self.partition
+        try:
+            shape = tuple(as_int(n) for n in self.shape)
+        except TypeError:
+            raise PartitionError("not a global shape", op="Layout", partitions=P, expected="a sequence of integers",
+                                 actual=self.shape) from None
         if len(shape) != P.ndim or any(n < 0 for n in shape):
             raise PartitionError("the shape does not fit the partition", op="Layout", partitions=P,
                                  expected=f"{P.ndim} sizes >= 0", actual=shape,
                                  next_step="give the partition one dim for each dim of the tensor (1: not split)")
         splits = (None,) * P.ndim if self.splits is None else tuple(self.splits)
         if len(splits) != P.ndim:
-            raise PartitionError("splits needs one entry for each dim", op="Layout", expected=P.ndim, actual=splits)
+            raise PartitionError("splits needs one entry for each dim", op="Layout", expected=P.ndim, actual=splits, partitions=P,
+                                 next_step="use None for a dim of balanced blocks")
         splits = tuple(self._check_split(d, s, shape[d]) for d, s in enumerate(splits))
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "splits", splits if any(splits) else None)
@@ -237,7 +249,8 @@ class Layout(_Value):
         split, p = tuple(as_int(s) for s in split), self.partition.shape[dim]
         if len(split) != p or sum(split) != n or min(split) < 0:
             raise PartitionError(f"splits of dim {dim} do not fit", op="Layout", partitions=self.partition, actual=split,
-                                 expected=f"{p} sizes >= 0 that sum to {n}")
+                                 expected=f"{p} sizes >= 0 that sum to {n}",
+                                 next_step="list one size for each coordinate of that dim, or None for balanced blocks")
         return None if split == balanced(n, p) else split  # one spelling for one layout
 
     @cached_property
@@ -301,7 +314,8 @@ class Layout(_Value):
         """
         if tuple(x_global.shape) != self.shape:
             raise ShapeError("not the layout's global shape", op="Layout.shard", partitions=self, expected=self.shape,
-                             actual=tuple(x_global.shape))
+                             actual=tuple(x_global.shape),
+                             next_step="pass the whole tensor, or lay out its shape: layout.with_shape(x.shape)")
         if not self.ndim and self.box(rank) is None:
             return x_global.reshape(1)[:0]
         return x_global[self.slices(rank)]

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 
 from .partition import Layout, Partition, _Value
 
@@ -44,6 +45,18 @@ class Axis(_Value):
     def at(self, coords) -> int:
         """The entry that a rank with these grid coordinates uses."""
         return 0 if self.dim is None else coords[self.dim]
+
+    @cached_property
+    def _sorted(self):
+        """All runs by their starts: the starts, the largest stop so far, and the coordinates."""
+        found = sorted((start, stop, c) for c, runs in enumerate(self.runs) for start, stop, _ in runs if start < stop)
+        return [start for start, _, _ in found], list(accumulate((stop for _, stop, _ in found), max)), [c for _, _, c in found]
+
+    def near(self, runs) -> set[int]:
+        """The coordinates that may have a run that meets one of ``runs``: by bisection, so that a view of a grid of thousands
+        looks at its own peers only."""
+        starts, stops, coords = self._sorted
+        return {c for start, stop, _ in runs for c in coords[bisect_right(stops, start) : bisect_left(starts, stop)]}
 
 
 def split(blocks, dim: int) -> Axis:
@@ -159,9 +172,7 @@ class Plan(_Value):
         side = self.held
         if side != self.wanted or any(len(runs) > 1 for a in side.axes for runs in a.runs):
             return False
-        apart = {a.dim for a in side.axes if not _collide([((0, s, e - s),) for r in a.runs for s, e, _ in r if s < e])}
-        alone = all(n == 1 or d in apart for d, n in enumerate(side.partition.shape))
-        return alone and all(all(a.runs if a.extents is None else map(_fills, a.runs, a.extents)) for a in side.axes)
+        return _alone(side.partition, side.axes) and all(map(_full, side.axes))
 
     def summing_group(self, rank: int) -> tuple[int, ...] | None:
         """The ranks among which this movement is an all-reduce, or ``None`` where it is something else."""
@@ -177,14 +188,12 @@ class Plan(_Value):
     def gathered(self) -> tuple[int, ...] | None:
         """The grid dims along which this movement is an all-gather of equal blocks (its transpose then is a reduce-scatter), or
         ``None`` where it is something else; the same on all ranks, whichever asks."""
-        P, dims, apart, equal = self.held.partition, [], set(), []
+        P, dims, equal = self.held.partition, [], []
         if self.wanted.partition != P:
             return None
         for held, wanted in zip(self.held.axes, self.wanted.axes):
             if held == wanted:
                 equal.append(held)
-                if not _collide([((0, s, e - s),) for runs in held.runs for s, e, _ in runs if s < e]):
-                    apart.add(held.dim)
                 continue
             if held.dim is None or held.extents is None or wanted.dim is not None:
                 return None
@@ -193,10 +202,9 @@ class Plan(_Value):
             if held.runs != blocks or wanted.runs != (((0, n * count, 0),),) or wanted.extents != (n * count,):
                 return None
             dims.append(held.dim)
-        if any(a.dim in dims or not (all(a.runs) if a.extents is None else all(map(_fills, a.runs, a.extents))) for a in equal):
+        if any(a.dim in dims or not _full(a) for a in equal) or not _alone(P, equal, dims):
             return None
-        rest = [d for d in range(P.ndim) if P.shape[d] > 1 and d not in dims]
-        return tuple(sorted(dims)) if dims and len(set(dims)) == len(dims) and apart.issuperset(rest) else None
+        return tuple(sorted(dims)) if dims and len(set(dims)) == len(dims) else None
 
     def view(self, rank: int) -> View:
         """The part of ``rank``: its messages, and how arrivals combine. Cached."""
@@ -240,12 +248,12 @@ class Plan(_Value):
         fixed = {i: overlaps(i, 0) for i, a in enumerate(theirs.axes) if a.dim is None}
         if not all(fixed.values()):
             return [], False
-        collide = any(_collide([(o,) for o in found]) for found in fixed.values())
+        collide = any(_collide([_arrivals([o]) for o in found]) for found in fixed.values())
         candidates = []  # per grid dim: the coordinates that meet, with their overlaps
         for d, n in enumerate(grid.shape):
             tied = [i for i, a in enumerate(theirs.axes) if a.dim == d]
-            found = []
-            for c in range(n):
+            found, near = [], [theirs.axes[i].near(runs[i]) for i in tied]
+            for c in sorted(set.intersection(*near)) if near else range(n):
                 per_axis = {}
                 for i in tied:
                     per_axis[i] = overlaps(i, c)
@@ -255,8 +263,8 @@ class Plan(_Value):
                     found.append((c, per_axis))
             candidates.append(found)
             if not sending:
-                entries = [boxes for _, per_axis in found for boxes in product(*per_axis.values())]
-                collide = collide or _collide(entries)
+                boxes = [_arrivals(entry) for _, per_axis in found for entry in product(*per_axis.values())]
+                collide = collide or _collide(boxes)
         meetings = []
         for combination in product(*candidates):
             per_axis = dict(fixed)
@@ -284,8 +292,7 @@ class Plan(_Value):
 def _piles(received) -> bool:
     """Whether three of these messages may meet in one element: some two of them, the first one left aside, do."""
     boxes = [box for m in received[1:] for box in m.boxes]
-    return len(received[0].boxes) > 1 or len(boxes) > 64 or _collide(
-        [[(0, start, size) for start, size in zip(*box)] or [(0, 0, 1)] for box in boxes])
+    return len(received[0].boxes) > 1 or len(boxes) > 64 or _collide([[(a, a + n) for a, n in zip(*box)] for box in boxes])
 
 
 def _gaps(received, shape):
@@ -310,6 +317,17 @@ def _fills(runs, n: int) -> bool:
     return len(runs) == 1 and runs[0][2] == 0 and runs[0][1] - runs[0][0] == n
 
 
+def _full(axis: Axis) -> bool:
+    """Whether every coordinate has this dim without a gap."""
+    return all(axis.runs if axis.extents is None else map(_fills, axis.runs, axis.extents))
+
+
+def _alone(P: Partition, axes, dims=()) -> bool:
+    """Whether no two ranks that differ in another grid dim than ``dims`` have a common element."""
+    apart = {a.dim for a in axes if not _collide([[(s, e)] for runs in a.runs for s, e, _ in runs if s < e])}
+    return all(n == 1 or d in apart or d in dims for d, n in enumerate(P.shape))
+
+
 def _overlaps(held, wanted):
     """Where runs meet: (place in the held tensor, place in the wanted tensor, length), held runs outermost."""
     found = []
@@ -321,11 +339,16 @@ def _overlaps(held, wanted):
     return found
 
 
-def _collide(entries) -> bool:
-    """Whether two of these wanted boxes (tuples of overlaps) meet: equal in no dim is needed, only a common element."""
-    if entries and not entries[0]:
-        return len(entries) > 1  # a grid dim that no axis uses: copies, all with the same box
-    boxes = sorted([(w, w + n) for _, w, n in entry] for entry in entries)
+def _arrivals(overlaps):
+    """The box in the wanted tensor: (start, stop) per dim."""
+    return [(w, w + n) for _, w, n in overlaps]
+
+
+def _collide(boxes) -> bool:
+    """Whether two of these boxes, (start, stop) per dim, have a common element."""
+    if boxes and not boxes[0]:
+        return len(boxes) > 1  # of no dim, or of a grid dim that no axis uses: copies, all with the same box
+    boxes = sorted(boxes)
     for i, box in enumerate(boxes):
         for other in boxes[i + 1 :]:
             if other[0][0] >= box[0][1]:
@@ -339,7 +362,5 @@ def _message(peer: int, per_axis, end: int, side: Side) -> Message:
     """The message of one meeting, with the boxes as they lie at one end (0: the held tensor, 1: the wanted one)."""
     local = [found for axis, found in zip(side.axes, per_axis) if axis.extents is not None]
     repeat = math.prod(len(found) for axis, found in zip(side.axes, per_axis) if axis.extents is None)
-    boxes = tuple((tuple(o[end] for o in picked), tuple(o[2] for o in picked)) for picked in product(*local))
-    if repeat > 1:
-        boxes *= repeat
+    boxes = tuple((tuple(o[end] for o in picked), tuple(o[2] for o in picked)) for picked in product(*local)) * repeat
     return Message(peer, boxes, sum(math.prod(sizes) for _, sizes in boxes))

@@ -6,7 +6,22 @@ import torch
 
 from . import _torch, exchange
 from . import transport as _transport
-from .errors import AgreementError
+from .errors import AgreementError, DistdlError, ShapeError
+
+
+def check(maps, xs) -> None:
+    """Raise where tensors are no plain memory."""
+    for x in xs:
+        if x.layout is not _strided or x.is_quantized:
+            raise ShapeError("only dense tensors can be moved", op=str(maps[0]), rank=maps[0].world.rank, expected=_strided,
+                             actual=str(x.layout), next_step="x.to_dense(), or move a sparse tensor's parts")
+        if _torch.of_older_vmap(x):
+            raise DistdlError("torch's older vmap does not know custom Functions", op=str(maps[0]), expected="torch.func.vmap",
+                              actual="is_grads_batched=True, or torch.autograd.functional with vectorize=True",
+                              next_step="pull = torch.func.vjp(f, x)[1]; torch.func.vmap(pull)(cotangents), or dd.func.jacrev")
+
+
+_strided = torch.strided
 
 
 def plain(maps, xs, recorded=False):
@@ -53,13 +68,22 @@ def _move_autograd(xs, movement):
     # Alone the operator would have gradient zero and tangent zero, silently: only linear_map's Function may call it.
     if (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or any(_torch.has_tangent(x) for x in xs):
         raise AgreementError("distdl::move has no derivative of its own", op="move", actual=movement,
-                             next_step="call the map (or the function in distdl.functional) instead")
+                             next_step="call the map (or the function in distdl.functional) instead",
+                             expected="a tensor without gradient and tangent")
     with _torch.below_autograd():
         return torch.ops.distdl.move(xs, movement)
+
+
+def _move_vmap(info, in_dims, xs, movement):
+    # A pullback of linearize, or any trace, under vmap: the batch is one more leading axis of the plans.
+    given = [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[0])]
+    ys = torch.ops.distdl.move(given, movement)
+    return ys, [0] * len(ys)
 
 
 for _key in ("CPU", "CUDA"):
     _library.impl("move", _move_real, _key)
 _library.impl("move", _move_autograd, "Autograd")
 torch.library.register_fake("distdl::move", _move_fake, lib=_library)
+torch.library.register_vmap("distdl::move", _move_vmap, lib=_library)
 torch.fx.node.has_side_effect(torch.ops.distdl.move.default)  # its messages count, also where its output is not used

@@ -49,7 +49,7 @@ def gather_objects(value, ranks=None, world_name: str = "default") -> list:
     """Every rank's (picklable) value, in the order of ``ranks`` (sorted; default: the whole world)."""
     where = world(world_name)
     ranks = tuple(range(where.size)) if ranks is None else tuple(ranks)
-    return list(where.all_gather(value, ranks).values())
+    return list(where.all_gather(value, ranks, "gather_objects").values())
 
 
 def collective_assert(condition, message="", ranks=None) -> None:
@@ -61,7 +61,7 @@ def collective_assert(condition, message="", ranks=None) -> None:
 
 def _random(shape, dtype, seed, rank):
     generator = torch.Generator().manual_seed(7919 * seed + rank)
-    return torch.randn(shape, dtype=dtype, generator=generator)
+    return torch.randn(shape, dtype=dtype, generator=generator, device="cpu")
 
 
 def _ranks(A):

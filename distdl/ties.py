@@ -34,10 +34,10 @@ def nothing(shape, *tensors, dtype=None):
         ShapeError: the shape has elements.
     """
     if 0 not in shape:
-        raise ShapeError("this shape has elements", op="nothing", expected="a size 0", actual=tuple(shape))
-    empty = _flat(tensors[0])[:0]
-    if len(tensors) > 1:
-        empty = tie(empty, *tensors[1:])
+        raise ShapeError("this shape has elements", op="nothing", expected="a size 0", actual=tuple(shape),
+                         next_step="give a shape with a 0 in it, such as (0,)")
+    first, *others = tensors
+    empty = tie(_flat(first)[:0], *others)
     return (empty if dtype is None else empty.to(dtype)).reshape(shape)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from . import errors
 from . import transport as _transport
-from .errors import PartitionError, TransportError
+from .errors import AgreementError, PartitionError, TransportError
 from .partition import set_rank_source
 from .transport.local import LocalTransport
 from .transport.nccl import NcclEngines, engines_on
@@ -47,7 +47,8 @@ class World:
                                  next_step="set DISTDL_CUDA, or World(cuda=...), to one of them")
         self.host = _host_transport(comm) if transport is None else transport
         if half_sums not in ("float32", "native"):
-            raise TransportError("no such way to sum halves", op="World", expected="float32 or native", actual=half_sums)
+            raise TransportError("no such way to sum halves", op="World", expected="float32 or native", actual=half_sums,
+                                 next_step="leave it out, or choose one of these")
         self.host.wide = half_sums == "float32"
         self.rank, self.size = self.host.rank, self.host.size
         self._engines: NcclEngines | None = None
@@ -60,6 +61,9 @@ class World:
         return self.host if x.is_cpu else self._for_cuda(x.device, ranks)
 
     def _for_cuda(self, device, ranks):
+        if device.type == "meta":
+            raise TransportError("a meta tensor has no memory to move", op="World", rank=self.rank, expected="a CPU or CUDA tensor",
+                                 actual=device, next_step="work out shapes with layouts; or trace under FakeTensorMode")
         if len(ranks) < self.size and self.rank not in ranks:
             return _Bystander(self.rank, self.size)
         if self.cuda == "staged" or self.size == 1:
@@ -85,16 +89,20 @@ class World:
                 raise PartitionError(f"the world has {ranks}", op=op, partitions=P, expected=f"< {self.size}",
                                      actual=f"rank {max(P.ranks)}", next_step=f"start with -n {max(P.ranks) + 1}")
 
-    def all_gather(self, value, ranks) -> dict:
+    def all_gather(self, value, ranks, purpose: str = "agreement") -> dict:
         """{rank: its small, picklable value} over ``ranks``, in rising order; one small all-gather. Ranks of one job trust each
-        other, so pickles do no harm here."""
-        data, ranks = pickle.dumps(value), tuple(sorted(ranks))
+        other, so pickles do no harm here. ``purpose`` goes along: ranks that are here for different reasons all raise."""
+        data, ranks = pickle.dumps((purpose, value)), tuple(sorted(ranks))
         if _transport.log is not None:
             _transport.log.append(("agree", ranks, len(data)))
         host = self.host if _transport.observer is None else _transport.observer.agreement(self.host, value, ranks)
         parts = host.all_gather(data, ranks)
-        values = {part: value if part == data else pickle.loads(part) for part in set(parts)}  # mostly all say the same
-        return {r: values[part] for r, part in zip(ranks, parts)}
+        found = {part: pickle.loads(part) for part in set(parts)}  # mostly all say the same
+        if any(theirs != purpose for theirs, _ in found.values()):
+            told = "; ".join(f"rank {r}: {getattr(found[part][1], 'op', found[part][0])}" for r, part in zip(ranks, parts))
+            raise AgreementError("the ranks disagree in the operator called", op="agreement", rank=self.rank, actual=told,
+                                 expected="the same on every rank", next_step="call the same operators in the same order")
+        return {r: found[part][1] for r, part in zip(ranks, parts)}
 
     def close(self) -> None:
         """Free communicators; collective. Called at exit."""
@@ -132,7 +140,8 @@ def _host_transport(comm):
             launched = [name for name in _LAUNCHED if name in os.environ]
             if launched:
                 raise TransportError(f"an MPI launcher started this process ({launched[0]}), but mpi4py cannot be used: "
-                                     f"{error}", op="World", next_step="pip install distdl[mpich]") from error
+                                     f"{error}", op="World", next_step="pip install distdl[mpich]",
+                                     expected="mpi4py and its MPI library", actual=type(error).__name__) from error
             return LocalTransport()
     from .transport.mpi import MpiTransport
 
@@ -245,7 +254,7 @@ class Topology:
 
         w = world(name)
         mine = w.host.node() if hasattr(w.host, "node") else platform.node()
-        nodes = list(w.all_gather(mine, range(w.size)).values())
+        nodes = list(w.all_gather(mine, range(w.size), "Topology.discover").values())
         return cls.place(nodes, {mine: torch.cuda.device_count()})[w.rank]
 
 

@@ -25,8 +25,10 @@ class Recorded:
     sums = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64, torch.complex64,
                       torch.complex128, torch.bool})  # as MPI
 
-    def __init__(self, rank, size, before, now):
+    def __init__(self, rank, size, before, now, **others):
         self.rank, self.size, self.before, self.now, self.count = rank, size, before, now, Counter()
+        self.asked = set()
+        vars(self).update(others)
 
     def _key(self, *what):
         self.count[what] += 1
@@ -35,7 +37,9 @@ class Recorded:
     def post(self, sends, receives):
         for peer, address, nbytes in sends:
             self.now[self._key("send", self.rank, peer)] = ctypes.string_at(address, nbytes)
-        return [(self._key("send", peer, self.rank), address, nbytes) for peer, address, nbytes in receives]
+        wanted = [(self._key("send", peer, self.rank), address, nbytes) for peer, address, nbytes in receives]
+        self.asked.update(key for key, _, _ in wanted)
+        return wanted
 
     def wait(self, handle):
         for key, address, nbytes in handle or ():
@@ -51,12 +55,18 @@ class Recorded:
     def _shared(self, kind, ranks, mine):
         key = self._key(kind, ranks)
         self.now[key, self.rank] = mine
+        self.asked.update((key, r) for r in ranks)
         return [self.before.get((key, r), mine) for r in ranks]
 
     def collective(self, kind, source, target, count, dtype, ranks):
-        mine = torch.frombuffer(bytearray(ctypes.string_at(source, count * dtype.itemsize)), dtype=dtype)
-        total = torch.stack(self._shared("sum", ranks, mine)).sum(0).to(dtype)
-        ctypes.memmove(target, total.data_ptr(), count * dtype.itemsize)
+        many = count * len(ranks) if kind == "reduce_scatter" else count
+        mine = torch.frombuffer(bytearray(ctypes.string_at(source, many * dtype.itemsize)), dtype=dtype)
+        found = torch.stack(self._shared(kind, ranks, mine))
+        if kind != "all_gather":
+            found = found.sum(0).to(dtype)
+        if kind == "reduce_scatter":
+            found = found.reshape(len(ranks), count)[ranks.index(self.rank)].contiguous()
+        ctypes.memmove(target, found.data_ptr(), found.numel() * dtype.itemsize)
 
     def all_gather(self, data, ranks):
         return self._shared("gather", ranks, data)
@@ -69,25 +79,31 @@ def _same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k] for k in a)
 
 
-def every_rank(n, program, rounds=None) -> list:
+def every_rank(n, program, rounds=None, half_sums="float32", **others) -> list:
     """What ``program()`` returns on each of ``n`` ranks; an exception that it raises there stands in its place.
 
-    ``rounds``: how many, where messages of several parts have gaps, which never settle.
+    ``rounds``: how many, where messages of several parts have gaps, which never settle. ``others``: attributes of the transport.
+
+    Raises:
+        AssertionError: a message that nobody takes, or that somebody waits for in vain, where no rank raised.
     """
     outer, before, most = dict(_worlds), {}, rounds or 20
     try:
         for i in range(most):
-            now, results = {}, []
+            now, results, asked = {}, [], set()
             for rank in range(n):
                 for factory in vars(maps).values():  # maps remember which rank asked
                     if hasattr(factory, "cache_clear"):
                         factory.cache_clear()
-                dd.World(transport=Recorded(rank, n, before, now))
+                transport = Recorded(rank, n, before, now, asked=asked, **others)
+                dd.World(transport=transport, half_sums=half_sums)
                 try:
                     results.append(program())
                 except Exception as error:
                     results.append(error)
             if i + 1 == rounds or (rounds is None and _same(before, now)):
+                if not any(isinstance(found, Exception) for found in results):
+                    assert asked == now.keys(), f"not sent: {sorted(asked - now.keys(), key=str)}; not taken: {now.keys() - asked}"
                 return results
             before = now
     finally:

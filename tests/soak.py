@@ -23,7 +23,7 @@ import distdl as dd
 import distdl.functional as F
 
 MAPS = 500  # random ones at a time; others after as many operations as TURN
-TURN = 20_000
+TURN = 5_000
 GROWTH = 48 * 2**20  # bytes that a rank may grow in the second half: arenas of the allocator, not a leak of 5 bytes per operation
 
 

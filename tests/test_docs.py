@@ -102,6 +102,13 @@ def test_links_between_pages():
                 assert fragment in slugs, (page.name, target, sorted(slugs))
 
 
+def test_tests_that_prove():
+    """Every test file and page that a page names exists."""
+    for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md"]:
+        for name in re.findall(r"`((?:tests|bench|docs|distdl|notebooks)/[\w/]+(?:\.\w+)?)`", page.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists(), (page.name, name)
+
+
 def test_reference_renders(monkeypatch):
     """docs/api.md names modules that exist, and every public name of distdl.functional has a documented entry."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))

@@ -8,29 +8,46 @@ import pytest
 from one_process import every_rank
 
 import distdl as dd
-from distdl.errors import AgreementError, CheckpointError, DistdlError, PartitionError, ShapeError, TransportError
+from distdl import errors
+from distdl.errors import AgreementError, CheckpointError, DistdlError, PartitionError, RankError, ShapeError, TransportError
 
 PACKAGE = Path(dd.__file__).parent
-KINDS = {kind.__name__ for kind in (PartitionError, ShapeError, AgreementError, CheckpointError, TransportError)}
 PARTS = ("op", "partitions", "expected", "actual", "rank", "next_step")
+GRIDS = {"P", "P_src", "P_dst", "Q", "L", "layout", "layouts", "in_layout", "partition", "partitions", "plan", "plans", "maps"}
+NO_GRID = "agree.py", "partition_of"  # what it is given is no partition: that is the error
 
 
 def raised():
-    """(place, names of the parts) of every error that the package makes."""
+    """(file, line, names of the functions around it, names that are known there, the call's parts) of every error made here."""
+
+    def walk(node, functions, known):
+        if isinstance(node, ast.FunctionDef):
+            functions = (*functions, node.name)
+            known = known | {n.id if isinstance(n, ast.Name) else n.arg for n in ast.walk(node)
+                             if isinstance(n, ast.arg) or (isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))}
+        elif isinstance(node, ast.ClassDef):
+            known = known | {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in errors.__all__:
+            yield str(path.relative_to(PACKAGE)), node.lineno, functions, known, {k.arg for k in node.keywords}
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, functions, known)
+
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in KINDS:
-                names = {k.arg for k in node.keywords}
-                if None not in names:  # **parts
-                    yield f"{path.relative_to(PACKAGE)}:{node.lineno}", names
+        if path.name != "errors.py":
+            yield from walk(ast.parse(path.read_text()), (), frozenset())
 
 
-def test_every_error_says_what_and_why():
-    """The operator, always; and what was expected beside what came, or the next step where there is no such pair."""
+def test_every_error_has_all_its_parts():
+    """The operator, what was expected, what came, and the next step; and the partitions where the code knows them."""
     found = list(raised())
-    assert len(found) > 100
-    for place, names in found:
-        assert "op" in names and (names >= {"expected", "actual"} or "next_step" in names), place
+    assert len(found) > 150
+    for file, line, functions, known, parts in found:
+        wanted = {"op", "expected", "actual", "next_step"}
+        if known & GRIDS and (file, *functions) != NO_GRID:
+            wanted |= {"partitions"}
+        assert parts >= wanted, f"{file}:{line} lacks {sorted(wanted - parts)}"
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    assert kinds == set(errors.__all__), "all of them are public"
 
 
 def test_parts_and_rank():
@@ -50,6 +67,10 @@ def test_parts_and_rank():
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is kind and str(again) == str(error) and again.args == error.args
         assert [getattr(again, part) for part in PARTS] == [getattr(error, part) for part in PARTS]
+    failed = RankError("rank 1 of 2 failed", op="launch", expected=1, actual=2, rank=1, next_step="mend it",
+                       traceback="Trace\nback")
+    again = pickle.loads(pickle.dumps(failed))
+    assert str(again) == str(failed) and str(failed).endswith("next step: mend it\n\nTrace\nback") and again.rank == 1
     assert str(ShapeError("broken")) == "broken" and str(ShapeError("broken", actual=1)) == "broken; expected None, got 1"
     with pytest.raises(ValueError, match="broken"):
         raise ShapeError("broken")

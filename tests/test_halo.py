@@ -85,6 +85,31 @@ def kernels(draw):
     return p, n, k, s, d, lo, hi
 
 
+@given(halos())
+@settings(max_examples=150, deadline=None)
+def test_strips_and_blocks_make_up_the_windows(case):
+    """Joined dim by dim, the last first; zeros beyond the edge are left out."""
+    grid, shape, boundaries, lefts, rights, splits = case
+    L = dd.Layout(dd.Partition(grid), shape, splits)
+    spec = dd.HaloSpec(L, lefts, rights, boundary=boundaries)
+    X = torch.arange(1.0, 1 + np.prod(shape), dtype=torch.float64).reshape(shape)
+    held = [L.shard(X, r) for r in range(L.partition.size)]
+    strips = {d: simulate(plan, held) for d, plan in spec.strips().items()}
+    for r, window in enumerate(simulate(spec.plan(), held)):
+        sides = [spec.sides(d, c) for d, c in enumerate(L.partition.index(r))]
+        y = held[r]
+        for d, ((_, a, b, _), (start, _)) in enumerate(zip(sides, L.box(r))):
+            y = y.narrow(d, a - start if a < b else 0, b - a)
+        for d in reversed(list(strips)):
+            lo, a, b, hi = sides[d]
+            y = torch.cat([strips[d][r].narrow(d, 0, a - lo), y, strips[d][r].narrow(d, a - lo, hi - b)], d)
+        box = spec.window_box(r)
+        fills = [n for d in reversed(range(len(shape))) for n in (sides[d][0] - box[d][0], box[d][1] - sides[d][3])]
+        assert torch.equal(tF.pad(y, fills), window)
+        assert 0 in y.shape or sum(s[r].numel() for s in strips.values()) + np.prod([b - a for _, a, b, _ in sides]) == y.numel()
+
+
+
 @settings(max_examples=400, deadline=None)
 @given(kernels())
 def test_window_against_unfold(case):

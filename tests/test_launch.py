@@ -12,7 +12,8 @@ import pytest
 
 import distdl as dd
 from distdl.__main__ import main
-from distdl.launch import RankError, environment, find_launcher, find_mpi
+from distdl.errors import RankError
+from distdl.launch import environment, find_launcher, find_mpi
 
 pytestmark = pytest.mark.skipif(find_mpi() is None, reason="needs mpi4py and an MPI library")
 

@@ -1,15 +1,18 @@
 """Programs of several ranks in one process: what users call, under transforms, without MPI."""
 
+import pickle
 import random
 
 import pytest
 import torch
 from fuzzing import BUILDERS, KINDS, PAIRS, Spmd, compare, draw, seed_of
-from one_process import every_rank
+from one_process import Recorded, every_rank
 from torch.func import grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import distdl as dd
 import distdl.functional as F
+from distdl import transport
 from distdl.errors import AgreementError, PartitionError, ShapeError
 
 
@@ -21,11 +24,14 @@ def returned(results):
     return results
 
 
+Chain = type(dd.maps.repartition(dd.Layout(dd.Partition((1,)), (1,)), dd.Partition((1,))) @ dd.linear_map(abs, abs, (1,), (1,)))
+
+
 def rank():
     return dd.world().rank
 
 
-def one_case(name, kind, pair):
+def one_case(name, kind, pair, **transport):
     """Faults of one random case on 4 ranks, in each of its spellings."""
     seed = seed_of(name, kind, pair)
     spelling = random.Random(seed).randrange(4)
@@ -35,13 +41,119 @@ def one_case(name, kind, pair):
         calls = [case.map, *case.calls.values()]
         return compare(case, pair, Spmd(case, calls[spelling % len(calls)], seed), torch.float64, seed)
 
-    return returned(every_rank(4, program))
+    return returned(every_rank(4, program, **transport))
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_random_movement(name):
     i = list(BUILDERS).index(name)
     assert not any(one_case(name, KINDS[i % 3], list(PAIRS)[i % 9]))
+
+
+ALL = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_sum_reduce"])
+def test_random_movement_by_collectives(name):
+    """As an engine that has a collective for each of them would run it."""
+    for kind, pair in zip(KINDS, ("grad∘grad", "jvp∘vmap", "vmap∘grad")):
+        assert not any(one_case(name, kind, pair, collectives=ALL))
+
+
+def spread(x, how):
+    """x with other strides."""
+    if how == "rows" and x.dim() == 2:
+        return x.T.contiguous().T
+    return torch.stack([x, x], -1)[..., 0] if how == "apart" else x
+
+
+@pytest.mark.parametrize("how", ["dense", "rows", "apart"])
+@pytest.mark.parametrize("dims", [0, 1, (0, 1)])
+@pytest.mark.parametrize("ranks", [(0, 1, 2, 3, 4, 5), (3, 5, 1, 0, 4, 2)])
+def test_equal_blocks_are_one_collective(ranks, dims, how):
+    """In the order of the blocks, staged only where memory is not as the engine needs it; also batched, and of every dtype."""
+    P = dd.Partition((2, 3), ranks)
+    L = dd.Layout(P, (4, 6))
+    X = torch.arange(24.0).reshape(4, 6)
+
+    def program():
+        A = dd.maps.all_gather(L, dims)
+        y = (1 + rank()) * spread(torch.arange(float(torch.Size(A.out_shape).numel())).reshape(A.out_shape), how)
+        with dd.testing.count_messages() as sent:
+            found = [A(spread(L.shard(X), how)), A.T(y), A(spread(L.shard(X).int(), how)),
+                     vmap(A)(spread(torch.stack([L.shard(X), -L.shard(X)]), how)), A.T(y.bfloat16())]
+        return [f.tolist() for f in found], [(k, who, n) for k, who, n in sent if k != "agree"]
+
+    def by_messages():
+        gathered = P.dims(dims)
+        whole = X[tuple(slice(None) if d in gathered else s for d, s in enumerate(L.slices()))]
+        ones = torch.arange(float(whole.numel())).reshape(whole.shape)
+        cut = tuple(s if d in gathered else slice(None) for d, s in enumerate(L.slices()))
+        total = (sum(1 + r for r in P.along(dims).ranks) * ones)[cut]
+        return [t.tolist() for t in (whole, total, whole.int(), torch.stack([whole, -whole]), total.bfloat16())]
+
+    found = returned(every_rank(6, program, collectives=ALL, sums=Recorded.sums | {torch.bfloat16}))
+    for r, ((values, sent), wanted) in enumerate(zip(found, every_rank(6, by_messages))):
+        assert values[:4] == wanted[:4], (r, values)
+        assert torch.allclose(torch.tensor(values[4]), torch.tensor(wanted[4]), rtol=2e-2)
+        group = P.along(dims, r).ranks
+        kinds = [k for k, who, _ in sent if who == group]
+        assert kinds[:4] == ["all_gather", "reduce_scatter", "all_gather", "all_gather"], sent
+
+
+def test_collectives_stage_no_more_than_they_must():
+    """Whole blocks of rows lie side by side already; columns, and strided blocks, are gathered in scratch memory."""
+
+    def program():
+        def scratch(A, x):
+            A(x)
+            program = next(iter(A.plan.view(rank()).programs.values()))
+            A.plan.view(rank()).programs.clear()
+            return program.kind, program.staging
+
+        rows, columns = dd.Layout(dd.Partition((3, 1)), (6, 4)), dd.Layout(dd.Partition((1, 3)), (4, 6))
+        x, y = rows.shard(torch.ones(6, 4)), torch.ones(6, 4)
+        P, Q = dd.maps.all_gather(rows, 0), dd.maps.all_gather(columns, 1)
+        return [scratch(P, x), scratch(P, spread(x, "apart")), scratch(P.T, y), scratch(P.T, spread(y, "apart")),
+                scratch(Q, columns.shard(torch.ones(4, 6)).contiguous()), scratch(Q, columns.shard(torch.ones(4, 6))),
+                scratch(Q.T, torch.ones(4, 6))]
+
+    gather, scatter = "all_gather", "reduce_scatter"
+    for found in returned(every_rank(3, program, rounds=2, collectives=ALL)):
+        assert found == [(gather, 0), (gather, 64), (scatter, 0), (scatter, 128), (gather, 128), (gather, 192), (scatter, 128)]
+
+
+def test_what_is_no_collective_goes_as_messages():
+    """An engine without the collective, two tensors at once, an empty batch, one rank alone, and halves whose sum is widened."""
+    L = dd.Layout(line(), (6,))
+
+    def all_of(call, n=3, **transport):
+        def program():
+            with dd.testing.count_messages() as sent:
+                y = call(dd.maps.all_gather(L), L.shard(torch.arange(6.0)))
+            return y.tolist(), sorted({k for k, _, _ in sent})
+
+        return returned(every_rank(n, program, **{"collectives": ALL, **transport}))
+
+    def sum_of(values):
+        return lambda A, x: A.T(torch.full((6,), values[rank()]).bfloat16())
+
+    whole, sums = list(map(float, range(6))), Recorded.sums | {torch.bfloat16}
+    assert all_of(lambda A, x: A(x), collectives=("all_reduce",)) == [(whole, ["send"])] * 3
+    assert all_of(lambda A, x: A(x), collectives=("all_gather",)) == [(whole, ["all_gather"])] * 3
+    assert all_of(lambda A, x: F.all_gather((x, -x), L)[0], rounds=3) == [(whole, ["send"])] * 3
+    assert all_of(lambda A, x: vmap(A)(x.expand(0, 2))) == [([], ["agree"])] * 3
+    lonely = dd.Layout(dd.Partition((1, 1)), (2, 2))
+    assert all_of(lambda A, x: dd.maps.all_gather(lonely)(torch.ones(2, 2)), n=1) == [([[1.0, 1.0], [1.0, 1.0]], [])]
+    pair = dd.Layout(dd.Partition((2,)), (4,))
+    found = all_of(lambda A, x: dd.maps.all_gather(pair)(torch.arange(2.0)))
+    assert [kinds for _, kinds in found] == [["all_gather"], ["all_gather"], []]
+    # 256 + 1 + 1 in bfloat16 is 256: what the engine adds itself stays so, what the library adds is 258
+    many = (256.0, 1.0, 1.0)
+    assert all_of(sum_of(many)) == all_of(sum_of(many), sums=sums) == [([258.0, 258.0], ["send"])] * 3
+    assert all_of(sum_of(many), half_sums="native") == [([256.0, 256.0], ["send"])] * 3, "an engine without the dtype"
+    native = all_of(sum_of(many), half_sums="native", sums=sums)
+    assert [kinds for _, kinds in native] == [["reduce_scatter"]] * 3
 
 
 # ---------------------------------------------------------------- maps as values
@@ -71,6 +183,18 @@ def test_a_map_on_every_rank():
     assert dd.maps.repartition(L, L) is dd.maps.repartition(L, L) and dd.maps.repartition(L, L).plans == ()
 
 
+def test_maps_travel():
+    """Pickled, a map is its plans: what it found out on this rank stays here."""
+
+    def program():
+        A = dd.maps.all_gather(dd.Layout(line(), (6,)))
+        y = A(torch.full((2,), float(rank())))
+        again = pickle.loads(pickle.dumps(A))
+        return again == A and "world" not in vars(again) and torch.equal(again(torch.full((2,), float(rank()))), y)
+
+    assert returned(every_rank(3, program)) == [True] * 3
+
+
 def test_an_identity_returns_its_input_and_others_fresh_memory():
     def program():
         L, x = dd.Layout(line(), (6,)), torch.ones(2)
@@ -91,6 +215,9 @@ def test_wrong_input_is_refused():
     for found in every_rank(3, shape):
         assert isinstance(found, ShapeError) and (found.expected, found.actual) == ((2,), (3,)) and found.next_step
         assert found.op == "all_gather" and found.partitions == "Partition((3,))" and found.rank in (0, 1, 2)
+    for word in ("x", None):
+        for found in every_rank(3, lambda word=word: dd.maps.gather(dd.Layout(dd.Partition((2,)), (6,)))(word)):
+            assert isinstance(found, ShapeError) and found.actual == type(word).__name__ and found.next_step
     for found in every_rank(3, lambda: dd.maps.gather(dd.Layout(line(), (6,)), 2)(torch.ones(3))):
         assert found.partitions == "Partition((3,)) -> Partition((1,), ranks=(2,))"
     for found in every_rank(3, far):
@@ -111,6 +238,8 @@ def test_wrong_input_is_refused():
     (lambda P, L: dd.maps.permute(P, ((0, 1), (1, 1)), (1,)), "not a permutation"),
     (lambda P, L: dd.maps.broadcast(P, dd.Partition((3,)), (1,)), "do not broadcast"),
     (lambda P, L: dd.maps.broadcast(dd.Partition((1, 1)), P, (1,)), "do not broadcast"),
+    (lambda P, L: dd.maps.broadcast(dd.Partition((2, 3)), dd.Partition((2, 2)), (1,)), "do not broadcast"),
+    (lambda P, L: dd.maps.shift(P, 0, 1.5, shape=(1,)), "must be an integer"),
     (lambda P, L: dd.maps.shift(P, 1, shape=(1,)), "no dim 1"),
 ], ids=str)  # fmt: skip
 def test_maps_that_cannot_be(make, words):
@@ -134,6 +263,21 @@ def test_what_dims_may_be():
     assert dd.maps.gathering(P, (4, 7), {0: 1}).plan.view(2).in_shape == (1, 7)
 
 
+def test_shift_and_permute_to_the_edge():
+    """Where nothing arrives are zeros of the own shape, on either end; permuted scalars, vectors, and shapes by rank."""
+    L = dd.Layout(line(), (6,), ((1, 2, 3),))
+    for offset, wanted in ((-1, [[1, 2], [3, 4, 5], [0, 0, 0]]), (1, [[0], [0], [1, 2]]), (-2, [[3, 4, 5], [0, 0], [0, 0, 0]]),
+                           (3, [[0], [0, 0], [0, 0, 0]])):  # fmt: skip
+        got = dd.maps.shift(L, 0, offset, False).simulate([torch.arange(6)[a:b] for a, b in L.blocks(0)])
+        assert [y.tolist() for y in got] == wanted
+    swap = ((0, 2), (2, 0))
+    for shape, wanted in (((), [2, 0, 0]), ((1,), [[2], [0], [0]]), ([(1,), (2,), (3,)], [[2, 2, 2], [0, 0], [0]])):
+        shapes = shape if isinstance(shape, list) else [shape] * 3
+        got = dd.maps.permute(line(), swap, shape).simulate([torch.full(s, float(r)) for r, s in enumerate(shapes)])
+        assert [y.tolist() for y in got] == wanted
+    assert dd.maps.scatter(L).plan.held.partition.ranks == dd.maps.gather(L).plan.wanted.partition.ranks == (0,)
+
+
 def test_chains():
     def program():
         L, M = dd.Layout(line(), (4,)), dd.Layout(line(), (4,), ((0, 4, 0),))
@@ -144,6 +288,8 @@ def test_chains():
         assert C.T.T == C and C.T.maps == (B.T, A.T) and (B @ A).T == A.T @ B.T
         assert (dd.maps.reduce_scatter(L) @ C).maps == (*C.maps, dd.maps.reduce_scatter(L))
         assert (C @ dd.maps.repartition(L, L)).maps == (dd.maps.repartition(L, L), A, B)
+        three = dd.maps.reduce_scatter(L) @ C
+        assert (three.in_shape, three.out_shape) == (A.in_shape, A.in_shape) and Chain((A,)).world is dd.world()
         total = dd.maps.invariant_sum(line(), (4,)) @ C
         assert (total.domain.kind, total.range.kind, total.T.domain.kind, total.T.range.kind) == (
             "varying", "invariant", "invariant", "varying")  # fmt: skip
@@ -203,6 +349,8 @@ def test_nothing_and_tie():
     z = torch.ones(2, dtype=torch.complex64, requires_grad=True)
     with pytest.raises(ShapeError, match="has elements"):
         F.nothing((2,), x)
+    for others in ((x,), (z.real, z), (torch.ones(1), x), (torch.ones(1), torch.ones(1), x)):
+        assert F.nothing((0,), torch.ones(3), *others).requires_grad and not F.nothing((0,), torch.ones(3)).requires_grad
     empty = F.nothing((0, 2), x, z)
     assert empty.shape == (0, 2) and empty.requires_grad and F.nothing((0,), x, dtype=torch.float64).dtype == torch.float64
     value = torch.tensor(3.0)
@@ -215,16 +363,40 @@ def test_nothing_and_tie():
 # ---------------------------------------------------------------- ranks that disagree
 
 
-def test_one_rank_has_no_batch():
+@pytest.mark.parametrize("n", [2, 3])
+def test_one_rank_has_no_batch(n):
     """Under vmap a rank whose input is not batched gets the batch that its peers have."""
 
     def program():
-        L = dd.Layout(line(), (3,))
+        L = dd.Layout(line(n), (n,))
         A = dd.maps.all_gather(L)
         c, xs = torch.ones(1), torch.arange(2.0).reshape(2, 1) + 10 * rank()
         return vmap(lambda x: A(x) if rank() else A(c) + 0 * x)(xs).tolist()
 
-    assert returned(every_rank(3, program)) == [[[1.0, 10.0, 20.0], [1.0, 11.0, 21.0]]] * 3
+    assert returned(every_rank(n, program)) == [[[1.0, 10.0, 20.0][:n], [1.0, 11.0, 21.0][:n]]] * n
+
+
+def test_where_no_rank_has_a_batch_none_travels():
+    def program():
+        A, xs = dd.maps.all_gather(dd.Layout(line(), (3,))), torch.ones(5, 3)
+        with dd.testing.count_messages() as sent:
+            vmap(lambda x: A(torch.ones(1)) + x)(xs)
+        return [bytes for kind, _, bytes in sent if kind == "send"]
+
+    assert returned(every_rank(3, program)) == [[4, 4]] * 3
+
+
+def test_own_pair_of_several_ranks():
+    """It may hold movements; its ranks agree on batches. Named in any order."""
+
+    def program():
+        L = dd.Layout(line(), (3,))
+        A = dd.maps.all_gather(L)
+        B = dd.linear_map(lambda x: 2 * A(x), lambda y: 2 * A.T(y), (1,), (3,), ranks=(2, 0, 1))
+        c, xs = torch.ones(1), torch.arange(2.0).reshape(2, 1) + 10 * rank()
+        return B.ranks, B.world is dd.world(), vmap(lambda x: B(x) if rank() else B(c) + 0 * x)(xs).tolist()
+
+    assert returned(every_rank(3, program)) == [((0, 1, 2), True, [[2.0, 20.0, 40.0], [2.0, 22.0, 42.0]])] * 3
 
 
 def test_vmaps_of_different_sizes():
@@ -255,6 +427,74 @@ def test_a_linear_loss_on_one_rank():
     expected = jvp(grad(lambda X: 2 * X.sin().sum() + (X.sin() ** 2).sum()), (X,), (torch.ones_like(X),))[1]
     for r, found in enumerate(returned(every_rank(3, program))):
         assert all(torch.allclose(t, expected[r : r + 1]) for t in found)
+
+
+# ---------------------------------------------------------------- traces, and what an observer is told
+
+
+def around():
+    """A movement of one rank alone that is not the identity."""
+    return dd.maps.halo_exchange(dd.HaloSpec(dd.Partition((1,)), (3,), 1, boundary="circular"))
+
+
+class Observer:
+    """In place of the one that checks: notes of each movement whether a graph holds its adjoint, and whether it is being traced."""
+
+    tracing = False
+
+    def __init__(self):
+        self.seen = []
+
+    def movement(self, host, transport, maps, xs, recorded):
+        self.seen.append((str(maps[0]), recorded, self.tracing))
+        return transport
+
+
+def test_an_observer_is_told(monkeypatch):
+    A, x, observer = around(), torch.ones(3), Observer()
+    monkeypatch.setattr(transport, "observer", observer)
+
+    def told(call):
+        observer.seen.clear()
+        call()
+        return observer.seen
+
+    assert told(lambda: A(x)) == [("halo_exchange", False, False)]
+    y = x.clone().requires_grad_()
+    assert told(lambda: A(y).sum().backward()) == [("halo_exchange", True, False), ("halo_exchange.T", False, False)]
+    with torch.no_grad():
+        assert told(lambda: A(y)) == [("halo_exchange", False, False)]
+    graph = []
+    assert told(lambda: graph.append(make_fx(A)(x))) == [("halo_exchange", False, True)] and not observer.tracing
+    assert told(lambda: graph[0](x)) == [("halo_exchange", False, False)]
+
+
+def test_traces():
+    """A movement stays where its result is unused; alone it has no derivative; a user's own pair is traced through."""
+    A, x = around(), torch.ones(3)
+
+    def unused(x):
+        A(x)
+        return 2 * x
+
+    graph = make_fx(unused)(x)
+    graph.graph.eliminate_dead_code()
+    (move,) = [n for n in graph.graph.nodes if n.target is torch.ops.distdl.move.default]
+    for others in ({"requires_grad": True}, {}):
+        xs = [x, torch.ones(3, **others)]
+        pairs = [xs, xs[::-1]]
+        if others:
+            for pair in pairs:
+                with pytest.raises(AgreementError, match="no derivative of its own"):
+                    torch.ops.distdl.move(pair, f"{move.args[1]}; {move.args[1]}")
+        else:
+            for place in range(2):
+                with pytest.raises(AgreementError, match="no derivative of its own"):
+                    jvp(lambda t, k=place: torch.ops.distdl.move([x, t][:: 1 if k else -1], move.args[1])[0], (x,), (x,))
+    with torch.no_grad():
+        assert torch.ops.distdl.move([x.clone().requires_grad_()], move.args[1])[0].tolist() == [1.0] * 5
+    own = dd.linear_map(lambda x: 2 * x, lambda x: 2 * x, (3,), (3,))
+    assert make_fx(own)(x)(torch.arange(3.0)).tolist() == [0.0, 2.0, 4.0]
 
 
 # ---------------------------------------------------------------- the executor

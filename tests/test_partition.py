@@ -22,6 +22,8 @@ def test_ranks_and_index():
     for coords in itertools.product(*map(range, P.shape)):
         assert P.index(int(table[coords])) == coords and P.rank_at(coords) == table[coords]
     assert P.index(3) is None
+    with pytest.raises(ValueError, match="zip"):
+        P.rank_at((1,))
     assert dd.Partition((2, 2)).ranks == (0, 1, 2, 3)
     assert dd.Partition(()).ranks == (0,) and dd.Partition(()).index(0) == ()
     assert dd.Partition((1,), (5,)).index() is None and not dd.Partition((1,), (5,)).active
@@ -43,6 +45,7 @@ def test_take_and_along():
             fibre = table[tuple(slice(None) if d in free else slice(c, c + 1) for d, c in enumerate(coords))]
             assert P.along(dims, rank) == dd.Partition(fibre.shape, fibre.ravel())
     assert P.along(0, rank=99) is None
+    assert dd.Partition((1,) * 9).dims((8, 1, -9)) == (0, 1, 8)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +74,8 @@ def test_errors_carry_all_their_parts():
     with pytest.raises(PartitionError) as caught:
         dd.Partition((3,), (0, 0, 1))
     assert caught.value.next_step and "next step" in str(caught.value)
+    with pytest.raises(PartitionError, match="does not fill the grid"):
+        dd.Partition((3,), (0, 1))
 
 
 def test_values():
@@ -174,3 +179,5 @@ def test_inactive_blocks_and_other_numbers_of_dims():
     assert L.slices(0) == (slice(0, 0), slice(0, 2)) and L.shard(torch.ones(5, 3), 0).numel() == 0
     with pytest.raises(dd.errors.PartitionError):
         L.with_shape((5, 3, 2))
+    assert dd.Layout(L.partition, (5, 3), (None, (0, 3))).local_shape(0) == (0, 0), "the first block is empty"
+    assert not L.active and dd.Layout(dd.Partition((2,)), (5,)).active

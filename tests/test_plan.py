@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distdl as dd
+import distdl.plan as plan_module
 from distdl.errors import ShapeError, TransportError
 from distdl.exchange import simulate
 from distdl.plan import Axis, Plan, Side, key, split, whole
@@ -148,6 +149,7 @@ def test_identity_is_what_the_matrix_says():
         Side(Q, (split(((0, 2), (2, 3)), 0), split(((0, 1), (0, 1)), 1))), Side(dd.Partition((1,)), (whole(3),)),
         Side(P, (split(((0, 2), (1, 3), (3, 4)), 0),)), Side(dd.Partition((1, 1)), (whole(3),)),
         Side(P, (split(((0, 2), (1, 1), (2, 4)), 0),)),
+        Side(dd.Partition((1,)), (Axis(None, (((0, 1, 0), (1, 2, 0)),), None), whole(2))),  # under two keys: twice
     ]  # fmt: skip
     found = []
     for side in sides:
@@ -189,6 +191,12 @@ def test_how_arrivals_combine():
     assert combine(halo) == [(False, False)] * 2 and combine(halo.T) == [(True, True)] * 2
     around = dd.HaloSpec(P, (5,), 7, boundary="circular").plan()  # several boxes in one message, which name elements twice
     assert combine(around) == [(False, True)] * 2 and combine(around.T) == [(True, False)] * 2
+    again = Side(P, (Axis(0, (((0, 1, 0), (0, 1, 1)), ((0, 2, 0),)), (2, 2)),))  # two boxes, as large as the output
+    summed = Plan(again, Side(dd.Partition((1,)), (whole(2),)))
+    assert (summed.view(0).adds, summed.view(0).covered) == (True, False)
+    assert summed.simulate([torch.ones(2), torch.ones(2)])[0].tolist() == [3.0, 1.0]
+    back = Plan(Side(dd.Partition((3,)), (split(((0, 1), (5, 6), (0, 1)), 0),)), Side(dd.Partition((1,)), (whole(6),)))
+    assert back.view(0).adds and back.simulate([torch.ones(1)] * 3)[0].tolist() == [2.0, 0, 0, 0, 0, 1.0], "in any order"
     nobody = Side(P, (key(0, (None, None)), whole(3)))
     assert combine(Plan(Side(P, (key(0, (0, 1)), whole(3))), nobody)) == [(False, False)] * 2
     assert combine(dd.maps.all_sum_reduce(dd.Partition((1, 2)), (5,), (0,)).plan) == [(False, True)] * 2, "over a dim of one rank"
@@ -298,6 +306,23 @@ def test_planning_4096_ranks(what):
     assert min(took) < 0.010, took
 
 
+@pytest.mark.parametrize("boundary", ["none", "circular"])
+def test_planning_looks_at_its_own_peers_only(boundary, monkeypatch):
+    """On a line of 20,000 ranks, empty blocks among them, as many coordinates are looked at as on one of 20."""
+    looked = []
+    monkeypatch.setattr(plan_module, "_overlaps", lambda *runs, of=plan_module._overlaps: looked.append(1) or of(*runs))
+    counts = []
+    for ranks in (20, 20_000):
+        sizes = (0, 3, *(2,) * (ranks - 4), 0, 1)
+        plan = dd.HaloSpec(dd.Layout(dd.Partition((ranks,)), (sum(sizes),), (sizes,)), 3, boundary=boundary).plan()
+        looked.clear()
+        view = plan.view(1)
+        peers = {2, 3, ranks - 4, ranks - 3, ranks - 1} if boundary == "circular" else {2, 3}
+        assert {m.peer for m in view.sends} <= peers and {m.peer for m in view.received} <= {1, *peers}
+        counts.append(len(looked))
+    assert counts[0] == counts[1] < 40, counts
+
+
 def test_simulate_reproduces_itself():
     L = dd.Layout(dd.Partition((4,)), (6,))
     plan = dd.HaloSpec(L, 5, boundary="circular").plan().T
@@ -330,6 +355,8 @@ def test_gathered():
     held, whole_4 = split(tuple(b[0] for b in blocks), 0), whole(4)
     columns = dd.Partition((2, 2))
     assert Plan(Side(columns, (held,)), Side(columns, (whole_4,))).gathered is None, "copies along the other dim would be added"
+    row = dd.Partition((2, 1))
+    assert Plan(Side(row, (held,)), Side(row, (whole_4,))).gathered == (0,), "there is no other"
     keyed = key(1, (0, 1))
     assert Plan(Side(columns, (keyed, held)), Side(columns, (keyed, whole_4))).gathered == (0,)
     assert Plan(Side(columns, (key(1, (0, 0)), held)), Side(columns, (key(1, (0, 0)), whole_4))).gathered is None
@@ -356,6 +383,9 @@ def test_piles():
     assert piles(dd.maps.halo_exchange(dd.HaloSpec(square, 1)).plan.T) == [True] * 4, "corners"
     folded = dd.maps.halo_exchange(dd.HaloSpec(dd.Layout(dd.Partition((2,)), (4,)), 3, boundary="circular")).plan.T
     assert piles(folded) == [True] * 2
+    twice = Side(dd.Partition((2,)), (Axis(0, (((0, 1, 0), (0, 1, 1)), ((0, 1, 0),)), (2, 1)),))
+    three = Plan(twice, Side(dd.Partition((1,)), (whole(1),)))
+    assert three.view(0).piles and three.simulate([torch.ones(2), torch.ones(1)])[0].tolist() == [3.0]
     many = dd.Partition((66,))
     assert dd.maps.sum_reduce(many, dd.Partition((1,)), (1,)).plan.view(0).piles
 

@@ -64,7 +64,8 @@ def case(op: str, n: int, options) -> cases.Case:
     ndim = len(shape)
     if op == "repartition":
         if ndim < 2:
-            raise ShapeError("a repartition needs two dims", op="bench", expected="--shape of two numbers or more", actual=shape)
+            raise ShapeError("a repartition needs two dims", op="bench", expected="--shape of two numbers or more", actual=shape,
+                             next_step="for example --shape 4096,4096")
         grid, to = options.grid or (n,) + (1,) * (ndim - 1), options.to or (1, n) + (1,) * (ndim - 2)
         A, B = (dd.Layout(dd.Partition(g), shape) for g in (grid, to))
         return cases.repartition(A, B, f"{cases.size(grid)} to {cases.size(to)}", dtype=dtype)
@@ -73,7 +74,8 @@ def case(op: str, n: int, options) -> cases.Case:
         return cases.halo(shape, grid, width=options.width, boundary=options.boundary, dtype=dtype)
     if op == "linear":
         if ndim != 3:
-            raise ShapeError("a linear layer has three sizes", op="bench", expected="--shape of tokens, out, in", actual=shape)
+            raise ShapeError("a linear layer has three sizes", op="bench", expected="--shape of tokens, out, in", actual=shape,
+                             next_step="for example --shape 4096,4096,1024")
         tokens, out, features = shape
         return cases.linear(tokens, out, features, options.grid or (1, n, 1), dtype=dtype)
     spatial = (1,) * (ndim - 2)

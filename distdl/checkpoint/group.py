@@ -16,7 +16,7 @@ class Group:
     """The ranks of a call."""
 
     def __init__(self, op, path, P):
-        self.op, self.path = op, os.fspath(path)
+        self.op, self.path, self.partitions = op, os.fspath(path), P
         self.told = self.path  # in errors: the first rank's, so that all say the same
         self.world = world() if P is None else world(partition_of(P).world)
         self.ranks = tuple(range(self.world.size)) if P is None else tuple(sorted(partition_of(P).ranks))
@@ -34,7 +34,7 @@ class Group:
             result = job()
         except Exception as error:  # it is raised below, on every rank
             cause, failure = error, f"{type(error).__name__}: {error}"
-        found = self.world.all_gather((failure, result, self.path), self.ranks)
+        found = self.world.all_gather((failure, result, self.path), self.ranks, self.op)
         self.told = found[self.ranks[0]][2]
         failures = [f"rank {r}: {text}" for r, (text, _, _) in found.items() if text]
         if failures:
@@ -45,4 +45,4 @@ class Group:
     def error(self, problem, next_step):
         """The error of every rank."""
         return CheckpointError(problem, op=self.op, expected="success on every rank", actual=f"a failure for {self.told!r}",
-                               next_step=next_step)
+                               next_step=next_step, partitions=self.partitions)

@@ -57,7 +57,7 @@ def state(model, optimizer=None, *, rng=False, layouts=None, P=None, **metadata)
         if not isinstance(value, torch.Tensor) or name.startswith((_OPTIMIZER, _RNG)):
             raise ShapeError(f"{name!r} cannot be saved under its name", op="checkpoint.state", actual=type(value).__name__,
                              expected="a tensor, not in a module named 'optimizer' or 'rng'",
-                             next_step="keep it out of state_dict(), and hand it over as metadata")
+                             next_step="keep it out of state_dict(), and hand it over as metadata", partitions=P)
     if optimizer is not None:
         metadata["optimizer"] = [{k: _plain(v) for k, v in g.items() if k not in ("params", "param_names")}
                                  for g in optimizer.param_groups]  # fmt: skip
@@ -98,7 +98,8 @@ def _beside(layout, p, value, name):
     if not isinstance(value, torch.Tensor) or value.shape not in (p.shape, ()):
         raise ShapeError(f"the state {name!r} has another shape than its parameter", op="checkpoint.state",
                          actual=getattr(value, "shape", type(value).__name__), expected=f"a tensor of shape {tuple(p.shape)} or ()",
-                         next_step="save such an optimizer's state yourself: dd.checkpoint.save takes any tensors and layouts")
+                         next_step="save such an optimizer's state yourself: dd.checkpoint.save takes any tensors and layouts",
+                         partitions=layout)
     if layout is None or value.shape == p.shape:
         return layout
     P = layout.partition

@@ -13,8 +13,9 @@ from ..halo import HaloSpec
 from ..partition import Layout, balanced
 from ..ties import nothing
 from .linear import bias_once, check_layouts, collect, spread
-from .params import replicated
-from .window import MODES, hashable, tuple_of, window_spec, windowed, with_layout
+from .overlap import overlap_of, overlapped, worthwhile
+from .params import check_bias, replicated
+from .window import MODES, hashable, on_window, tuple_of, window_spec, windowed, with_layout
 
 __all__ = ["conv_layout", "conv_transpose_layout", "dist_conv", "dist_conv_transpose"]
 
@@ -29,11 +30,13 @@ def _paddings(padding, kernel, stride, dilation, op):
         return ((0, 0),) * n
     if padding == "same":
         if any(s != 1 for s in stride):
-            raise PartitionError("padding 'same' needs stride 1", op=op, expected=1, actual=stride)
+            raise PartitionError("padding 'same' needs stride 1", op=op, expected=1, actual=stride,
+                                 next_step="use stride 1, or give the padding in numbers")
         total = [d * (k - 1) for k, d in zip(kernel, dilation)]
         return tuple((t // 2, t - t // 2) for t in total)  # an odd total pads the extra element after, as torch does
     if isinstance(padding, str):
-        raise PartitionError("no such padding", op=op, expected="an int, a tuple, 'same' or 'valid'", actual=padding)
+        raise PartitionError("no such padding", op=op, expected="an int, a tuple, 'same' or 'valid'", actual=padding,
+                             next_step="give the number of zeros on each side, or one of the two words")
     return tuple(tuple(p) if isinstance(p, (tuple, list)) else (p, p) for p in tuple_of(padding, n, "padding", op))
 
 
@@ -48,9 +51,11 @@ def _with_sizes(L: Layout, channels, space) -> Layout:
 def _spec(L: Layout, n: int, mode, channels, space, in_range, need, op) -> HaloSpec:
     """Windows of x for blocks of the output: ``need`` in the spatial dims, ``in_range`` in the channel dim."""
     if L.ndim != n + 2:
-        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim)
+        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim,
+                             next_step="give P one dim for the batch, one for the channels and one for each dim of the kernel")
     if min(space) < 0:
-        raise PartitionError("the output would have no size", op=op, partitions=L, expected=">= 0", actual=space)
+        raise PartitionError("the output would have no size", op=op, partitions=L, expected=">= 0", actual=space,
+                             next_step="pad more, or use a smaller kernel or dilation")
 
     def needs(d, o0, o1):
         return (o0, o1) if d == 0 else in_range(o0, o1) if d == 1 else need(d - 2, o0, o1)
@@ -72,7 +77,8 @@ def _conv_arguments(kernel, stride, padding, dilation, padding_mode):
     op, n = "dist_conv", len(kernel)
     stride, dilation = (tuple_of(v, n, "stride or dilation", op) for v in (stride, dilation))
     if padding_mode not in MODES:
-        raise PartitionError("no such padding_mode", op=op, expected=sorted(MODES), actual=padding_mode)
+        raise PartitionError("no such padding_mode", op=op, expected=sorted(MODES), actual=padding_mode,
+                             next_step="use one of them, as torch.nn.functional.pad names them")
     least = tuple(d * (k - 1) + 1 for k, d in zip(kernel, dilation))
     return stride, dilation, _paddings(padding, kernel, stride, dilation, op), least
 
@@ -141,7 +147,7 @@ def _grouped(conv, window, w, bias, first, out_per_group, in_per_group, **kwargs
 
 
 def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, padding_mode="zeros", shape=None,
-              out_channels=None, x_layout="root", y_layout="root", params="varying"):
+              out_channels=None, x_layout="root", y_layout="root", params="varying", overlap=None):
     """Convolution of 1 to 3 spatial dims, as torch.nn.Conv1d/2d/3d, over a partitioned x.
 
     Args:
@@ -176,8 +182,9 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
     """
     op, n, where = "dist_conv", w.dim() - 2, partition_of(P)
     if n not in _CONV:
-        raise ShapeError("w needs 3 to 5 dims", op=op, expected="(out, in, *kernel)", actual=tuple(w.shape))
-    options = dict(stride=stride, padding=padding, dilation=dilation, padding_mode=padding_mode)
+        raise ShapeError("w needs 3 to 5 dims", op=op, expected="(out, in, *kernel)", actual=tuple(w.shape), partitions=P,
+                         next_step="pass this rank's block of the weights, for 1 to 3 spatial dims")
+    options = dict(stride=stride, padding=padding, dilation=dilation, padding_mode=padding_mode, overlap=overlap)
     if where.ndim == n + 3:
         return _general(dist_conv, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[1], w.shape[0], options)
     w, bias = replicated(params, where, [d for d in range(where.ndim) if d != 1], w, bias)
@@ -188,14 +195,23 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
         channels = block_sizes(w.shape[0], where, 1, out_channels)
         spec, own, out_per_group = _conv_windows(L, channels, kernel, stride, pads, dilation, groups, in_per_group, padding_mode)
         first = _own_start(op, spec.out_layout, w.shape[0])
+        check_bias(op, L, bias, w.shape[0])
+
+        def conv(data, w, bias, padding):
+            return _grouped(_CONV[n], data, w, bias, first, out_per_group, in_per_group, stride=stride, padding=padding,
+                            dilation=dilation)
 
         def local(window):
             if not w.shape[0]:
                 sizes = [(m + 2 * p - f) // s + 1 for m, p, f, s in zip(window.shape[2:], own, least, stride)]
                 return _no_channels(window, sizes, w, bias)
-            return _grouped(_CONV[n], window, w, bias, first, out_per_group, in_per_group, stride=stride, padding=own,
-                            dilation=dilation)
+            return conv(window, w, bias, own)
 
+        coords = where.index()
+        if coords is not None and (worthwhile(x, spec) if overlap is None else overlap):
+            here = overlap_of(spec, coords, kernel, stride, pads, dilation)
+            if here is not None:
+                return overlapped(x, here, conv, w, bias, lambda window: on_window(window, spec, least, local))
         return windowed(x, spec, least, local)
 
     return with_layout(op, x, P, shape, body)
@@ -213,7 +229,7 @@ def _check_groups(op, L, out_channels, groups, in_channels) -> int:
                          actual=in_channels, next_step="w needs all the input channels of its groups")
     if groups < 1 or out_channels % groups:
         raise ShapeError("groups do not divide the output channels", op=op, expected=f"a divisor of {out_channels}",
-                         actual=groups)
+                         actual=groups, partitions=L, next_step="choose groups that divide both numbers of channels")
     return max(out_channels // groups, 1)
 
 
@@ -223,7 +239,8 @@ def _own_start(op, out: Layout, own: int) -> int:
     first, last = out.blocks(1)[coords[1]] if coords else (0, own)
     if last - first != own:
         raise ShapeError("w has another number of output channels than this rank's block", op=op, partitions=out,
-                         expected=last - first, actual=own)
+                         expected=last - first, actual=own,
+                         next_step="pass the weights of this rank's output channels (out_channels: their number over all ranks)")
     return first
 
 
@@ -268,7 +285,8 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
     """
     op, n, where = "dist_conv_transpose", w.dim() - 2, partition_of(P)
     if n not in _CONV:
-        raise ShapeError("w needs 3 to 5 dims", op=op, expected="(in, out, *kernel)", actual=tuple(w.shape))
+        raise ShapeError("w needs 3 to 5 dims", op=op, expected="(in, out, *kernel)", actual=tuple(w.shape), partitions=P,
+                         next_step="pass this rank's block of the weights, for 1 to 3 spatial dims")
     options = dict(stride=stride, padding=padding, output_padding=output_padding, dilation=dilation)
     if where.ndim == n + 3:
         return _general(dist_conv_transpose, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[0],
@@ -278,7 +296,8 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
     k = tuple(w.shape[2:])
     if any(e >= max(a, b) for e, a, b in zip(extra, s, d)) or min((*s, *d)) < 1 or min((*p, *extra)) < 0:
         raise PartitionError("not a legal transposed convolution", op=op, actual=options,
-                             expected="output_padding < max(stride, dilation), stride and dilation >= 1, padding >= 0")
+                             expected="output_padding < max(stride, dilation), stride and dilation >= 1, padding >= 0",
+                             partitions=P, next_step="choose values as torch.nn.functional.conv_transpose2d takes them")
 
     def need(i, o0, o1):
         lo = -((d[i] * (k[i] - 1) - o0 - p[i]) // s[i])  # ceil((o0 + p - d (k - 1)) / s)
@@ -292,6 +311,7 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
         channels = block_sizes(own, where, 1, out_channels)
         out_per_group = _check_groups(op, L, sum(channels), groups, L.shape[1] if split else w.shape[0])
         first = _own_start(op, _with_sizes(L, channels, L.shape[2:]), own)
+        check_bias(op, L, bias, own)
         if split and (first % out_per_group or w.shape[0] % in_per_group or w.shape[1] != out_per_group):
             raise PartitionError("blocks of output channels cut groups", op=op, partitions=L, actual=channels,
                                  expected=f"multiples of {out_per_group}", next_step="split whole groups")

@@ -13,7 +13,8 @@ __all__ = ["dist_dropout", "dist_feature_dropout"]
 def _dropout(op, x, P, p, seed, shape, training, dims):
     """Drop along the first ``dims`` dims of x (``None``: all), whole slices of the others."""
     if not 0 <= p <= 1:
-        raise PartitionError("p is a probability", op=op, expected="0 <= p <= 1", actual=p)
+        raise PartitionError("p is a probability", op=op, expected="0 <= p <= 1", actual=p, partitions=P,
+                             next_step="give the share of entries that becomes zero")
     if not training or p == 0:
         return x
     least, scale = round(p * 2**62), 0.0 if p == 1 else 1 / (1 - p)
@@ -21,7 +22,8 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
     def body(x, L):
         n = L.ndim if dims is None else dims
         if L.ndim < n:
-            raise PartitionError("x needs batch and channel", op=op, partitions=L, expected=f"{n} dims or more", actual=L.ndim)
+            raise PartitionError("x needs batch and channel", op=op, partitions=L, expected=f"{n} dims or more", actual=L.ndim,
+                                 next_step="use dist_dropout, or lay x out over (batch, channel, *space)")
         if L.active:
             check_block(op, x, L)
         box = L.box() or [(0, size) for size in x.shape]

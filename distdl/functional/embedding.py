@@ -30,7 +30,7 @@ def _rows(op, P, own: int, total: int | None):
     return sum(sizes[:here]), own, sum(sizes)
 
 
-def _check_index(op, idx, n, rank) -> None:
+def _check_index(op, idx, n, rank, P) -> None:
     """A clear error for indices beyond the table, where the values can be looked at without waiting for a device. Elsewhere (a
     batch under vmap, CUDA) the local lookup itself fails, as torch's does."""
     if idx.is_cuda or _torch.levels_of(idx) or not idx.numel():
@@ -38,7 +38,8 @@ def _check_index(op, idx, n, rank) -> None:
     low, high = (int(v) for v in torch.aminmax(idx))
     if low < 0 or high >= n:
         raise ShapeError("an index is outside the table", op=op, expected=f"0 <= index < {n}", rank=rank,
-                         actual=low if low < 0 else high, next_step="indices are global: they count the rows of all ranks")
+                         actual=low if low < 0 else high, next_step="indices are global: they count the rows of all ranks",
+                         partitions=P)
 
 
 def dist_embedding(idx, w, P, *, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, scale=None,
@@ -81,10 +82,10 @@ def dist_embedding(idx, w, P, *, padding_idx=None, max_norm=None, norm_type=2.0,
     op, where = "dist_embedding", partition_of(P)
     if y_layout not in LAYOUTS or idx_layout not in ("root", "replicated"):
         raise PartitionError("no such layout", op=op, expected=f"y_layout of {LAYOUTS}, idx_layout of ('root', 'replicated')",
-                             actual=(y_layout, idx_layout))
+                             actual=(y_layout, idx_layout), partitions=P, next_step="choose one of these")
     if w.dim() != 2 or where.ndim < 2:
         raise ShapeError("w is a table over the last two dims of P", op=op, partitions=where, expected="(vocabulary, embedding)",
-                         actual=tuple(w.shape))
+                         actual=tuple(w.shape), next_step="pass this rank's block of the table, two dims, and a P of at least two")
     batch = where.ndim - 2
     (w,) = replicated(params, where, range(batch), w)
     if not where.active:
@@ -94,7 +95,7 @@ def dist_embedding(idx, w, P, *, padding_idx=None, max_norm=None, norm_type=2.0,
         num_embeddings = L.sizes(batch)
         if w.shape != L.local_shape()[-2:]:
             raise ShapeError("w is not this rank's block", op=op, partitions=L, expected=L.local_shape()[-2:],
-                             actual=tuple(w.shape))
+                             actual=tuple(w.shape), next_step="pass this rank's rows and columns of the table")
     if idx_layout == "root":
         holders = where.take(batch, 0, keepdim=True).take(batch + 1, 0, keepdim=True)
         idx = broadcast(idx, holders, where, shape=None if L is None else L.local_shape()[:-2])
@@ -102,9 +103,10 @@ def dist_embedding(idx, w, P, *, padding_idx=None, max_norm=None, norm_type=2.0,
     expected = None if L is None else L.local_shape()[:-2]
     if idx.is_floating_point() or idx.is_complex() or idx.dim() != batch or (L is not None and idx.shape != expected):
         raise ShapeError("idx is not this rank's block of indices", op=op, partitions=P, rank=rank, actual=f"{idx.dtype} "
-                         f"of shape {tuple(idx.shape)}", expected=f"integers of {expected or f'{batch} dims'}")
+                         f"of shape {tuple(idx.shape)}", expected=f"integers of {expected or f'{batch} dims'}",
+                         next_step="pass this rank's indices: P has one dim for each of idx's, then (vocabulary, embedding)")
     first, own, total = _rows(op, where, w.shape[0], num_embeddings)
-    _check_index(op, idx, total, rank)
+    _check_index(op, idx, total, rank, P)
 
     here = (idx >= first) & (idx < first + own)
     beyond = (idx < 0) | (idx >= total)
@@ -117,7 +119,7 @@ def dist_embedding(idx, w, P, *, padding_idx=None, max_norm=None, norm_type=2.0,
     if padding_idx is not None:
         if not -total <= padding_idx < total:
             raise PartitionError("padding_idx is outside the table", op=op, expected=f"-{total} <= padding_idx < {total}",
-                                 actual=padding_idx)
+                                 actual=padding_idx, partitions=P, next_step="count it in rows of the whole table")
         rows = torch.where((idx == padding_idx % total)[..., None], rows.detach(), rows)
     y = torch.where(here[..., None], rows, 0)
     return collect(y if scale is None else y * scale, where, batch, y_layout, y_dim % (batch + 1))

@@ -65,19 +65,22 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     """
     op, where = "expert_parallel", partition_of(P)
     if where.ndim != 1:
-        raise PartitionError("experts lie along one dim", op=op, partitions=where, expected=1, actual=where.ndim)
+        raise PartitionError("experts lie along one dim", op=op, partitions=where, expected=1, actual=where.ndim,
+                             next_step="use a partition of one dim, such as P.along(dim)")
     coords = where.index()
     if coords is None:
         return nothing((0, x.shape[-1]), x)
     if x.dim() != 2 or expert.shape != x.shape[:1]:
         raise ShapeError("one expert for each token is needed", op=op, expected="x (tokens, features), expert (tokens,)",
-                         actual=(tuple(x.shape), tuple(expert.shape)))
+                         actual=(tuple(x.shape), tuple(expert.shape)), partitions=where,
+                         next_step="flatten x to one row for each token, and give one expert's number for each row")
     if expert.numel() and not 0 <= int(expert.min()) <= int(expert.max()) < num_experts:
         raise ShapeError("no such expert", op=op, expected=f"0 <= expert < {num_experts}",
-                         actual=(int(expert.min()), int(expert.max())))
+                         actual=(int(expert.min()), int(expert.max())), partitions=where,
+                         next_step="number the experts of all ranks from 0")
     order = torch.argsort(expert, stable=True)
     mine = torch.bincount(expert, minlength=num_experts).tolist()
-    reports = world(where.world).all_gather(mine, where.ranks)
+    reports = world(where.world).all_gather(mine, where.ranks, op)
     counts = [reports[r] for r in where.ranks]
     first = sum(balanced(num_experts, where.size)[: coords[0]])
     local = range(first, first + balanced(num_experts, where.size)[coords[0]])
@@ -86,7 +89,7 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     sizes = [sum(of_rank[e] for of_rank in counts) for e in local]
     results = [f(k, tokens) for k, tokens in enumerate(arrived.split(sizes))] if sizes else []
     width = results[0].shape[1] if results else None
-    widths = world(where.world).all_gather(width, where.ranks)
+    widths = world(where.world).all_gather(width, where.ranks, op)
     width = next((w for w in widths.values() if w is not None), x.shape[1])
     y = torch.cat(results) if results else nothing((0, width), arrived)
     back = _dispatch(where, counts, width, "dispatch").T(y)
@@ -104,5 +107,8 @@ def dist_expert_linear(x, w, P, expert, bias=None, *, num_experts: int):
     Returns:
         (tokens, out). Messages as for :func:`expert_parallel`; the gradients of w and bias send nothing.
     """
+    if bias is not None and bias.shape != w.shape[:2]:
+        raise ShapeError("bias does not fit w", op="dist_expert_linear", partitions=P, expected=tuple(w.shape[:2]),
+                         actual=tuple(bias.shape), next_step="give every expert of this rank its own bias")
     return expert_parallel(lambda k, tokens: torch.nn.functional.linear(tokens, w[k], None if bias is None else bias[k]),
                            x, expert, P, num_experts)

@@ -32,21 +32,26 @@ def _sizes(op, L, size, scale_factor, recompute):
     """(sizes of the output, scale factor or ``None`` for each spatial dim)."""
     n = L.ndim - 2
     if not 1 <= n <= 3:
-        raise PartitionError("x needs batch, channel and 1 to 3 dims", op=op, partitions=L, expected="3 to 5", actual=L.ndim)
+        raise PartitionError("x needs batch, channel and 1 to 3 dims", op=op, partitions=L, expected="3 to 5", actual=L.ndim,
+                             next_step="give P one dim for the batch, one for the channels and one for each spatial dim")
     if (size is None) == (scale_factor is None):
-        raise PartitionError("give either size or scale_factor", op=op, expected="one of them", actual=(size, scale_factor))
+        raise PartitionError("give either size or scale_factor", op=op, expected="one of them", actual=(size, scale_factor),
+                             partitions=L, next_step="leave one of the two out")
     if size is not None:
         if recompute:
-            raise PartitionError("recompute_scale_factor goes with scale_factor", op=op, actual=size, expected="no size")
+            raise PartitionError("recompute_scale_factor goes with scale_factor", op=op, actual=size, expected="no size",
+                                 partitions=L, next_step="leave it out, or give scale_factor")
         sizes, scales = tuple_of(size, n, "size", op), (None,) * n
     else:
         scales = tuple(float(s) for s in tuple_of(scale_factor, n, "scale_factor", op))
         if min(scales) <= 0 or not all(map(math.isfinite, scales)):
-            raise PartitionError("scale factors are positive", op=op, expected="> 0", actual=scale_factor)
+            raise PartitionError("scale factors are positive", op=op, expected="> 0", actual=scale_factor, partitions=L,
+                                 next_step="give numbers above 0")
         sizes = tuple(math.floor(float(m) * s) for m, s in zip(L.shape[2:], scales))
         scales = (None,) * n if recompute else scales
     if min((*sizes, *L.shape[2:])) < 1:
-        raise PartitionError("sizes are at least 1", op=op, partitions=L, expected=">= 1", actual=(L.shape[2:], sizes))
+        raise PartitionError("sizes are at least 1", op=op, partitions=L, expected=">= 1", actual=(L.shape[2:], sizes),
+                             next_step="give a larger size or scale_factor")
     return sizes, scales
 
 
@@ -161,18 +166,21 @@ def dist_interpolate(x, P, size=None, scale_factor=None, mode="nearest", align_c
     """
     op = "dist_interpolate"
     if mode not in _MODES:
-        raise PartitionError("no such mode", op=op, expected=sorted(_MODES), actual=mode)
+        raise PartitionError("no such mode", op=op, expected=sorted(_MODES), actual=mode, partitions=P,
+                             next_step="use one of them")
     dims, taps = _MODES[mode]
     if align_corners is not None and taps < 2:
-        raise PartitionError(f"align_corners does not go with mode '{mode}'", op=op, expected=None, actual=align_corners)
+        raise PartitionError(f"align_corners does not go with mode '{mode}'", op=op, expected=None, actual=align_corners,
+                             partitions=P, next_step="leave align_corners out")
 
     def body(x, L):
         sizes, scales = _sizes(op, L, size, scale_factor, recompute_scale_factor)
         if dims not in (None, L.ndim - 2):
             raise PartitionError(f"mode '{mode}' has another number of spatial dims", op=op, partitions=L, expected=dims,
-                                 actual=L.ndim - 2)
+                                 actual=L.ndim - 2, next_step="use the mode for this number of dims")
         if not x.is_floating_point():
-            raise ShapeError("interpolation needs a floating dtype", op=op, expected="a floating dtype", actual=x.dtype)
+            raise ShapeError("interpolation needs a floating dtype", op=op, expected="a floating dtype", actual=x.dtype,
+                             partitions=L, next_step="convert x first: x.float()")
         if mode == "area":
             y = dist_adaptive_avg_pool(x, L, sizes)
             return y if L.active else nothing(L.with_shape((*L.shape[:2], *sizes)).local_shape(), y)

@@ -11,7 +11,7 @@ from ..errors import PartitionError, ShapeError
 from ..partition import Layout
 from ..ties import nothing, tie
 from .movement import all_gather, all_sum_reduce, broadcast, invariant_sum, mark_varying, reduce_scatter, sum_reduce
-from .params import replicated
+from .params import check_bias, replicated
 
 __all__ = ["dist_linear"]
 
@@ -22,7 +22,7 @@ def check_layouts(op, x_layout, y_layout):
     """Raise PartitionError unless both are known."""
     for name, value in (("x_layout", x_layout), ("y_layout", y_layout)):
         if value not in LAYOUTS:
-            raise PartitionError(f"no such {name}", op=op, expected=LAYOUTS, actual=value)
+            raise PartitionError(f"no such {name}", op=op, expected=LAYOUTS, actual=value, next_step="choose one of these")
 
 
 @lru_cache(maxsize=1024)
@@ -102,7 +102,8 @@ def dist_linear(x, w, P, bias=None, *, x_layout="root", y_layout="root", x_dim=-
     batch = where.ndim - 2
     if where.ndim < 3 or (where.active and x.dim() + 1 != where.ndim and (x_layout != "root" or where.index()[batch] == 0)):
         raise PartitionError("P needs one dim for each of x's and one more", op="dist_linear", partitions=where,
-                             expected="(*batch dims, out, in)", actual=f"x of {x.dim()} dims")
+                             expected="(*batch dims, out, in)", actual=f"x of {x.dim()} dims",
+                             next_step="add the partition's dims for w's rows (out) and columns (in) after the batch dims")
     local = None
     if isinstance(P, Layout):
         sizes = P.local_shape()
@@ -115,6 +116,7 @@ def dist_linear(x, w, P, bias=None, *, x_layout="root", y_layout="root", x_dim=-
     if x.shape[-1] != w.shape[-1]:
         raise ShapeError("w does not fit x", op="dist_linear", partitions=where, expected=f"w of shape (out, {x.shape[-1]})",
                          actual=tuple(w.shape), next_step="split in-features of x and w alike")
+    check_bias("dist_linear", where, bias, w.shape[0])
     y = torch.nn.functional.linear(x, w, bias_once(bias, where, batch + 1))
     return collect(y, where, batch + 1, y_layout, _along(y_dim, where.ndim - 1))
 

@@ -51,10 +51,11 @@ def _arguments(op, w, stride):
     n = (w.dim() - 2) // 2
     if n not in _CONV or w.dim() % 2:
         raise ShapeError("w needs 4, 6 or 8 dims", op=op, expected="(filters, *output block, channels, *kernel)",
-                         actual=tuple(w.shape))
+                         actual=tuple(w.shape), next_step="pass this rank's block of the weights, for 1 to 3 spatial dims")
     stride = tuple_of(stride, n, "stride", op)
     if min(stride) < 1 or min(w.shape[-n:]) < 1:
-        raise PartitionError("not a legal window", op=op, expected="kernel and stride >= 1", actual=(tuple(w.shape), stride))
+        raise PartitionError("not a legal window", op=op, expected="kernel and stride >= 1", actual=(tuple(w.shape), stride),
+                             next_step="give sizes and strides of at least 1")
     return n, tuple(w.shape[-n:]), stride
 
 
@@ -65,7 +66,8 @@ def _local_spec(op, L: Layout, out: Layout | None, filters, kernel, stride) -> H
         return HaloSpec.needs(L, None, out, lambda d, o0, o1: (o0, o1) if d == 0 else (0, channels) if d == 1
                               else need(d - 2, o0, o1), "none")
     if L.ndim != n + 2:
-        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim)
+        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim,
+                             next_step="give P one dim for the batch, one for the channels and one for each dim of the kernel")
     space = HaloSpec.window(L, None, kernel, stride).out_layout.shape[2:]
     return _spec(L, n, "none", filters, space, lambda o0, o1: (0, channels), need, op)
 
@@ -168,7 +170,8 @@ def dist_local_conv_transpose(y, w, P, *, stride=1, output_size=None, shape=None
 
     def body(y, L):
         if L.ndim != n + 2:
-            raise PartitionError("y needs batch, filter and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim)
+            raise PartitionError("y needs batch, filter and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim,
+                                 next_step="give P one dim for the batch, one for the filters and one for each dim of the kernel")
         out = _output_layout(op, L, channels, kernel, stride, output_size)
         _check_w(op, w, L, channels, n)
         back = maps.halo_exchange(_local_spec(op, out, L, None, kernel, stride)).T
@@ -225,10 +228,12 @@ def dist_lcn(x, P, kernel_size, *, shape=None):
     def body(x, L):
         n = L.ndim - 2
         if n not in _CONV:
-            raise PartitionError("x needs batch, channel and 1 to 3 dims", op=op, partitions=L, expected="3 to 5", actual=L.ndim)
+            raise PartitionError("x needs batch, channel and 1 to 3 dims", op=op, partitions=L, expected="3 to 5", actual=L.ndim,
+                                 next_step="give P one dim for the batch, one for the channels and one for each spatial dim")
         kernel = tuple_of(kernel_size, n, "kernel_size", op)
         if any(k < 1 or k % 2 == 0 for k in kernel):
-            raise PartitionError("the window needs a centre", op=op, expected="odd sizes", actual=kernel)
+            raise PartitionError("the window needs a centre", op=op, expected="odd sizes", actual=kernel, partitions=L,
+                                 next_step="use an odd kernel_size")
         if not L.active:
             return nothing(L.local_shape(), x)
         ranks = where.shape[1]  # along the channel dim: each has one channel, the sum

@@ -39,7 +39,8 @@ def _reduced(losses, count, reduction, P, dims, dtype):
 
 def _check_reduction(op, reduction, *more) -> None:
     if reduction not in ("none", "mean", "sum", *more):
-        raise ShapeError("unknown reduction", op=op, expected=" or ".join(("none", "mean", "sum", *more)), actual=reduction)
+        raise ShapeError("unknown reduction", op=op, expected=" or ".join(("none", "mean", "sum", *more)), actual=reduction,
+                         next_step="choose one of these")
 
 
 # ---------------------------------------------------------------- classes
@@ -87,18 +88,21 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
     where, softmax, eps = partition_of(P), smoothing is not None, smoothing or 0.0
     _check_reduction(op, reduction)
     if not 0 <= eps <= 1:
-        raise ShapeError("smoothing is a probability", op=op, expected="0 <= label_smoothing <= 1", actual=eps)
+        raise ShapeError("smoothing is a probability", op=op, expected="0 <= label_smoothing <= 1", actual=eps, partitions=P,
+                         next_step="give the share of the target that is spread over all classes")
     if where.ndim == 0:
         raise PartitionError("there is no class dim", op=op, partitions=P, expected="(batch, class, *space) or (class,)",
-                             actual="no dims")
+                             actual="no dims", next_step="give P a dim for the classes")
     c = min(1, where.ndim - 1)
     rest = tuple(d for d in range(where.ndim) if d != c)
     if not where.active:
-        return nothing((0, *x.shape[2:]), x) if reduction == "none" and rest else zero_loss(x)
+        if reduction != "none" or not rest:
+            return zero_loss(x)
+        return nothing((0, *x.shape[2:]) if x.dim() == where.ndim else (0,) * len(rest), x)
     check_block(op, x, P)
     x, first, classes = _classes(op, x, P, c)
     likely = softmax and target.is_floating_point()
-    _check_target(op, x, target, weight, c, likely)
+    _check_target(op, x, target, weight, c, likely, P)
 
     dtype, x = x.dtype, wide(x)
     if softmax:
@@ -134,7 +138,8 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
         scale = share if len(mass) < 2 else (1 - eps) * share + eps / classes * mass[1]
         if not _torch.transforms_active() and target.device.type == "cpu" and bool((valid & ~known).any()):
             raise ShapeError("a target is no class", op=op, partitions=P, actual=target[valid & ~known][0].item(),
-                             expected=f"0 <= target < {classes}, or ignore_index = {ignore_index}")
+                             expected=f"0 <= target < {classes}, or ignore_index = {ignore_index}",
+                             next_step="use global class numbers, counted over all ranks' classes")
         spoil = torch.where(known | ~valid, 1.0, math.nan)  # a factor, so that derivatives are NaN too
         losses = torch.where(valid, (scale * log_sum - dot) * spoil.to(dot.dtype), 0)
         count = torch.where(valid, share, 0).sum()
@@ -150,17 +155,17 @@ def _classes(op, x, P, c):
     return x, P.box()[c][0], P.shape[c]
 
 
-def _check_target(op, x, target, weight, c, likely) -> None:
+def _check_target(op, x, target, weight, c, likely, P) -> None:
     expected = list(x.shape)
     if not likely:
         expected.pop(c)
     if list(target.shape) != expected or not (likely or target.dtype == torch.int64):
         raise ShapeError("target does not fit", op=op, actual=(tuple(target.shape), target.dtype),
                          expected=f"int64 classes of shape {tuple(x.shape[:c] + x.shape[c + 1:])}, or probabilities like x",
-                         next_step="pass this rank's block of the targets; class indices are global")
+                         next_step="pass this rank's block of the targets; class indices are global", partitions=P)
     if weight is not None and tuple(weight.shape) != (x.shape[c],):
         raise ShapeError("weight does not fit", op=op, expected=(x.shape[c],), actual=tuple(weight.shape),
-                         next_step="pass the weights of this rank's classes")
+                         next_step="pass the weights of this rank's classes", partitions=P)
 
 
 # ---------------------------------------------------------------- element by element
@@ -172,11 +177,15 @@ def _pointwise(op, losses, x, y, P, reduction, weight=None):
     _check_reduction(op, reduction, *batchmean)
     where = partition_of(P)
     if not where.active:
-        return nothing((0, *x.shape[1:]), x, y) if reduction == "none" and where.ndim else zero_loss(x, y)
+        if reduction != "none" or not where.ndim:
+            return zero_loss(x, y)
+        return nothing((0, *x.shape[1:]) if x.dim() == where.ndim else (0,) * where.ndim, x, y)
     check_block(op, x, P)
+    if not isinstance(y, torch.Tensor):
+        raise ShapeError("the target is not a tensor", op=op, partitions=P, expected="this rank's block", actual=type(y).__name__)
     if x.shape != y.shape:
         raise ShapeError("prediction and target have different shapes", op=op, expected=tuple(x.shape), actual=tuple(y.shape),
-                         next_step="pass blocks of one layout; nothing is broadcast")
+                         next_step="pass blocks of one layout; nothing is broadcast", partitions=P)
     values = losses(wide(x), wide(y))
     if weight is not None:
         values = values * weight

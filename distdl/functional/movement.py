@@ -15,7 +15,7 @@ from .. import transport as _transport
 from ..agree import negotiate, outside, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
-from ..linear_map import UserMap, apply, maps_of
+from ..linear_map import LinearMap, UserMap, apply, maps_of
 from ..partition import Layout, Partition
 from ..ties import nothing, tie
 from ..world import world
@@ -35,7 +35,8 @@ def move(xs, maps_of_leaves):
     for m, x in zip(maps_of_leaves, xs):
         if m.active and x.shape != m.in_shape:
             raise ShapeError("a leaf has the wrong local shape", op=str(m), partitions=m.partitions, expected=m.in_shape,
-                             actual=tuple(x.shape), rank=m.world.rank)
+                             actual=tuple(x.shape), rank=m.world.rank,
+                             next_step="pass this rank's block of each leaf, all of one global shape")
         checked.append(x if x.shape == m.in_shape else nothing(m.in_shape, x))
     moving = [i for i, m in enumerate(maps_of_leaves) if not m.is_identity]
     if moving:
@@ -63,7 +64,8 @@ def _by_shape(x, factory):
     xs, tree = _torch.flatten(x)
     for leaf in xs:
         if not isinstance(leaf, torch.Tensor):
-            raise ShapeError("not a tensor", op="a movement", expected="tensors, or a pytree of them", actual=type(leaf).__name__)
+            raise ShapeError("not a tensor", op="a movement", expected="tensors, or a pytree of them", actual=type(leaf).__name__,
+                             next_step="put numbers into tensors first: torch.tensor(value)")
     return _torch.unflatten(move(xs, [factory(tuple(leaf.shape)) for leaf in xs]), tree) if xs else x
 
 
@@ -118,7 +120,8 @@ def _dst_layout(op, small: Partition, big: Layout) -> Layout:
             splits.append(None)
         else:
             raise PartitionError(f"blocks of different sizes in the copied dim {d}", op=op, partitions=big, actual=sizes,
-                                 expected="equal blocks")
+                                 expected="equal blocks",
+                                 next_step="repartition that dim to equal blocks first, or leave it whole")
     return Layout(small, tuple(shape), tuple(splits))
 
 
@@ -148,7 +151,8 @@ def _copying(op, x, held, small, big, shape, build):
                 mine = reports[r].leaves[i][0]
                 if found.setdefault(s, mine) != mine:
                     raise PartitionError("tensors of different shapes cannot be summed", op=op, partitions=(big, small),
-                                         expected=found[s], actual=f"{mine} on rank {r}")
+                                         expected=found[s], actual=f"{mine} on rank {r}",
+                                         next_step="pass tensors of one shape on the ranks that are summed")
             shapes = tuple(found[s] for s in range(small.size))
         if len(set(shapes)) == 1:
             movements.append(build(small, big, shapes[0]))
@@ -248,7 +252,8 @@ def _negotiated_gathering(P, dims, shapes):
             place = (t, coords[pairs[t]] if t in pairs else None)
             if sizes.setdefault(place, shapes[r][t]) != shapes[r][t]:
                 raise PartitionError(f"the blocks do not fit together in dim {t}", op="all_gather", partitions=P,
-                                     expected=f"size {sizes[place]}", actual=f"{shapes[r][t]} on rank {r}")
+                                     expected=f"size {sizes[place]}", actual=f"{shapes[r][t]} on rank {r}",
+                                     next_step="blocks of one gathered tensor need equal sizes in every other dim")
     mine = P.index()
     sizes = sizes_of_fibre[tuple(c for d, c in enumerate(mine) if d not in pairs.values())]
     blocks = {t: tuple(sizes[t, c] for c in range(P.shape[d])) for t, d in pairs.items()}
@@ -297,7 +302,12 @@ def permute(x, P, pairs):
     Shapes may differ by rank, and are negotiated (not with a Layout). Where nothing arrives the result is zero, in this rank's
     own shape.
     """
-    where, pairs = partition_of(P), tuple(tuple(p) for p in pairs)
+    where = partition_of(P)
+    try:
+        pairs = tuple((a, b) for a, b in pairs)
+    except (TypeError, ValueError):
+        raise PartitionError("not pairs of ranks", op="permute", partitions=P, expected="[(source, destination), ...]",
+                             actual=pairs) from None
     xs, tree = _torch.flatten(x)
     if isinstance(P, Layout):
         shapes = [P.local_shape(r) for r in where.ranks]
@@ -328,32 +338,57 @@ def halo_exchange(x, spec: HaloSpec):
 class _Pending:
     """What :func:`start` returns: a movement under way."""
 
-    def __init__(self, A, x, moving):
-        self.map, self.x, self.moving = A, x, moving
+    def __init__(self, A, xs, moving):
+        self.map, self.xs, self.moving = A, xs, moving
 
 
 def start(A, x) -> _Pending:
-    """Begin ``y = A(x)``; messages travel until :func:`wait`. Under torch.func, and for maps that are not a single plan, the
-    whole movement happens in ``wait``. Do not change ``x`` in between. Every rank must start and wait in the same order."""
+    """Begin ``y = A(x)``; messages travel until :func:`wait`.
+
+    Args:
+        A: a map; or a tuple of maps of one kind over the same ranks, which go as one set of messages.
+        x: this rank's tensor; or as many. Do not change them in between.
+
+    Under torch.func, and for maps that are not a single plan, the whole movement happens in ``wait``. Every rank must start and
+    wait in the same order. On CUDA the adjoint overlaps too: in ``.backward()`` it runs beside what stands between the two calls.
+    """
+    maps, xs = (A, tuple(x)) if isinstance(A, tuple) else ((A,), (x,))
+    if not all(isinstance(maps_of(m)[0], (LinearMap, UserMap)) for m in maps):
+        raise PartitionError("not a linear map", op="start", expected="one of dd.maps", actual=A,
+                             next_step="F.start(dd.maps.repartition(L, M), x)")
     moving = None
-    single = len(maps_of(A)) == 1 and not isinstance(A, UserMap)
-    if single and not A.is_identity and not _torch.transforms_active() and not _torch.dispatch_modes():
-        if A.active and x.shape != A.in_shape:
-            return _Pending(A, A(x), None)  # raises the usual error
-        x = x if x.shape == A.in_shape else nothing(A.in_shape, x)
-        transport = A.world.transport(x, A.ranks)
+    single = all(len(maps_of(m)) == 1 and not isinstance(m, UserMap) and not m.is_identity for m in maps)
+    if single and not _torch.transforms_active() and not _torch.dispatch_modes():
+        if any(not isinstance(x, torch.Tensor) or (m.active and x.shape != m.in_shape) for m, x in zip(maps, xs, strict=True)):
+            return _Pending(A, move(xs, maps), None)  # raises the usual error
+        xs = tuple(x if x.shape == m.in_shape else nothing(m.in_shape, x) for m, x in zip(maps, xs, strict=True))
+        first = maps[0]
+        transport = first.world.transport(xs[0], first.ranks)
         if _transport.observer is not None:
-            recorded = x.requires_grad and torch.is_grad_enabled()
-            transport = _transport.observer.movement(A.world.host, transport, (A,), (x,), recorded)
-        moving = exchange.start((A.plan,), [x.detach()], transport)
+            recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+            transport = _transport.observer.movement(first.world.host, transport, maps, xs, recorded)
+        moving = exchange.start(tuple(m.plan for m in maps), [x.detach() for x in xs], transport)
         if hasattr(transport, "pause"):  # a checked one
             transport.pause()
-    return _Pending(A, x, moving)
+        if not isinstance(moving, exchange.Pending):  # on a side stream: its gradient is joined here, after what stands in between
+            xs = tuple(x.view_as(x) for x in xs)
+    return _Pending(A, xs, moving)
 
 
 def wait(pending: _Pending):
-    """Finish what :func:`start` began, and return y. Once only."""
+    """Finish what :func:`start` began, and return y; of a tuple of maps a list. Once only."""
+    if not isinstance(pending, _Pending):
+        raise ShapeError("not a movement under way", op="wait", expected="what F.start returned", actual=type(pending).__name__,
+                         next_step="y = F.wait(F.start(A, x))")
     if pending.map is None:
-        raise ShapeError("this movement was already waited for", op="wait", next_step="keep the result of the first wait")
+        raise ShapeError("this movement was already waited for", op="wait", next_step="keep the result of the first wait",
+                         expected="a movement under way", actual="one that is finished")
     A, pending.map = pending.map, None
-    return A(pending.x) if pending.moving is None else apply((A,), (pending.x,), pending=pending.moving)[0]
+    several = isinstance(A, tuple)
+    maps, moving = A if several else (A,), pending.moving
+    if moving is None:
+        ys = move(pending.xs, maps)
+    else:
+        with moving.joining():
+            ys = apply(maps, pending.xs, pending=moving)[: len(maps)]
+    return ys if several else ys[0]

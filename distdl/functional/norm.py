@@ -106,14 +106,16 @@ def _enter(op, x, P, least, *parameters):
     """(x, its layout), or (a placeholder that depends on x and the parameters, ``None``) on a rank that takes no part."""
     where = partition_of(P)
     if where.ndim < least:
-        raise PartitionError("too few dims", op=op, partitions=P, expected=f"at least {least}", actual=where.ndim)
+        raise PartitionError("too few dims", op=op, partitions=P, expected=f"at least {least}", actual=where.ndim,
+                             next_step="lay x out over a partition with one dim for each of its own")
     if not where.active:
         shape = (0, *x.shape[1:]) if x.dim() == where.ndim else (0,) * where.ndim
         return nothing(shape, x, *(t for t in parameters if t is not None)), None
     check_block(op, x, P)
     (x,), (L,) = resolve(op, (x,), P)
     if not x.is_floating_point():
-        raise ShapeError("only floating tensors can be normalised", op=op, expected="a floating dtype", actual=x.dtype)
+        raise ShapeError("only floating tensors can be normalised", op=op, expected="a floating dtype", actual=x.dtype,
+                         partitions=P, next_step="convert x first: x.float()")
     return x, L
 
 
@@ -121,7 +123,8 @@ def _parameters(op, params, L, dims, shape, *tensors):
     """This rank's parameters of ``shape``, marked along ``dims`` and as large as x in dims."""
     for t in tensors:
         if t is not None and tuple(t.shape) != shape:
-            raise ShapeError("a parameter is not this rank's block", op=op, partitions=L, expected=shape, actual=tuple(t.shape))
+            raise ShapeError("a parameter is not this rank's block", op=op, partitions=L, expected=shape, actual=tuple(t.shape),
+                             next_step="pass this rank's block of the weight and the bias (or the statistics)")
     return replicated(params, L, dims, *tensors)
 
 
@@ -169,6 +172,9 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
     dims = tuple(d for d in range(L.ndim) if d != 1)
     weight, bias = _parameters(op, params, L, dims, (x.shape[1],), weight, bias)
     _parameters(op, "varying", L, dims, (x.shape[1],), running_mean, running_var)
+    if (running_mean is None) != (running_var is None):
+        raise ShapeError("running_mean and running_var belong together", op=op, partitions=L, expected="both, or None for both",
+                         actual=f"{'running_var' if running_mean is None else 'running_mean'} alone")
     dtype, x = x.dtype, wide(x)
     if not training and running_mean is not None:
         mean, var = _of_channels(L, running_mean), _of_channels(L, running_var)
@@ -176,11 +182,13 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
         (mean, var), n = _moments(x, L, dims), _count(L, dims)
         if training and n < 2:
             raise ShapeError("one value for a channel has no variance", op=op, partitions=L, actual=L.shape,
-                             expected="more than 1 value per channel when training")
+                             expected="more than 1 value per channel when training",
+                             next_step="use a larger batch, or training=False")
         if training and running_mean is not None:
             if momentum is None and num_batches_tracked is None:
                 raise ShapeError("a cumulative average needs a count", op=op, expected="num_batches_tracked with momentum=None",
-                                 actual=num_batches_tracked)
+                                 actual=num_batches_tracked, partitions=L,
+                                 next_step="pass the number of batches seen so far, or a momentum")
             momentum = 1 / num_batches_tracked if momentum is None else momentum
             new = mean.detach().reshape(-1), var.detach().reshape(-1) * (n / (n - 1))
             running_mean, running_var = (
@@ -208,7 +216,8 @@ def dist_instance_norm(x, P, weight=None, bias=None, eps=1e-5, *, params="varyin
     dims = tuple(range(2, L.ndim))
     if _count(L, dims) < 2:
         raise ShapeError("one value for a channel has no variance", op="dist_instance_norm", partitions=L, actual=L.shape,
-                         expected="more than 1 value per channel")
+                         expected="more than 1 value per channel",
+                         next_step="normalise over more elements, or use dist_layer_norm")
     mean, var = _moments(x, L, dims)
     return _normalised(x, mean, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype)
 
@@ -271,7 +280,7 @@ def dist_group_norm(x, P, num_groups, weight=None, bias=None, eps=1e-5, *, param
         return x
     if num_groups < 1 or L.shape[1] % num_groups:
         raise ShapeError("the groups do not divide the channels", op=op, partitions=L, actual=num_groups,
-                         expected=f"a divisor of {L.shape[1]}")
+                         expected=f"a divisor of {L.shape[1]}", next_step="choose num_groups that divides the channels")
     weight, bias = _parameters(op, params, L, [d for d in range(L.ndim) if d != 1], (x.shape[1],), weight, bias)
     dtype, x = x.dtype, wide(x)
     size, shape = max(L.shape[1] // num_groups, 1), x.shape

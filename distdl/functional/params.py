@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from ..agree import partition_of
-from ..errors import PartitionError
+from ..errors import PartitionError, ShapeError
 from .movement import mark_varying
 
-__all__ = ["replicated"]
+__all__ = ["check_bias", "replicated"]
+
+
+def check_bias(op, P, bias, features: int) -> None:
+    """Raise unless ``bias`` has one number for each of this rank's output features: nothing is broadcast, or left out."""
+    if bias is not None and tuple(bias.shape) != (features,):
+        raise ShapeError("bias is not this rank's block", op=op, partitions=P, expected=(features,), actual=tuple(bias.shape),
+                         next_step="split the bias as w's output features are")
 
 
 def replicated(params, P, dims, *tensors):
@@ -28,7 +35,7 @@ def replicated(params, P, dims, *tensors):
         return tensors
     if params != "invariant":
         raise PartitionError("unknown kind of parameters", op="replicated", expected='"varying" or "invariant"', actual=params,
-                             next_step="see \"The cotangent convention\" in the documentation")
+                             next_step="see \"The cotangent convention\" in the documentation", partitions=P)
     if partition_of(P).index() is None:  # a rank outside keeps its own: its empty part needs their shapes
         return tensors
     present = [t for t in tensors if t is not None]

@@ -26,11 +26,13 @@ def _arguments(op, L, kernel_size, stride, padding, dilation, ceil_mode):
     """The arguments as tuples, and the windows of an unbounded input."""
     n = L.ndim - 2
     if n not in _MAX:
-        raise PartitionError("x needs batch, channel and 1 to 3 dims", op=op, partitions=L, expected="3 to 5", actual=L.ndim)
+        raise PartitionError("x needs batch, channel and 1 to 3 dims", op=op, partitions=L, expected="3 to 5", actual=L.ndim,
+                             next_step="give P one dim for the batch, one for the channels and one for each spatial dim")
     kernel, padding, dilation = (tuple_of(v, n, "an argument", op) for v in (kernel_size, padding, dilation))
     stride = kernel if stride is None or stride == () else tuple_of(stride, n, "stride", op)
     if any(2 * p > (k - 1) * d + 1 for p, k, d in zip(padding, kernel, dilation)):
-        raise PartitionError("padding is more than half of the kernel", op=op, actual=padding, expected=f"half of {kernel}")
+        raise PartitionError("padding is more than half of the kernel", op=op, actual=padding, expected=f"half of {kernel}",
+                             partitions=L, next_step="pad less, or with F.dist_pad first")
     spec = window_spec(L, None, kernel, stride, padding, dilation, "zeros", ceil_mode=bool(ceil_mode))
     return kernel, stride, padding, dilation, spec
 
@@ -130,7 +132,8 @@ def dist_avg_pool(x, P, kernel_size, stride=None, padding=0, ceil_mode=False, co
     """
     op = "dist_avg_pool"
     if divisor_override == 0:
-        raise PartitionError("divisor_override cannot be zero", op=op, expected="a number", actual=0)
+        raise PartitionError("divisor_override cannot be zero", op=op, expected="a number", actual=0, partitions=P,
+                             next_step="leave it out, or give another divisor")
 
     def body(x, L):
         kernel, step, pads, _, spec = _arguments(op, L, kernel_size, stride, padding, 1, ceil_mode)
@@ -192,7 +195,8 @@ def _adaptive_spec(op, L, output_size):
     sizes = tuple_of(output_size, n, "output_size", op)
     sizes = tuple(have if want is None else want for want, have in zip(sizes, L.shape[2:]))
     if n not in _MAX or min(sizes) < 0:
-        raise PartitionError("not a legal output_size", op=op, partitions=L, expected="sizes >= 0", actual=output_size)
+        raise PartitionError("not a legal output_size", op=op, partitions=L, expected="sizes >= 0", actual=output_size,
+                             next_step="give sizes of at least 0, or None for the input's")
 
     def need(d, o0, o1):
         return (o0, o1) if d < 2 else (_start(o0, L.shape[d], sizes[d - 2]), -(-o1 * L.shape[d] // sizes[d - 2]))

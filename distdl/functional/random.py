@@ -9,6 +9,7 @@ normal numbers go through erfinv, and may differ in the last bit between CPU and
 from __future__ import annotations
 
 import math
+from operator import index as as_int
 
 import torch
 
@@ -44,10 +45,14 @@ def _key(seed, device):
     if isinstance(seed, torch.Tensor):
         if seed.dim() or seed.is_floating_point() or seed.is_complex():
             raise ShapeError("a seed is one integer", op="random", expected="an int, or an integer tensor of shape ()",
-                             actual=f"{seed.dtype} of shape {tuple(seed.shape)}")
+                             actual=f"{seed.dtype} of shape {tuple(seed.shape)}", next_step="use the same int on every rank")
         seed = seed.to(device, torch.int64)
     else:
-        seed = torch.tensor(_signed(seed), device=device)
+        try:
+            seed = torch.tensor(_signed(as_int(seed)), device=device)
+        except TypeError:
+            raise ShapeError("a seed is one integer", op="random", expected="an int, or an integer tensor of shape ()",
+                             actual=seed) from None
     return _mix(seed * _GAMMA + _MIX1)
 
 

@@ -4,7 +4,9 @@ Every function takes this rank's block ``x`` over ``P`` (a Partition or a Layout
 but where said), ``dim`` (an int, a tuple, or ``None``: all dims) and ``keepdim``, as torch does. The result is invariant along the
 partition dims ``dim``, and keeps this rank's block, varying, in the others. With no dim left it is a scalar that may be used as
 a loss: ``.backward()`` and ``torch.func.grad`` are right as they stand. Empty blocks contribute nothing. A rank outside ``P`` gets
-a connected zero loss (no dim left), or a connected tensor without elements.
+a connected zero loss (no dim left), or a connected tensor without elements, of as many dims as elsewhere.
+A dtype that a reduction is not for (means of integers, maxima of complex numbers) is a ShapeError, as a repeated dim is a
+PartitionError.
 
 Below, N is the number of elements of the result on this rank, and k the number of ranks reduced over. As the adjoint of
 ``invariant_sum`` is the identity, **no reduction sends anything in backward**; its jvp sends what the sum sends.
@@ -32,13 +34,15 @@ __all__ = [
 
 
 def wide(x):
-    """``x`` in the dtype that sums are taken in: float32 for half precision, else its own."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    """``x`` in the dtype that sums are taken in: float32 for half precision and less, else its own."""
+    return x.float() if x.is_floating_point() and x.dtype.itemsize < 4 else x
 
 
 def check_block(op, x, P, what="x") -> None:
     """Raise unless ``x`` can be this rank's block over ``P``."""
     where = partition_of(P)
+    if not isinstance(x, torch.Tensor):
+        raise ShapeError(f"{what} is not a tensor", op=op, partitions=P, expected="this rank's block", actual=type(x).__name__)
     if isinstance(P, Layout):
         if tuple(x.shape) != P.local_shape():
             raise ShapeError(f"{what} is not this rank's block", op=op, partitions=P, expected=P.local_shape(),
@@ -83,7 +87,10 @@ def summed(total, counts, P, dims):
     """Sum ``total`` (a tensor) and ``counts`` (a scalar, or ``None``) over ``dims`` in one all-reduce; both invariant."""
     if counts is None:
         return invariant_sum(total, P, dims), None
-    counts = torch.as_tensor(counts, dtype=total.dtype, device=total.device)
+    if isinstance(counts, torch.Tensor):
+        counts = counts.to(total)
+    else:  # filled there: a copy from the host would wait for the device
+        counts = torch.full((), counts, dtype=total.dtype, device=total.device)
     both = invariant_sum(torch.cat([total.reshape(-1), counts.reshape(1)]), P, dims)
     return both[:-1].reshape(total.shape), both[-1]
 
@@ -95,18 +102,24 @@ def _kept(x, dims):
     return [1 if d in dims else n for d, n in enumerate(x.shape)]
 
 
-def _start(op, x, P, dim):
-    """(partition, reduced dims), or a result for a rank that takes no part."""
+def _start(op, x, P, dim, kinds="any dtype"):
+    """(partition, reduced dims). Every rank raises for a dtype of the wrong kind, also one whose block is empty."""
     where = partition_of(P)
     dims = where.dims(None if dim == () else dim, op)  # (): all, as in torch
     if where.active:
         check_block(op, x, P)
+        fits = {"any dtype": True, "a floating or complex dtype": x.is_floating_point() or x.is_complex(),
+                "a floating dtype": x.is_floating_point(), "a real dtype": not x.is_complex()}
+        if not fits[kinds]:
+            raise ShapeError("this reduction is not of such tensors", op=op, partitions=P, expected=kinds, actual=x.dtype,
+                             next_step="convert the tensor first")
     return where, dims
 
 
-def _outside(x, dims, keepdim):
-    """The result of a rank that takes no part."""
-    left = _kept(x, dims) if keepdim else [n for d, n in enumerate(x.shape) if d not in dims]
+def _outside(x, where, dims, keepdim):
+    """The result of a rank that takes no part, whatever it passed: of as many dims as its peers'."""
+    shape = x.shape if x.dim() == where.ndim else (0,) * where.ndim
+    left = [1 if d in dims else n for d, n in enumerate(shape) if keepdim or d not in dims]
     return nothing((0, *left[1:]), x) if left else zero_loss(x)
 
 
@@ -121,7 +134,7 @@ def dist_sum(x, P, dim=None, keepdim=False):
     """
     where, dims = _start("dist_sum", x, P, dim)
     if not where.active:
-        return _outside(x, dims, keepdim)
+        return _outside(x, where, dims, keepdim)
     local = wide(x).sum(dims, keepdim)
     return invariant_sum(local, where, dims).to(x.dtype if x.is_floating_point() else local.dtype)
 
@@ -131,9 +144,9 @@ def dist_mean(x, P, dim=None, keepdim=False):
 
     Messages: one all-reduce of N + 1 elements (the count goes along), N with a Layout; none backward.
     """
-    where, dims = _start("dist_mean", x, P, dim)
+    where, dims = _start("dist_mean", x, P, dim, "a floating or complex dtype")
     if not where.active:
-        return _outside(x, dims, keepdim)
+        return _outside(x, where, dims, keepdim)
     total, count = _sum_and_count(wide(x), P, dims, keepdim)
     return (total / count).to(x.dtype)
 
@@ -147,16 +160,18 @@ def _sum_and_count(x, P, dims, keepdim):
 
 
 def dist_var(x, P, dim=None, keepdim=False, *, correction=1):
-    """The variance over ``dim``, divided by n - ``correction``: from the global mean, without cancellation.
+    """The variance over ``dim``, divided by n - ``correction``: from the global mean, without cancellation; of complex x the
+    mean of |x - mean|², as in torch.
 
     Messages: two all-reduces, of N + 1 elements (N with a Layout) and of N; backward one of N, for the mean.
     """
-    where, dims = _start("dist_var", x, P, dim)
+    where, dims = _start("dist_var", x, P, dim, "a floating or complex dtype")
     if not where.active:
-        return _outside(x, dims, keepdim)
+        return _outside(x.real, where, dims, keepdim)
     total, count = _sum_and_count(wide(x), P, dims, True)
     apart = wide(x) - mark_varying(total / count, where, dims)
-    return (invariant_sum(apart.square().sum(dims, keepdim), where, dims) / (count - correction)).to(x.dtype)
+    squares = apart.square() if not x.is_complex() else apart.real.square() + apart.imag.square()
+    return (invariant_sum(squares.sum(dims, keepdim), where, dims) / (count.real - correction)).to(x.dtype.to_real())
 
 
 def dist_logsumexp(x, P, dim, keepdim=False):
@@ -164,9 +179,9 @@ def dist_logsumexp(x, P, dim, keepdim=False):
 
     Messages: one all-gather and one all-reduce, of N elements each; none backward.
     """
-    where, dims = _start("dist_logsumexp", x, P, dim)
+    where, dims = _start("dist_logsumexp", x, P, dim, "a floating dtype")
     if not where.active:
-        return _outside(x, dims, keepdim)
+        return _outside(x, where, dims, keepdim)
     high = pivot(wide(x), where, dims)
     total = invariant_sum((wide(x) - high).exp().sum(dims, True), where, dims)
     return _squeeze(total.log() + high, dims, keepdim).to(x.dtype)
@@ -200,13 +215,13 @@ def _worst(dtype, pick):
 def _check_some(op, L, dims) -> None:
     if isinstance(L, Layout) and 0 in (L.shape[d] for d in dims):
         raise ShapeError("there is no element to choose", op=op, partitions=L, actual=L.shape,
-                         expected="elements in the reduced dims")
+                         expected="elements in the reduced dims", next_step="reduce over dims that have elements")
 
 
 def _extreme(op, x, P, dim, keepdim, pick):
-    where, dims = _start(op, x, P, dim)
+    where, dims = _start(op, x, P, dim, "a real dtype")
     if not where.active:
-        return _outside(x, dims, keepdim)
+        return _outside(x, where, dims, keepdim)
     _check_some(op, P, dims)
     some = all(x.shape[d] for d in dims)
     mine = pick(x, dims, keepdim=True) if some else x.sum(dims, True).to(x.dtype) + x.new_full((), _worst(x.dtype, pick))
@@ -236,9 +251,9 @@ def dist_norm(x, P, dim=None, keepdim=False, *, ord=2):
     """
     if abs(ord) == math.inf:
         return (dist_max if ord > 0 else dist_min)(x.abs(), P, dim, keepdim)
-    where, dims = _start("dist_norm", x, P, dim)
+    where, dims = _start("dist_norm", x, P, dim, "a floating or complex dtype")
     if not where.active:
-        return _outside(x.abs(), dims, keepdim)
+        return _outside(x.abs(), where, dims, keepdim)
     x, dtype = wide(x), x.abs().dtype
     if ord == 0:
         return invariant_sum((x != 0).to(x.abs().dtype).sum(dims, keepdim), where, dims).to(dtype)
@@ -264,11 +279,12 @@ def dist_argmax(x, P, dim=None, keepdim=False):
     Raises:
         ShapeError: the reduced dims have no element.
     """
-    where, dims = _start("dist_argmax", x, P, dim)
+    where, dims = _start("dist_argmax", x, P, dim, "a real dtype")
     if not where.active:
-        return _outside(x, dims, keepdim).to(torch.int64)
+        return _outside(x, where, dims, keepdim).to(torch.int64)
     if dim is not None and len(dims) != 1:
-        raise PartitionError("one dim at a time", op="dist_argmax", partitions=P, expected="an int or None", actual=dim)
+        raise PartitionError("one dim at a time", op="dist_argmax", partitions=P, expected="an int or None", actual=dim,
+                             next_step="call it once for each dim, or with None for all of them")
     (x,), (L,) = resolve("dist_argmax", (x.detach(),), P)
     _check_some("dist_argmax", L, dims)
     last = torch.iinfo(torch.int64).max

@@ -82,14 +82,15 @@ def _flat_shape(op, L, start_dim):
     start = start_dim + L.ndim if start_dim < 0 else start_dim
     if not 0 <= start < L.ndim:
         raise PartitionError("no such dim to flatten from", op=op, partitions=L, expected=f"a dim of {L.ndim}",
-                             actual=start_dim)
+                             actual=start_dim, next_step="count dims from 0, or from the end with negative numbers")
     return (*L.shape[:start], math.prod(L.shape[start:]))
 
 
 def _flat_layout(op, P, shape) -> Layout:
     if partition_of(P).ndim != len(shape):
         raise PartitionError("the flattened tensor has another number of dims than its partition", op=op, partitions=P,
-                             expected=len(shape), actual=partition_of(P).ndim)
+                             expected=len(shape), actual=partition_of(P).ndim,
+                             next_step="give the result a partition with one dim for each of its own")
     return maps.layout_over(P, shape, op)
 
 
@@ -181,11 +182,13 @@ def _pads(op, L, pad):
     pad = tuple(pad)
     if len(pad) % 2 or len(pad) > 2 * L.ndim:
         raise PartitionError("pad needs two numbers for each padded dim", op=op, partitions=L, actual=pad,
-                             expected=f"an even number, at most {2 * L.ndim}")
+                             expected=f"an even number, at most {2 * L.ndim}",
+                             next_step="give (before, after) for the last dim, then the one before it, as torch does")
     pairs = [tuple(pad[i : i + 2]) for i in range(0, len(pad), 2)][::-1]
     pairs = [(0, 0)] * (L.ndim - len(pairs)) + pairs
     if min([n + a + b for n, (a, b) in zip(L.shape, pairs)], default=0) < 0:
-        raise PartitionError("more is cut off than there is", op=op, partitions=L, expected="sizes >= 0", actual=pad)
+        raise PartitionError("more is cut off than there is", op=op, partitions=L, expected="sizes >= 0", actual=pad,
+                             next_step="cut off less")
     return pairs
 
 
@@ -215,9 +218,11 @@ def dist_pad(x, P, pad, mode="constant", value=0, *, shape=None):
     """
     op = "dist_pad"
     if mode not in _BOUNDARY:
-        raise PartitionError("no such mode", op=op, expected=sorted(_BOUNDARY), actual=mode)
+        raise PartitionError("no such mode", op=op, expected=sorted(_BOUNDARY), actual=mode, partitions=P,
+                             next_step="use one of them")
     if mode != "constant" and value:
-        raise PartitionError(f"mode '{mode}' takes no value", op=op, expected=0, actual=value)
+        raise PartitionError(f"mode '{mode}' takes no value", op=op, expected=0, actual=value, partitions=P,
+                             next_step="leave value out, or use mode 'constant'")
 
     def body(x, L):
         pairs = _pads(op, L, pad)
@@ -289,12 +294,14 @@ def _several(op, xs, P, shapes):
     layouts = list(P) if isinstance(P, (tuple, list)) else [P] * len(xs)
     if not xs or len(layouts) != len(xs) or (shapes is not None and len(shapes) != len(xs)):
         raise PartitionError("one layout or shape for each tensor", op=op, expected=f"{max(len(xs), 1)}",
-                             actual=(len(xs), len(layouts)))
+                             actual=(len(xs), len(layouts)), partitions=P,
+                             next_step="give as many layouts (or shapes) as tensors, and at least one tensor")
     if shapes is not None:
         layouts = [maps.layout_over(Q, tuple(shape), op) for Q, shape in zip(layouts, shapes)]
     if not all(isinstance(Q, Layout) for Q in layouts):
         if any(layouts[0] != Q for Q in layouts):
-            raise PartitionError("tensors lie over one partition", op=op, expected=layouts[0], actual=layouts)
+            raise PartitionError("tensors lie over one partition", op=op, expected=layouts[0], actual=layouts, partitions=P,
+                                 next_step="repartition them to one partition first")
         xs, layouts = resolve(op, xs, layouts[0])
     return xs, layouts
 
@@ -334,7 +341,8 @@ def stack_layout(L, dim=0, n=1) -> Layout:
     """The layout of :func:`dist_stack`'s result: L with a new dim of size ``n``, not split."""
     P, at = L.partition, dim + L.ndim + 1 if dim < 0 else dim
     if not 0 <= at <= L.ndim:
-        raise PartitionError("no such dim", op="dist_stack", partitions=L, expected=f"a dim of {L.ndim + 1}", actual=dim)
+        raise PartitionError("no such dim", op="dist_stack", partitions=L, expected=f"a dim of {L.ndim + 1}", actual=dim,
+                             next_step="count dims from 0, or from the end with negative numbers")
 
     def put(values, new):
         return (*values[:at], new, *values[at:])

@@ -23,7 +23,8 @@ def tuple_of(value, n: int, what: str, op: str) -> tuple[int, ...]:
     """An int or a sequence of ``n`` as a tuple."""
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * n
     if len(values) != n:
-        raise PartitionError(f"{what} needs one value or {n}", op=op, expected=n, actual=value)
+        raise PartitionError(f"{what} needs one value or {n}", op=op, expected=n, actual=value,
+                             next_step="give one int for all dims, or one for each")
     return values
 
 
@@ -40,7 +41,12 @@ def _empty_dims(spec: HaloSpec, coords, first: int):
 
 
 def windowed(x, spec: HaloSpec, least, local):
-    """``local`` on this rank's window of x.
+    """``local`` on this rank's window of x: of one halo exchange."""
+    return on_window(halo_exchange(x, spec), spec, least, local)
+
+
+def on_window(window, spec: HaloSpec, least, local):
+    """``local`` on this rank's window.
 
     Args:
         spec: windows of the blocks of x; its ``out_layout`` says what each rank gets.
@@ -48,7 +54,6 @@ def windowed(x, spec: HaloSpec, least, local):
             outputs runs ``local`` on zeros of that size and keeps nothing of it, so that it stays in the graph as its peers do.
         local: (window) -> (batch, channels, *outputs).
     """
-    window = halo_exchange(x, spec)
     first = window.dim() - len(least)
     coords = spec.in_layout.partition.index()
     empty = _empty_dims(spec, coords, first) if coords else [d for d in range(first, window.dim()) if window.shape[d] == 0]

@@ -30,7 +30,8 @@ def convert(module, P, *, containers=()):
     """
     if partition_of(P).shape[1] != 1:
         raise PartitionError("convert keeps channels whole", op="convert", partitions=P, expected="(batch, 1, *space)",
-                             actual=partition_of(P).shape)
+                             actual=partition_of(P).shape,
+                             next_step="use 1 for the channel dim, or build the layers of dd.nn by hand")
     twin = _twin(module, P)
     if twin is None:
         container = isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict, *containers))

@@ -26,7 +26,7 @@ def agreed_seed(P) -> int:
     seed, P = int(torch.randint(2**62, ())), partition_of(P)
     where = world(P.world)
     if P.size > 1 and P.index(where.rank) is not None:
-        seed = where.all_gather(seed, P.ranks)[P.ranks[0]]
+        seed = where.all_gather(seed, P.ranks, "a seed for parameters")[P.ranks[0]]
     return seed
 
 
@@ -118,7 +118,8 @@ class _Conv(Layer):
         where = partition_of(P)
         if in_channels % groups or out_channels % groups:
             raise PartitionError("groups divide neither channels", op=type(self).__name__, actual=groups,
-                                 expected=f"a divisor of {in_channels} and {out_channels}")
+                                 expected=f"a divisor of {in_channels} and {out_channels}", partitions=P,
+                                 next_step="choose groups that divide both")
         general = where.ndim == self.n + 3
         self.options = options if general else {**options, "out_channels": out_channels}
         self._weights(shape, general, groups)
@@ -148,7 +149,8 @@ class _ConvTranspose(_Conv):
         elif groups > 1 and k > 1:
             if groups % k:
                 raise PartitionError("ranks of the channel dim need whole groups", op=type(self).__name__, partitions=self.P,
-                                     expected=f"a multiple of {k} groups", actual=groups)
+                                     expected=f"a multiple of {k} groups", actual=groups,
+                                     next_step="use fewer ranks along the channels, or more groups")
             self._parameter("weight", shape, (1, None, *(None,) * self.n), _weight)
         else:
             self._parameter("weight", shape, (None, 1, *(None,) * self.n), _weight)

@@ -30,7 +30,7 @@ def average_parameters(params, P, dims=None, *, weight=None):
             copies *= where.shape[d]
         means = [s / copies for s in F.invariant_sum(leaves, where, dims)]
     else:
-        own = torch.as_tensor(weight, dtype=leaves[0].dtype, device=leaves[0].device)
+        own = weight if isinstance(weight, torch.Tensor) else torch.full((), weight, dtype=leaves[0].dtype, device=leaves[0].device)
         *sums, total = F.invariant_sum([leaf * own.to(leaf.dtype) for leaf in leaves] + [own], where, dims)
         means = [s / total.to(s.dtype) for s in sums]
     return _torch.unflatten(means, tree)
@@ -47,6 +47,7 @@ def average_due(params, step: int, P, periods):
         The parameters as they are (no message) where no period divides ``step``. Every rank passes the same step.
     """
     if min(periods, default=0) < 1:
-        raise DistdlError("periods are numbers of steps", op="average_due", expected="{steps >= 1: dims}", actual=periods)
+        raise DistdlError("periods are numbers of steps", op="average_due", expected="{steps >= 1: dims}", actual=periods,
+                          partitions=P, next_step="give the dims to average over under each number of steps")
     due = [period for period in periods if step % period == 0]
     return average_parameters(params, P, periods[max(due)]) if due else params

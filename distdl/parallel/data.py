@@ -15,6 +15,7 @@ from .. import _torch, maps
 from .. import functional as F
 from ..agree import partition_of
 from ..functional.reduce import summed
+from .hooks import all_reduce
 
 __all__ = ["LIMITS", "accumulate", "bucketed", "global_mean", "reduce_gradients", "replicas", "replicate"]
 
@@ -102,7 +103,7 @@ def reduce_gradients(grads, P, dims=None, *, hook=None, states=None, limits=LIMI
     Returns:
         (the sums, states). One all-reduce for each bucket, with the default hook.
     """
-    hook = hook or (lambda bucket, state: (F.all_sum_reduce(bucket, P, dims), state))
+    hook = hook or all_reduce(P, dims)
     leaves, tree = _torch.flatten(grads)
     found: list = []
 
@@ -132,7 +133,7 @@ def accumulate(loss, params, batches, P, dims=None, *, hook=None, states=None, l
 
     def counted(leaves, batch):
         value, n = loss(_torch.unflatten(leaves, tree), batch)
-        return value, torch.as_tensor(n)
+        return value, n if isinstance(n, torch.Tensor) else torch.full((), n, device=value.device)  # no copy from the host
 
     step = grad_and_value(counted, has_aux=True)
     for batch in batches:

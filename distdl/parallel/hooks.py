@@ -17,14 +17,16 @@ from .topology import along
 
 __all__ = ["all_reduce", "cast", "power_sgd", "top_k"]
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 
 def all_reduce(P, dims=None):
-    """The exact sum, as one message for the bucket. The default."""
-    return lambda bucket, state: (F.all_sum_reduce(bucket, P, dims), state)
+    """The exact sum, as one message for the bucket: views of one vector. The default."""
+    return lambda bucket, state: (_like(F.all_sum_reduce(_flat(bucket), P, dims), bucket), state)
 
 
 def _flat(bucket):
-    return torch.cat([g.reshape(-1) for g in bucket])
+    return torch.cat([g.reshape(-1) for g in bucket]) if len(bucket) > 1 else bucket[0].reshape(-1)
 
 
 def _like(flat, bucket):
@@ -48,10 +50,12 @@ def cast(P, dtype=torch.bfloat16, dims=None):
 def top_k(P, share: float = 0.01, dims=None):
     """Only the ``share`` largest entries of each rank's bucket, with error feedback (Stich et al., arXiv:1809.07599, algorithm 1).
 
-    The state is this rank's error. Messages: an all-gather of ⌈share·n⌉ values and as many int64 places.
+    The state is this rank's error. Messages: an all-gather of ⌈share·n⌉ values and as many int64 places. Values are added rank by
+    rank, in one order everywhere: a device adds what falls on one place in any order, and parameters would drift apart.
     """
     if not 0 < share <= 1:
-        raise DistdlError("a share of the entries", op="top_k", expected="0 < share <= 1", actual=share)
+        raise DistdlError("a share of the entries", op="top_k", expected="0 < share <= 1", actual=share, partitions=P,
+                          next_step="give the share of entries to send, such as 0.01")
 
     def hook(bucket, state):
         line = along(P, dims)
@@ -60,7 +64,10 @@ def top_k(P, share: float = 0.01, dims=None):
         places = flat.abs().topk(k).indices
         shape = (line.size * k,)
         values, where = F.all_gather([flat[places], places], line, shape=shape)
-        return _like(torch.zeros_like(flat).index_add(0, where, values), bucket), flat.index_fill(0, places, 0)
+        total = torch.zeros_like(flat)
+        for some, at in zip(values.split(k), where.split(k)):
+            total = total.index_add(0, at, some)
+        return _like(total, bucket), flat.index_fill(0, places, 0)
 
     return hook
 
@@ -87,13 +94,13 @@ def power_sgd(P, rank: int = 4, dims=None, seed: int = 0):
             return done, state
         matrices = [bucket[i].reshape(bucket[i].shape[0], -1) for i in small]
         if state is None:
-            generator = torch.Generator().manual_seed(seed)  # the same first guess on every rank
-            guess = [torch.randn(M.shape[1], rank, dtype=M.dtype, generator=generator).to(M.device) for M in matrices]
+            draw = torch.Generator().manual_seed(seed)  # the same first guess on every rank
+            guess = [torch.randn(M.shape[1], rank, dtype=M.dtype, generator=draw, device="cpu").to(M.device) for M in matrices]
         else:
             guess = state[0]
             matrices = [M + error for M, error in zip(matrices, state[1])]
         left = F.all_sum_reduce([M @ Q for M, Q in zip(matrices, guess)], P, dims)
-        left = [torch.linalg.qr(A).Q for A in left]
+        left = [torch.linalg.qr(A.float() if A.dtype in _HALVES else A).Q.to(A.dtype) for A in left]
         right = F.all_sum_reduce([M.mT @ A for M, A in zip(matrices, left)], P, dims)
         approximate = [A @ B.mT for A, B in zip(left, right)]
         for i, Y in zip(small, approximate):

@@ -32,7 +32,7 @@ from .schedules import simulate, successor
 __all__ = ["pipeline"]
 
 
-def pipeline(table, stages, loss, P: Partition, shapes, dtype=None):
+def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None):
     """A training step over the ranks of ``P`` by any schedule: the value and gradient of the sequential network.
 
     Args:
@@ -46,6 +46,8 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None):
         shapes: a function (stage k, micro-batch i) -> shape of the output of f_k, for all stages but the last: nothing is
             negotiated.
         dtype: dtype of the activations. Default: that of the first parameter of every rank.
+        device: device of the activations; the same kind on all ranks. Default: that of the first parameter or, where a rank's
+            stages have none, of the inputs, or torch's default device.
 
     Returns:
         ``step(params, inputs) -> (value, grads)``. ``params`` is {stage: any pytree of floating tensors} for this rank's stages,
@@ -87,10 +89,14 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None):
         mine = {k for k in range(last + 1) if home(k) == rank}
         if params.keys() != mine:
             raise PartitionError("params are not those of this rank's stages", op="pipeline", partitions=P, rank=rank,
-                                 expected=f"stages {sorted(mine)}", actual=f"stages {sorted(params)}")
+                                 expected=f"stages {sorted(mine)}", actual=f"stages {sorted(params)}",
+                                 next_step="pass {stage: parameters} for the stages of this rank: rank r of p has r, r + p, ...")
         params = {k: w if pure else tree_map(torch.Tensor.detach, w) for k, w in params.items()}
         leaves = _torch.flatten(params)[0]
-        anchor = nothing((0,), *leaves, dtype=dtype) if leaves else torch.empty(0, dtype=dtype)
+        if leaves:
+            anchor = nothing((0,), *leaves, dtype=dtype)
+        else:
+            anchor = torch.empty(0, dtype=dtype, device=inputs[0].device if device is None and inputs and 0 in mine else device)
         total = anchor.sum().to(torch.promote_types(anchor.dtype, torch.float32))
         pulls: dict[tuple[int, int], Any] = {}  # the pullback of each stage and micro-batch that is live
         grads: dict = {}

@@ -58,8 +58,10 @@ class Precision:
 
 def _all_finite(leaves):
     """This rank's verdict: 0 where every gradient is finite, 1 where not (a float32 scalar)."""
-    bad = [(~torch.isfinite(g)).any() for g in leaves if g.numel()]
-    return torch.stack(bad).any().float() if bad else torch.zeros((), device=leaves[0].device)
+    found = [g.detach() for g in leaves if g.numel()]
+    if not found:
+        return torch.zeros((), device=leaves[0].device)
+    return 1 - torch.isfinite(torch.nn.utils.get_total_norm(found, torch.inf)).float()  # one kernel for many gradients
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,14 @@ class LossScale:
         scale = scale.updated(finite)
 
     Attributes:
-        scale: what losses are multiplied by.
-        good: finite steps since it last changed.
+        scale: what losses are multiplied by: a number, or a float32 tensor of no dim on the gradients' device. Then the next scale
+            is worked out there, and no step waits for the device.
+        good: finite steps since it last changed; beside a tensor ``scale`` an integer tensor after the first step.
         growth, backoff, interval: times ``growth`` after ``interval`` finite steps in a row, times ``backoff`` after any other.
     """
 
-    scale: float = 2.0**16
-    good: int = 0
+    scale: float | torch.Tensor = 2.0**16
+    good: int | torch.Tensor = 0
     growth: float = 2.0
     backoff: float = 0.5
     interval: int = 2000
@@ -98,6 +101,12 @@ class LossScale:
 
     def updated(self, finite) -> LossScale:
         """The scale for the next step."""
+        if isinstance(self.scale, torch.Tensor):
+            good = torch.ones_like(finite, dtype=torch.int64) + self.good
+            grown = finite & (good >= self.interval)
+            factor = torch.ones_like(self.scale).masked_fill(grown, self.growth).masked_fill(~finite, self.backoff)
+            good = good.masked_fill(~finite | grown, 0)
+            return replace(self, scale=self.scale * factor, good=good)
         if not bool(finite):
             return replace(self, scale=self.scale * self.backoff, good=0)
         if self.good + 1 < self.interval:
@@ -123,4 +132,4 @@ def spread_overflow(grads, P, dims=None):
     """
     leaves, tree = _torch.flatten(grads)
     finite = F.invariant_sum(_all_finite(leaves), along(P, dims)) == 0
-    return _torch.unflatten([torch.where(finite, g, torch.inf) for g in leaves], tree)
+    return _torch.unflatten([g.masked_fill(~finite, torch.inf) for g in leaves], tree)

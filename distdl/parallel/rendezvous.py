@@ -34,7 +34,7 @@ def export_rendezvous(name: str = "default", *, addr: str | None = None, port: i
     mine = None
     if where.rank == 0:
         mine = addr or ("127.0.0.1" if here.num_nodes == 1 else socket.gethostname()), port or _free_port()
-    address, number = where.all_gather(mine, range(where.size))[0]
+    address, number = where.all_gather(mine, range(where.size), "export_rendezvous")[0]
     found = {"RANK": here.rank, "WORLD_SIZE": here.world_size, "LOCAL_RANK": here.local_rank, "LOCAL_WORLD_SIZE": here.local_size,
              "GROUP_RANK": here.node, "MASTER_ADDR": address, "MASTER_PORT": number,
              "TORCHELASTIC_USE_AGENT_STORE": False}  # fmt: skip

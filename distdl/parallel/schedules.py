@@ -46,7 +46,8 @@ def schedule(kind: str, stages: int, microbatches: int, chunks: int = 1) -> tupl
     p, m, v = stages, microbatches, chunks
     if kind not in ("gpipe", "1f1b", "interleaved") or min(p, m, v) < 1 or (kind != "interleaved" and v > 1):
         raise PartitionError("no such schedule", op="schedule", actual=(kind, p, m, v),
-                             expected='"gpipe", "1f1b" or "interleaved", sizes >= 1; chunks > 1 only interleaved')
+                             expected='"gpipe", "1f1b" or "interleaved", sizes >= 1; chunks > 1 only interleaved',
+                             next_step="choose one of these; one chunk unless interleaved")
     if kind == "interleaved" and m % p:
         raise PartitionError("interleaved stages take groups of p micro-batches", op="schedule", actual=f"{m} micro-batches",
                              expected=f"a multiple of {p}", next_step="use 1f1b, or another number of micro-batches")
@@ -122,7 +123,8 @@ def simulate(table, forward: float = 1, backward: float = 2) -> Timeline:
     wrong = astray + sorted(every - tasks.keys()) + [t for t in tasks if tasks[t] > 1 or t not in every]
     if wrong or not tasks or (last + 1) % p:
         raise PartitionError("not a schedule", op="simulate", actual=f"{last + 1} stages; astray, missing or doubled: {wrong[:3]}",
-                             expected=f"each F and B of {last + 1} stages x {count} micro-batches once, on device stage mod {p}")
+                             expected=f"each F and B of {last + 1} stages x {count} micro-batches once, on device stage mod {p}",
+                             next_step="start from dd.parallel.schedule(...)'s table")
     spans: dict[Task, tuple] = {}
     rows, clock, live, peak = [list(row) for row in table], [0] * p, [0] * p, [0] * p
     places, moved = [0] * p, True
@@ -140,7 +142,8 @@ def simulate(table, forward: float = 1, backward: float = 2) -> Timeline:
     stuck = {d: Task(*row[at]) for d, (row, at) in enumerate(zip(rows, places)) if at < len(row)}
     if stuck:
         raise PartitionError("this schedule never ends", op="simulate", expected="an order in which every task can run",
-                             actual="; ".join(f"device {d} waits before {tuple(t)}" for d, t in stuck.items()))
+                             actual="; ".join(f"device {d} waits before {tuple(t)}" for d, t in stuck.items()),
+                             next_step="put each task after those that it needs")
     order = tuple(sorted(spans, key=lambda t: (spans[t][1], t.stage % p)))
     makespan = max(clock)
     busy = sum(end - begin for begin, end in spans.values())

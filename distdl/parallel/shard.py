@@ -6,7 +6,8 @@ element (SGD, Adam, ...) then step on blocks, exactly as they would on the whole
 
     ZeRO-1   whole gradients, ``sharding.reduce(grads)``, a step on the block, ``sharding.gather(block)``
     ZeRO-2   :func:`chain` with ``remat=False``: a layer's gradient is reduce-scattered before the next layer's backward
-    ZeRO-3   :func:`chain`: a layer's parameters are gathered for its forward, freed, and gathered again for its backward
+    ZeRO-3   :func:`chain`: a layer's parameters are gathered for its forward, freed, and gathered again for its backward, where its
+             activations are worked out again as well, or are kept (``remat="parameters"``)
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Sharding:
         leaves, _ = _torch.flatten(tree)
         if tuple(tuple(leaf.shape) for leaf in leaves) != self.shapes:
             raise ShapeError("not this unit's tensors", op="Sharding", partitions=self.layout, expected=self.shapes,
-                             actual=tuple(tuple(leaf.shape) for leaf in leaves))
+                             actual=tuple(tuple(leaf.shape) for leaf in leaves),
+                             next_step="pass the tensors from which the Sharding was made, in their order")
         return torch.cat([leaf.reshape(-1) for leaf in leaves])
 
     def _tree(self, flat):
@@ -85,14 +87,54 @@ class Sharding:
         return self._tree(F.wait(pending))
 
 
-def chain(layers, shardings, *, remat: bool = True, prefetch: bool = True):
+def _gathered_again(layer, tree, whole):
+    """``layer(tree(flat), x)`` of ``flat = whole(block)``, without keeping ``flat``: when a gradient of the result comes, on every
+    rank, ``whole`` brings it again for what backward saved of it."""
+
+    def call(block, x):
+        flat, again = whole(block), []
+        if not flat.requires_grad or not flat.numel():
+            return layer(tree(flat), x)
+        memory, dtype = flat.untyped_storage().data_ptr(), flat.dtype
+
+        def ask(*_):
+            if not again:
+                with torch.no_grad():
+                    again.append(whole(block))
+
+        def pack(t):
+            ours = t.untyped_storage().data_ptr() == memory and t.dtype == dtype
+            return (t.size(), t.stride(), t.storage_offset()) if ours else t
+
+        def unpack(kept):
+            if isinstance(kept, torch.Tensor):
+                return kept
+            ask()
+            return again[0].as_strided(*kept)
+
+        params = tree(flat)
+        cut = _torch.flatten(params)[0][0].grad_fn.next_functions[0][0]  # its backward comes last, and has all gradients
+        cut.register_prehook(lambda _: again.clear())
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            y = layer(params, x)
+        for t in _torch.flatten(y)[0]:
+            if isinstance(t, torch.Tensor) and t.requires_grad:
+                t.register_hook(ask)
+        return y
+
+    return call
+
+
+def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True):
     """A sequence of layers whose parameters are gathered when they are needed: ``run(blocks, x)``.
 
     Args:
         layers: functions ``layer(params, x) -> x``; the last may return the loss.
         shardings: one for each layer.
         remat: free a layer's parameters and activations after its forward, and gather and compute them again in backward (ZeRO-3,
-            FSDP). Not inside torch.func. ``False``: keep both (ZeRO-2).
+            FSDP with activation checkpointing). ``"parameters"``: gather these again, and keep the activations (FSDP alone); what a
+            layer makes of its parameters, a cast say, counts among these. Both not inside torch.func. ``False``: keep both
+            (ZeRO-2).
         prefetch: start to gather the next layer's parameters (in backward: the one's before) while this one computes.
 
     Returns:
@@ -100,9 +142,17 @@ def chain(layers, shardings, *, remat: bool = True, prefetch: bool = True):
         (k-1)/k·n elements: an all-gather forward, a reduce-scatter backward, and with ``remat`` one more all-gather there.
     """
     if len(layers) != len(shardings):
-        raise DistdlError("one sharding for each layer", op="chain", expected=len(layers), actual=len(shardings))
+        raise DistdlError("one sharding for each layer", op="chain", expected=len(layers), actual=len(shardings),
+                          next_step="give lists of equal length")
+    if remat not in (True, False, "parameters"):
+        raise DistdlError("no such way", op="chain", expected='True, False or "parameters"', actual=remat,
+                          next_step="pass one of them as remat=")
 
     def run(blocks, x):
+        if remat == "parameters" and _torch.transforms_active():
+            raise DistdlError("parameters are gathered again on .backward(), not inside torch.func", op="chain",
+                              expected="eager mode", actual="a torch.func transform",
+                              next_step="use remat=False inside grad, vjp, jvp and vmap")
         under_way: dict[int, Any] = {}
 
         def ahead(i):
@@ -112,13 +162,20 @@ def chain(layers, shardings, *, remat: bool = True, prefetch: bool = True):
         def gathered(i):
             step = 1  # in backward the layers come in reverse
 
-            def call(block, x):
+            def whole(block):
                 nonlocal step
                 pending = under_way.pop(i, None)
-                whole = shardings[i].gather(block) if pending is None else shardings[i].wait(pending)
+                flat = F.all_gather(block, shardings[i].layout) if pending is None else F.wait(pending)
                 ahead(i + step)
                 step = -1
-                return layers[i](whole, x)
+                return flat
+
+            tree = shardings[i]._tree
+            if remat == "parameters":
+                return _gathered_again(layers[i], tree, whole)
+
+            def call(block, x):
+                return layers[i](tree(whole(block)), x)
 
             return _remat(call) if remat else call
 

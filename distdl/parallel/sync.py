@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 
 import torch
 
 from .. import functional as F
-from .. import maps
 from ..errors import DistdlError
+from ..side_stream import Beside
 from .data import LIMITS, bucketed
+from .hooks import all_reduce
 from .topology import along
 
 __all__ = ["GradientSync"]
@@ -23,8 +25,8 @@ class GradientSync:
         sync.finish()       # waits; now .grad is the sum, equal on every rank
         optimizer.step(); optimizer.zero_grad()
 
-    Buckets start in one order on all ranks, whatever the order in which gradients come. On CUDA they travel on a stream of their
-    own; MPI's all-reduce blocks.
+    Buckets start in one order on all ranks, whatever the order in which gradients come. On CUDA all of it, the hook's own work too,
+    goes on a stream beside backward's; MPI's all-reduce blocks. The summed gradients of a bucket are views of one vector.
 
     Args:
         params: leaf tensors; those that do not require a gradient are left out.
@@ -39,10 +41,12 @@ class GradientSync:
 
     def __init__(self, params, P, dims=None, *, hook=None, find_unused: bool = False, limits=LIMITS):
         self.params = [p for p in params if p.requires_grad]
-        self.P, self.hook, self.find_unused = along(P, dims), hook, find_unused
+        self.P, self.find_unused = along(P, dims), find_unused
+        self.hook = hook or all_reduce(self.P)
         self.buckets = bucketed(self.params, limits)
         self.states: list = [None] * len(self.buckets)
-        self.syncing, self._summed = True, {}
+        self.syncing = True
+        self._summed: dict = {}  # weak: it keeps no gradient alive
         self._bucket_of = {i: b for b, bucket in enumerate(self.buckets) for i in bucket}
         self._hooks = [p.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i)) for i, p in enumerate(self.params)]
         self._begin()
@@ -56,7 +60,8 @@ class GradientSync:
             return
         if i not in self._left[self._bucket_of[i]]:
             raise DistdlError("a second gradient before finish()", op="GradientSync", actual=f"parameter {i}",
-                              expected="one backward", next_step="call finish() after backward, or accumulate in no_sync()")
+                              expected="one backward", next_step="call finish() after backward, or accumulate in no_sync()",
+                              partitions=self.P)
         self._left[self._bucket_of[i]].discard(i)
         while len(self._under_way) < len(self.buckets) and not self._left[len(self._under_way)]:
             self._start()
@@ -68,17 +73,16 @@ class GradientSync:
             grad = self.params[i].grad
             if grad is None and not self.find_unused:
                 raise DistdlError("no gradient came", op="GradientSync", actual=f"none for parameter {i}", expected="one for each",
-                                  next_step="use every parameter, F.tie the rest to the loss, or pass find_unused=True")
-            if grad is not None and grad is self._summed.get(i):
+                                  next_step="use every parameter, F.tie the rest to the loss, or pass find_unused=True",
+                                  partitions=self.P)
+            if grad is not None and i in self._summed and grad is self._summed[i]():
                 raise DistdlError("this gradient was summed over the ranks before", op="GradientSync", actual=f"parameter {i}",
-                                  expected="a gradient of this rank", next_step="optimizer.zero_grad() after each step")
+                                  expected="a gradient of this rank", next_step="optimizer.zero_grad() after each step",
+                                  partitions=self.P)
             grads.append(torch.zeros_like(self.params[i]) if grad is None else grad.detach())
-        if self.hook is None:
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            self._under_way.append(F.start(maps.all_sum_reduce(self.P, tuple(flat.shape), (0,)), flat))
-        else:
+        with Beside(grads[0].device, grads) as beside:
             reduced, self.states[number] = self.hook(grads, self.states[number])
-            self._under_way.append(reduced)
+        self._under_way.append((beside, reduced))
 
     @contextmanager
     def no_sync(self):
@@ -99,13 +103,11 @@ class GradientSync:
             used = F.all_sum_reduce(torch.tensor(mine, dtype=torch.int32, device=device), self.P).tolist()
         while len(self._under_way) < len(self.buckets):
             self._start()
-        for bucket, result in zip(self.buckets, self._under_way):
-            shapes = [self.params[i].shape for i in bucket]
-            if self.hook is None:
-                result = [g.view(s) for g, s in zip(F.wait(result).split([s.numel() for s in shapes]), shapes)]
-            for i, g in zip(bucket, result):
+        for bucket, (beside, reduced) in zip(self.buckets, self._under_way):
+            beside.join(reduced)
+            for i, g in zip(bucket, reduced):
                 self.params[i].grad = None if used and not used[i] else g
-                self._summed[i] = self.params[i].grad
+                self._summed[i] = weakref.ref(g)
         self._begin()
 
     def remove(self):

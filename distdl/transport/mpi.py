@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections import defaultdict
 from functools import cached_property
 
@@ -21,6 +22,12 @@ _SUM_TYPES = {
     torch.int64: MPI.INT64_T, torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE,
     torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE_COMPLEX, torch.bool: MPI.C_BOOL,
 }  # fmt: skip
+
+
+def _reads_devices() -> bool | None:
+    """Whether the MPI library was built to read CUDA memory; None where it has no such question (MPICH and its kin)."""
+    ask = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return None if ask is None else bool(ask())
 
 
 class MpiTransport:
@@ -49,7 +56,15 @@ class MpiTransport:
 
     @cached_property
     def cuda_aware(self) -> MpiTransport:
-        """The same engine for an MPI that reads device memory by itself. MPI knows no streams: what it sends must be complete."""
+        """The same engine for an MPI that reads device memory by itself. MPI knows no streams: what it sends must be complete.
+
+        Raises:
+            TransportError: the MPI library says that it cannot; it would read device addresses as its own.
+        """
+        if _reads_devices() is False:
+            raise TransportError("this MPI cannot read CUDA memory", op="World(cuda='mpi')", rank=self.rank,
+                                 expected="an MPI library built with CUDA support", actual=MPI.Get_library_version().split("\0")[0],
+                                 next_step="set DISTDL_CUDA to nccl, or to staged")
         engine = copy.copy(self)
         engine.device_types = ("cpu", "cuda")
         return engine
@@ -122,7 +137,8 @@ class MpiTransport:
         if comm is None:
             if len(self.groups) >= _MAX_GROUPS:
                 raise TransportError(f"more than {_MAX_GROUPS} groups of ranks", op="collective", rank=self.rank,
-                                     next_step="reuse partitions, or use fewer distinct ones")
+                                     next_step="reuse partitions, or use fewer distinct ones", expected=f"at most {_MAX_GROUPS}",
+                                     actual=f"another one: {ranks}")
             whole = self.comm.Get_group()
             members = whole.Incl(ranks)
             # Distinct tags keep two groups apart that share ranks and are being made at the same time.
@@ -137,7 +153,7 @@ class MpiTransport:
         comm, mpi_type = self.group(ranks), _SUM_TYPES.get(dtype)
         if mpi_type is None:
             raise TransportError("MPI cannot sum this dtype", op=kind, rank=self.rank, actual=dtype,
-                                 expected=f"one of {sorted(map(str, _SUM_TYPES))}")
+                                 expected=f"one of {sorted(map(str, _SUM_TYPES))}", next_step="convert it first")
         operation, item = (MPI.LOR if dtype == torch.bool else MPI.SUM), dtype.itemsize
         step = self.chunk // item
         for start in range(0, count, step):

@@ -112,7 +112,7 @@ class NcclEngines:
         if len(self.engines) >= _MAX_GROUPS:
             wrong = f"more than {_MAX_GROUPS} groups of ranks; reuse partitions, or use fewer distinct ones"
         unique = self.nccl.get_unique_id() if self.nccl is not None and me == ranks[0] else None
-        found = where.all_gather((unique, wrong, self.why, self.device.name() if self.nccl else ""), ranks)
+        found = where.all_gather((unique, wrong, self.why, self.device.name() if self.nccl else ""), ranks, "NCCL")
         refused, missing = ({r: one[i] for r, one in sorted(found.items()) if one[i]} for i in (1, 2))
         if refused:
             raise TransportError("; ".join(f"rank {r}: {text}" for r, text in refused.items()), op="NCCL", rank=me, expected=

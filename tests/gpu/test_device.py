@@ -56,3 +56,55 @@ def test_case_37_device_kinds_differ():
     x = torch.ones(1, 2, device=device() if dd.world().rank else "cpu")
     with pytest.raises(dd.errors.AgreementError, match="device"):
         F.repartition(x, dd.Partition((n, 1)), dd.Partition((1, n)))
+
+
+def by(world):
+    """A halo, a sum and their derivatives among the ranks of a world, for this rank's tensor there."""
+    line = dd.Partition((dd.world(world).size,), world=world)
+    spec = dd.HaloSpec(dd.Layout(line, (3 * line.size + 1,)), 1, boundary="circular")
+
+    def results(x):
+        loss = lambda t: F.invariant_sum((F.halo_exchange(t, spec) ** 3).sum(), line)
+        return [F.halo_exchange(x, spec), loss(x), grad(loss)(x), jvp(grad(loss), (x,), (x,))[1]]
+
+    return results, spec.in_layout.shard(torch.linspace(-1, 1, 3 * line.size + 1, dtype=torch.float64)).clone()
+
+
+def same(found, wanted):
+    return all(torch.allclose(a.cpu(), b) for a, b in zip(found, wanted))
+
+
+def test_two_devices_in_one_process():
+    """A world for each; a tensor on a device of the other world is an error."""
+    n = dd.world().size
+    if torch.cuda.device_count() < 2 * n:
+        pytest.skip(f"needs {2 * n} devices")
+    comm = None if n == 1 else pytest.importorskip("mpi4py.MPI").COMM_WORLD
+    dd.World(comm, "second")
+    other = torch.device("cuda", n + dd.world().rank)
+    (first, x), (second, _) = by("default"), by("second")
+    wanted = first(x)
+    found, there = first(x.to(device())), second(x.to(other))
+    dd.testing.collective_assert(same(found, wanted) and same(there, wanted), "another result")
+    dd.testing.collective_assert(all(t.device == other for t in there), "on another device")
+    if n > 1:
+        with pytest.raises(dd.errors.TransportError, match="one device"):
+            second(x.to(device()))
+
+
+def test_cuda_aware_mpi():
+    """An MPI that cannot read device memory is refused, one that can is right."""
+    n = dd.world().size
+    if n < 2:
+        pytest.skip("needs 2 ranks")
+    from mpi4py import MPI
+
+    from distdl.transport.mpi import _reads_devices
+
+    dd.World(MPI.COMM_WORLD, "aware", cuda="mpi")
+    results, x = by("aware")
+    if _reads_devices():
+        dd.testing.collective_assert(same(results(x.to(device())), results(x)), "another result")
+    else:
+        with pytest.raises(dd.errors.TransportError, match="cannot read CUDA memory"):
+            results(x.to(device()))

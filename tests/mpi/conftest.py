@@ -13,7 +13,7 @@ from distdl.transport.nccl import NcclTransport
 
 # Layers are compositions: 1 to 4 ranks show every way of splitting them. More ranks are for the movements.
 LAYERS = ("checkpoint", "conv", "dropout_init", "embedding", "expert", "fuzz_layers", "interpolate", "linear", "local", "loss",
-          "neon", "networks", "nn", "norm", "parallel_average", "parallel_data", "parallel_grid", "parallel_hooks",
+          "neon", "networks", "nn", "norm", "overlap", "parallel_average", "parallel_data", "parallel_grid", "parallel_hooks",
           "parallel_pipeline", "parallel_precision", "parallel_shard", "parallel_topology", "pool", "reduce", "remat", "rendezvous",
           "transition")
 # Trainings of whole models and their like take long: `make test` runs them on 2 and 4 ranks, `make test-all` on 1 to 4.
@@ -45,12 +45,17 @@ def folder():
 
 def use(engine):
     """Let every movement of CPU tensors go by another engine. With NCCL each one is copied to this rank's device and back, so
-    that the whole suite is a test of the device's side too."""
+    that the whole suite is a test of the device's side too. "cuda": tensors are on this rank's device from the beginning, local
+    computation too, for the tests that make theirs on torch's default device: those of dd.parallel."""
     if engine == "fake-nccl":
         import fake_nccl
 
         engines = fake_nccl.engines(dd.world())
         dd.World.transport = lambda self, x, ranks: engines.get(ranks) if self.rank in ranks else self.host
+    if engine == "cuda" and torch.cuda.is_available():  # elsewhere every test is skipped
+        device = torch.device("cuda", dd.world().rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        torch.set_default_device(device)
     if engine == "nccl-messages":
         NcclTransport.collectives = ("all_reduce",)
     if engine in ("nccl", "nccl-messages"):

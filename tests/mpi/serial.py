@@ -27,8 +27,9 @@ import distdl as dd
 
 
 def randn(*shape, seed=0, dtype=torch.float64):
-    """Equal on every rank and in every process."""
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed * 1000 + len(shape)))
+    """Equal on every rank and in every process; on torch's default device."""
+    draw = torch.Generator().manual_seed(seed * 1000 + len(shape))
+    return torch.randn(shape, dtype=dtype, generator=draw, device="cpu").to(torch.get_default_device())
 
 
 def whole(x):

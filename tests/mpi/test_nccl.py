@@ -123,3 +123,15 @@ def test_native_sums_of_halves(engines, monkeypatch):
         for call in (F.all_sum_reduce, F.reduce_scatter):
             y = call(x, P)
             dd.testing.collective_assert(y[0].item() == wanted or n == 2, f"{call.__name__}: {y}, expected {wanted}")
+
+
+def test_an_mpi_that_cannot_read_devices_is_refused():
+    """It would take a device's addresses for its own."""
+    host = dd.world().host
+    from distdl.transport import mpi
+
+    if mpi._reads_devices() is False:
+        with pytest.raises(dd.errors.TransportError, match="cannot read CUDA memory"):
+            _ = host.cuda_aware
+    else:
+        assert set(host.cuda_aware.device_types) == {"cpu", "cuda"}

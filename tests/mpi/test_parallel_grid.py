@@ -1,4 +1,5 @@
-"""Data x tensor x pipeline, and data x space x pipeline, on one grid of ranks: equal to the sequential program for 20 steps.
+"""Data x tensor x pipeline, data x space x pipeline, and data x tensor x space on one grid of ranks: equal to the sequential
+program for 20 steps.
 
 A grid is a Partition; the ranks that share something are its fibres, ``P.along(dim)``. On 4 ranks two dims of 2, on fewer a line in
 each dim; test_parallel_grid_8.py has the cube.
@@ -19,8 +20,9 @@ DATA, TENSOR, PIPE = range(3)
 GRIDS = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 3: [(3, 1, 1), (1, 3, 1), (1, 1, 3)],
          4: [(2, 2, 1), (2, 1, 2), (1, 2, 2)]}.get(SIZE, [])  # fmt: skip
 N, D, HIDDEN, BLOCKS = 11, 6, 7, 4  # samples, features, hidden features, residual blocks: nothing divides
+HERE = torch.get_default_device()  # --engine=cuda makes it the rank's device
 DIGITS = tuple(t[:300] for t in demo.load_digits())
-DIGITS = DIGITS[0].double(), DIGITS[1]
+DIGITS = DIGITS[0].to(HERE).double(), DIGITS[1].to(HERE)
 
 
 def batch(step):
@@ -38,9 +40,10 @@ def rank_order(shape):
     return dd.Partition(shape, range(torch.Size(shape).numel())[::-1])
 
 
-def serve(params, run, serial, places, P, rate=0.05, steps=20):
-    """Train both for some steps. ``places`` cuts this rank's part of a stage's parameters (a dictionary) out of the whole."""
-    mine = {k: places(params[k]) for k in params if P.active and k % P.shape[-1] == P.index()[-1]}
+def serve(params, run, serial, places, P, rate=0.05, steps=20, stages=True):
+    """Train both for some steps. ``places`` cuts this rank's part of a stage's parameters (a dictionary) out of the whole.
+    ``stages``: the last dim of P is the pipeline; otherwise every rank has part of all."""
+    mine = {k: places(params[k]) for k in params if P.active and (not stages or k % P.shape[-1] == P.index()[-1])}
     theirs, faults = params, []
 
     def compare(what, found, whole):
@@ -202,3 +205,115 @@ def test_data_space_pipeline(shape):
         return tf.cross_entropy(x.mean((2, 3)) @ p["out"].T, labels)
 
     serve(params, data_space_pipeline(P), serial, lambda p: {n: t.clone() for n, t in p.items()}, P)
+
+
+# ---------------------------------------------------------------- data x tensor x space
+
+SPACE = 2
+IMAGE = (1, 13, 11)  # channels, rows, columns: nothing divides
+CHANNELS = (5, 7)
+
+
+def images(step):
+    x, labels = batch(step)
+    return x[:, :, 4:17, 8:19].contiguous(), labels
+
+
+def two_convolutions():
+    """Parameters, and the serial loss, of two convolutions, a mean over space and a linear layer."""
+    (a, b), c = CHANNELS, IMAGE[0]
+    params = {"w1": randn(a, c, 3, 3, seed=60) / 3, "b1": 0.1 * randn(a, seed=61), "w2": randn(b, a, 3, 3, seed=62) / 6,
+              "b2": 0.1 * randn(b, seed=63), "out": randn(10, b, seed=64)}
+
+    def serial(params, step):
+        (x, labels), p = images(step), params[0]
+        x = tf.conv2d(x, p["w1"], p["b1"], padding=1).tanh()
+        x = tf.conv2d(x, p["w2"], p["b2"], stride=2, padding=1).tanh()
+        return tf.cross_entropy(x.mean((2, 3)) @ p["out"].T, labels)
+
+    return {0: params}, serial
+
+
+def channels_over(n):
+    """This rank's channels of each convolution's output, by place on the tensor dim: uneven."""
+    return [[slice(*block) for block in dd.Layout(dd.Partition((n,)), (c,)).blocks(0)] for c in CHANNELS]
+
+
+def split_outputs(P):
+    """Both convolutions make a block of channels each, from all that these read; rows are split, and so is the batch. The linear
+    layer's input features are where the channels are. Parameters: blocks of output channels; of ``out``, of input features."""
+    d, t, s = P.shape
+    L = dd.Layout(dd.Partition((d, t, s, 1), P.ranks), (N, *IMAGE))  # the one input channel is on one of the tensor ranks
+    middle, last = dd.Layout(L.partition, (N, CHANNELS[0], *IMAGE[1:])), dd.Layout(L.partition, (N, CHANNELS[1], 7, 6))
+    features = dd.Partition((d, 1, t), P.take(SPACE, P.index()[SPACE]).ranks)
+
+    def logits(p, x):
+        x = F.dist_conv(L.shard(x), p["w1"], L, p["b1"], padding=1, params="invariant", out_channels=CHANNELS[0]).tanh()
+        x = F.dist_conv(x, p["w2"], middle, p["b2"], stride=2, padding=1, params="invariant", out_channels=CHANNELS[1]).tanh()
+        return F.dist_linear(F.dist_mean(x, last, (2, 3)), p["out"], features, x_layout="invariant", y_layout="invariant",
+                             params="invariant")
+
+    first, second = (blocks[P.index()[TENSOR]] for blocks in channels_over(t))
+    return logits, {"w1": lambda w: w[first], "b1": lambda b: b[first], "w2": lambda w: w[second], "b2": lambda b: b[second],
+                    "out": lambda w: w[:, second]}
+
+
+def column_then_row(P):
+    """Megatron's pair as convolutions: the first one's output channels are split, and so the second one's input channels, whose
+    sum is an invariant; rows are split, and so is the batch. ``out`` and the second bias are whole."""
+    d, t, s = P.shape
+    column, row = dd.Partition((d, t, 1, s, 1), P.ranks), dd.Partition((d, 1, t, s, 1), P.ranks)
+    at = P.take(TENSOR, P.index()[TENSOR])  # (data, space)
+    last = dd.Layout(dd.Partition((d, 1, s, 1), at.ranks), (N, CHANNELS[1], 7, 6))
+    tile = dd.Layout(dd.Partition((d, 1, s, 1), at.ranks), (N, *IMAGE))
+    features = dd.Partition((d, 1, 1), at.take(1, P.index()[SPACE]).ranks)
+
+    def logits(p, x):
+        x = F.dist_conv(tile.shard(x), p["w1"], column, p["b1"], padding=1, params="invariant", shape=(N, *IMAGE),
+                        x_layout="invariant", y_layout="replicated").tanh()
+        x = F.dist_conv(x, p["w2"], row, p["b2"], stride=2, padding=1, params="invariant", shape=(N, CHANNELS[0], *IMAGE[1:]),
+                        x_layout="replicated", y_layout="invariant").tanh()
+        return F.dist_linear(F.dist_mean(x, last, (2, 3)), p["out"], features, x_layout="invariant", y_layout="invariant",
+                             params="invariant")
+
+    first, _ = (blocks[P.index()[TENSOR]] for blocks in channels_over(t))
+    return logits, {"w1": lambda w: w[first], "b1": lambda b: b[first], "w2": lambda w: w[:, first]}
+
+
+def data_tensor_space(P, form):
+    """(a function (params, step) -> (loss, gradients), this rank's part of the parameters)."""
+    if not P.active:
+        return None, None
+    logits, cut = form(P)
+    data = P.along(DATA)
+    rows = dd.Layout(dd.Partition((data.size,), data.ranks), (N,)).slices()[0]
+
+    def loss(params, step):
+        x, labels = images(step)
+        return F.invariant_sum(tf.cross_entropy(logits(params[0], x), labels[rows], reduction="sum") / N, data)
+
+    def run(params, step):
+        grads, value = grad_and_value(loss)(params, step)
+        return value, grads
+
+    return run, lambda p: {n: cut.get(n, lambda t: t)(t).clone() for n, t in p.items()}
+
+
+@pytest.mark.parametrize("form", [split_outputs, column_then_row])
+@pytest.mark.parametrize("shape", GRIDS)
+def test_data_tensor_space(shape, form):
+    P = rank_order(shape)
+    params, serial = two_convolutions()
+    run, places = data_tensor_space(P, form)
+    serve(params, run, serial, places, P, rate=0.5, stages=False)
+
+
+@pytest.mark.parametrize("form", [split_outputs, column_then_row])
+def test_data_tensor_space_negotiates_nothing(form):
+    """Every size is known from the layouts: forward and backward agree on nothing."""
+    P = rank_order(GRIDS[-1])
+    params, _ = two_convolutions()
+    run, places = data_tensor_space(P, form)
+    with dd.testing.count_messages() as sent:
+        run({0: places(params[0])}, 0)
+    assert not sent.of("agree"), sent

@@ -40,8 +40,9 @@ def digits(step):
     return images[rows], labels[rows]
 
 
+HERE = torch.get_default_device()  # --engine=cuda makes it the rank's device
 DIGITS = tuple(t[:400] for t in demo.load_digits())
-DIGITS = DIGITS[0].double(), DIGITS[1]
+DIGITS = DIGITS[0].to(HERE).double(), DIGITS[1].to(HERE)
 
 
 def serial_loss(stages):

@@ -49,12 +49,14 @@ def test_gathered_in_the_sums_dtype():
     assert block.grad.dtype == torch.float64 and bool((block.grad == n * (n + 1) / 2).all())
 
 
-def test_the_scale_follows_torchs():
-    """The same sequence of scales and skipped steps as torch.amp.GradScaler, over finite and infinite gradients."""
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_scale_follows_torchs(on_device):
+    """The same sequence of scales and skipped steps as torch.amp.GradScaler, over finite and infinite gradients; also where the
+    scale is a tensor, which no step asks the host about."""
     n, r, P = world()
     options = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
-    theirs = torch.amp.GradScaler("cpu", init_scale=8.0, **options)
-    mine = dp.LossScale(8.0, growth=2.0, backoff=0.5, interval=3)
+    theirs = torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0, **options)
+    mine = dp.LossScale(torch.tensor(8.0) if on_device else 8.0, growth=2.0, backoff=0.5, interval=3)
     p, q = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
     optimizer = torch.optim.SGD([p], lr=0.1)
     factors = [1, 1, 1, float("inf"), 1, 1, 1, 1, float("nan"), float("inf"), 1, 1, 1]
@@ -70,6 +72,7 @@ def test_the_scale_follows_torchs():
         q = dp.select(finite, q - 0.1 * grads, q)
         mine = mine.updated(finite)
         assert mine.scale == theirs.get_scale() and torch.equal(p.detach(), q), step
+    assert isinstance(mine.scale, torch.Tensor) == on_device
 
 
 def test_twenty_steps_skip_together():
@@ -95,7 +98,7 @@ def test_torchs_own_scaler_skips_everywhere():
     """Sharded gradients: an inf in one rank's block only. torch.amp.GradScaler on each rank, after spread_overflow."""
     n, r, P = world()
     p = torch.nn.Parameter(torch.ones(2))
-    optimizer, scaler = torch.optim.SGD([p], lr=0.5), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer, scaler = torch.optim.SGD([p], lr=0.5), torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0)
     for value, expected in ((float("inf"), 1.0), (1.0, 0.5)):
         scaler.scale((p * (value if r == n - 1 else 1)).sum()).backward()
         p.grad = dp.spread_overflow(p.grad, P)

@@ -1,16 +1,25 @@
 """F.start / F.wait: the same values and derivatives as the call, with other work in between."""
 
+import pytest
 import torch
 from registry import each_case, integers, needs, randn
 from torch.func import grad, jvp, vmap
 
 import distdl as dd
 import distdl.functional as F
+from distdl import exchange
 from distdl.testing import count_messages
 
 
+@pytest.fixture(params=["as on this device", "as on CUDA"])
+def way(request, monkeypatch):
+    """On CUDA a movement under way is an Aside; but for the streams, here as well."""
+    if request.param == "as on CUDA":
+        monkeypatch.setattr(exchange, "start", exchange.Aside)
+
+
 @each_case(thin=True)
-def test_value_and_gradient(case):
+def test_value_and_gradient(case, way):
     X = integers(case.shape)
     x = case.smooth(X).requires_grad_()
     with count_messages() as whole:
@@ -24,6 +33,11 @@ def test_value_and_gradient(case):
     z = case.smooth(X).requires_grad_()
     case.loss(case.map(z)).backward()
     assert torch.equal(x.grad, z.grad)
+    y = F.wait(F.start(case.map, x))  # and a second derivative
+    (g,) = torch.autograd.grad(case.loss(y.square()), x, create_graph=True)
+    (h,) = torch.autograd.grad(g.sum(), x)
+    (g,) = torch.autograd.grad(case.loss(case.map(z).square()), z, create_graph=True)
+    assert torch.equal(h, torch.autograd.grad(g.sum(), z)[0])
 
 
 @each_case(lambda name: name in ("halo_circular", "all_sum", "repartition_disjoint", "mark_varying", "repartition_identity"))
@@ -58,6 +72,26 @@ def test_two_under_way_share_no_staging_memory():
     first, second = F.start(A, M.shard(X)), F.start(A, M.shard(Y))  # columns arrive side by side: not runs of memory
     assert torch.equal(F.wait(second), L.shard(Y)), "by now both have arrived"
     assert torch.equal(F.wait(first), L.shard(X))
+
+
+def test_several_maps_are_one_set_of_messages():
+    n, r = dd.world().size, dd.world().rank
+    P = dd.Partition((n,))
+    A, B = dd.maps.shift(P, 0, 1, True, (2,)), dd.maps.shift(P, 0, 1, True, (3,))
+    x = torch.arange(3.0, dtype=torch.float64) + r
+    for transform in (lambda f: f(x), lambda f: grad(lambda x: ((f(x) * (1 + r)) ** 3).sum())(x),
+                      lambda f: vmap(f)(torch.stack([x, -x]))):
+        with count_messages() as sent:
+            found = transform(lambda x: torch.cat(F.wait(F.start((A, B), (x[:2], x)))))
+        with count_messages() as apart:
+            wanted = transform(lambda x: torch.cat([A(x[:2]), B(x)]))
+        assert torch.equal(found, wanted) and 2 * sent.sends == apart.sends
+    with pytest.raises(dd.errors.ShapeError, match="wrong local shape"):
+        F.start((A, B), (x[:2], x[:2]))
+    pending = F.start((A, B), (x[:2], x))
+    F.wait(pending)
+    with pytest.raises(dd.errors.ShapeError, match="already waited"):
+        F.wait(pending)
 
 
 @needs(2)

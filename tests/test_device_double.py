@@ -1,0 +1,198 @@
+"""What the executor does for tensors of a device, on a double of one: fused and widened copies, staging, side streams."""
+
+import random
+
+import fake_device
+import pytest
+import torch
+from fake_device import CURRENT, Boxes, Elsewhere, notes, on_device
+from fuzzing import BUILDERS, KINDS, draw, seed_of
+
+import distdl as dd
+from distdl import exchange
+from distdl.transport.local import NullTransport
+
+DTYPES = (torch.float32, torch.bool, torch.bfloat16, torch.complex64, torch.complex128, torch.int16)
+
+
+def arranged(x, how):
+    """x with other strides, or at another address."""
+    if how == 1 and x.dim() > 1:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if how == 2:  # past an odd number of elements
+        room = torch.empty(x.numel() + 3, dtype=x.dtype)[3:]
+        return room.view(x.shape).copy_(x)
+    if how == 3:
+        return torch.stack([x, x], -1)[..., 0]
+    return x.clone()
+
+
+def moved(plan, xs, how=0):
+    """The held blocks moved on the device."""
+    blocks = [arranged(x, how) for x in xs]
+    if how == 2:
+        blocks = [x.as_subclass(Elsewhere) for x in blocks]
+    return plan.simulate([x if isinstance(x, Elsewhere) else on_device(x) for x in blocks])
+
+
+@pytest.mark.parametrize("large", [-1, 40, 2**20])
+def test_random_movements(large, monkeypatch):
+    """Values as on the host, however boxes are copied: in words, by one kernel, or large ones in words and small ones fused."""
+    for i, (name, kind) in enumerate((n, k) for n in BUILDERS for k in KINDS):
+        seed = seed_of(name, kind, "device")
+        case, dtype = draw(name, kind, random.Random(seed), 4), DTYPES[(i + large) % len(DTYPES)]
+        for plan in (case.map.plan, case.map.plan.T):
+            xs = [(torch.arange(torch.Size(s).numel()) % 5 + k).to(dtype).reshape(s)
+                  for k, s in enumerate(plan.held.local_shape(r) for r in plan.held.partition.ranks)]
+            wanted = plan.simulate(xs)
+            with monkeypatch.context() as patch:
+                fake_device.install(patch, large)
+                for how in range(4):
+                    got = moved(plan, xs, how)
+                    assert all(type(y) is Elsewhere for y in got), (name, kind, how)
+                    assert all(torch.equal(a, b) for a, b in zip(got, wanted)), (name, kind, how)
+                got = moved(plan, [torch.stack([x, x]) for x in xs])
+                assert all(torch.equal(y, torch.stack([w, w])) for y, w in zip(got, wanted)), (name, kind)
+
+
+def halo(shape=(8, 12, 16), widths=(1, 1, 1), grid=(2, 2, 1), boundary="circular"):
+    L = dd.Layout(dd.Partition(grid), shape)
+    return dd.maps.halo_exchange(dd.HaloSpec(L, widths, boundary=boundary)).plan, L
+
+
+def program_of(plan, xs, rank=0):
+    return exchange._cached_program((plan,) * len(xs), xs, NullTransport(rank, 4))[0]
+
+
+def test_one_kernel_copies_the_small_boxes(monkeypatch):
+    """One before sending and one after receiving; sums are added one after the other, in their order, and large boxes go alone."""
+    fake_device.install(monkeypatch)
+    plan, L = halo()
+    x = on_device(torch.ones(L.local_shape(0)))
+    program = program_of(plan, [x])
+    assert not program.early and not program.packs and not program.late and program.fused_early and program.fused_late
+    assert all(type(y) is Elsewhere for y in moved(plan, [torch.ones(L.local_shape(r)) for r in range(4)])) and Boxes.kernels == 8
+    back = program_of(plan.T, [on_device(torch.ones(plan.view(0).out_shape))])
+    assert back.fused_early and back.fused_late is None and back.late
+    pair = program_of(plan, [x, x])
+    assert pair.fused_early is pair.fused_late is None and pair.early, "the kernel knows one input"
+    plan.view(0).programs.clear()
+    fake_device.install(monkeypatch, large=x[0, 0].numel() * 4 * 8)
+    some = program_of(plan, [x])
+    assert some.fused_early and some.early and all(to.nbytes > exchange.fused.LARGE for to, _ in some.early)
+    assert all(part.nbytes > exchange.fused.LARGE for part in (*some.packs, *(to for to, _ in some.late)))
+    plan.view(0).programs.clear()
+    fake_device.install(monkeypatch, kernel=False)
+    alone = program_of(plan, [x])
+    assert alone.fused_early is alone.fused_late is None and alone.early and alone.packs and alone.late
+
+
+def test_a_single_box_needs_no_kernel(monkeypatch):
+    fake_device.install(monkeypatch)
+    L = dd.Layout(dd.Partition((4,)), (8,))
+    gather = program_of(dd.maps.all_gather(L).plan, [on_device(torch.ones(2))])
+    assert gather.fused_early is gather.fused_late is None and len(gather.early) == 1 and gather.staging == 0
+    columns = dd.Layout(dd.Partition((1, 2)), (4, 4))
+    there = program_of(dd.maps.repartition(columns, dd.Partition((2, 1))).plan, [on_device(torch.ones(4, 2))])
+    assert len(there.early) == len(there.late) == 1 and there.fused_late is None
+    for make in (lambda: dd.maps.repartition(columns, dd.Partition((2, 1))).plan, lambda: dd.maps.all_gather(L).plan):
+        plan = make()
+        xs = [torch.rand(plan.held.local_shape(r)) for r in plan.held.partition.ranks]
+        assert all(torch.equal(a, b) for a, b in zip(moved(plan, xs), plan.simulate(xs)))
+
+
+WORDS = {torch.uint8: (1, 16), torch.bfloat16: (2, 8), torch.float32: (4, 4), torch.float64: (8, 2), torch.complex128: (16, 1)}
+
+
+@pytest.mark.parametrize("dtype", WORDS, ids=str)
+def test_large_boxes_are_copied_in_the_widest_words(dtype, monkeypatch):
+    """16 bytes where sizes, strides, offsets and the address allow; fewer, or single elements, where one of them does not."""
+    fake_device.install(monkeypatch, large=-1)
+    itemsize, most = WORDS[dtype]
+    plan, L = halo((8, 8, 32), (1, 1, 0))
+    shape = L.local_shape(0)
+
+    def words(x):
+        plan.view(0).programs.clear()
+        program = program_of(plan, [x])
+        parts = [*program.packs, *(part for pair in (*program.early, *program.late) for part in pair if part)]
+        assert parts and all(part.words == (part.dtype.itemsize > itemsize) for part in parts)
+        return {part.dtype.itemsize for part in program.packs} | {source.dtype.itemsize for _, source in program.early}
+
+    def at(elements):
+        room = torch.empty(torch.Size(shape).numel() + 64, dtype=dtype)
+        room = room[(-room.data_ptr() % 16) // itemsize :]  # now at a multiple of 16
+        return room[elements : elements + torch.Size(shape).numel()].view(shape).as_subclass(Elsewhere)
+
+    assert words(at(0)) == {16} and words(at(most)) == {16}
+    if most > 1:
+        assert words(at(1)) == {itemsize} and words(at(most // 2)) == {8 if most > 1 else 16}
+    assert words(on_device(torch.ones(*shape, 2).to(dtype))[..., 0].as_subclass(Elsewhere)) == {itemsize}, "not side by side"
+    odd = torch.ones(*shape[:-1], shape[-1] + 1).to(dtype)[..., :-1].as_subclass(Elsewhere)
+    assert words(odd) == {itemsize}, "rows of an odd length"
+
+
+def test_programs_differ_by_address_and_device(monkeypatch):
+    """Words of 16 bytes need an address that they divide."""
+    fake_device.install(monkeypatch, large=-1)
+    plan, L = halo((8, 8, 32), (1, 1, 0))
+    shape, n = L.local_shape(0), torch.Size(L.local_shape(0)).numel()
+    room = torch.rand(n + 64)
+    room = room[(-room.data_ptr() % 16) // 4 :]
+    views = [room[k : k + n].view(shape).as_subclass(Elsewhere) for k in range(17)]
+    programs = [program_of(plan, [x]) for x in views]
+    assert programs[0] is programs[16] and len({id(p) for p in programs}) == 16
+    assert program_of(plan, [torch.ones(shape)]) is not programs[0]
+    pairs = [program_of(plan, [views[0], x]) for x in views]
+    assert pairs[0] is pairs[16] and len({id(p) for p in pairs}) == 16
+
+
+def test_memory_that_the_engine_cannot_read_is_staged(monkeypatch):
+    """Pinned, moved as on the host, and brought back to its device; host memory stays where it is."""
+    fake_device.install(monkeypatch)
+    monkeypatch.setattr(exchange.LocalTransport, "device_types", ("cpu",))
+    plan, L = halo()
+    xs = [torch.rand(L.local_shape(r)) for r in range(4)]
+    wanted = plan.simulate(xs)
+    assert not notes and all(type(y) is fake_device.Host for y in wanted)
+    got = plan.simulate([on_device(x) for x in xs])
+    assert notes == ["pinned"] * 4 and all(type(y) is Elsewhere and torch.equal(y, w) for y, w in zip(got, wanted))
+    monkeypatch.setattr(exchange.LocalTransport, "device_types", ("cpu", "cuda"))
+    assert all(torch.equal(y, w) for y, w in zip(plan.simulate([on_device(x) for x in xs]), wanted)) and len(notes) == 4
+    monkeypatch.setattr(exchange.LocalTransport, "device_types", ("cuda",))
+    assert all(torch.equal(y, w) for y, w in zip(plan.simulate(xs), wanted)), "a fake engine reads host memory"
+
+
+def test_split_phase_runs_on_a_side_stream(monkeypatch):
+    """It waits for what came before, and whoever takes the result waits for it; memory is kept until both streams are done."""
+    fake_device.install(monkeypatch)
+    plan, L = halo()
+    x, transport = on_device(torch.rand(L.local_shape(0))), NullTransport(0, 4)
+    pending = exchange.start((plan, plan), [x, x], transport)
+    assert type(pending) is exchange._Aside
+    side = pending.stream
+    assert notes == [("side", "waits for", "current"), ("enter", side), ("leave", side), ("recorded", side), ("recorded", side)]
+    notes.clear()
+    ys = pending.finish()
+    assert notes == [("current", "waits for", "side"), ("recorded", CURRENT), ("recorded", CURRENT)] and len(ys) == 2
+    assert exchange.start((plan,), [x], transport).stream is side, "one for each device"
+    monkeypatch.setattr(exchange.LocalTransport, "device_types", ("cpu", "cuda"))
+    assert type(exchange.start((plan,), [x], transport)) is exchange.Pending, "where the engine itself waits on the host"
+    monkeypatch.setattr(exchange.LocalTransport, "device_types", ("cuda",))
+    assert type(exchange.start((plan,), [torch.rand(L.local_shape(0))], transport)) is exchange.Pending
+
+
+def test_nothing_else_is_copied_first(monkeypatch):
+    """On a device what stays is no move of host memory, and scratch memory comes from torch's pool, for each call anew."""
+    fake_device.install(monkeypatch)
+    gather = dd.maps.all_gather(dd.Layout(dd.Partition((4,)), (8,))).plan
+    assert program_of(gather, [torch.ones(2)]).moves and not program_of(gather, [on_device(torch.ones(2))]).moves
+    plan, L = halo()
+    x = on_device(torch.rand(L.local_shape(0)))
+    pool = exchange._staging
+    kept = pool.kept
+    first, second = (exchange.Pending((plan,), [x], NullTransport(0, 4)) for _ in range(2))
+    assert type(first.staging[0]) is Elsewhere and first.staging[0].numel() == first.program.staging
+    assert first.staging[0].data_ptr() != second.staging[0].data_ptr()
+    first.finish(), second.finish()
+    assert not first.program.spare and pool.kept == kept
