@@ -308,7 +308,7 @@ def apply(maps, xs, ties=(), pending=None):
 def _step(maps, pending, xs, ties, tied):
     """(results, tie): one transform after the other, the innermost first, then the movement itself.
 
-    ``tied``: somebody will look at the tie. ``None`` stands for a constant one.
+    ``tied``: somebody will look at the tie, a node or a derivative's caller. ``None`` stands for a constant one.
     """
     if _transforms_active():
         transform = _torch.Transform()
@@ -317,7 +317,7 @@ def _step(maps, pending, xs, ties, tied):
     if (_grad_enabled() and _require_grad(xs, ties)) or (_forward_mode_active() and _have_tangents(xs, ties)):
         *ys, s = _record((maps, pending, None), *xs, *ties)
         return ys, s
-    return _run(maps, xs, pending), None
+    return _run(maps, xs, pending, tied), None  # under torch.func a node around this call records it
 
 
 _transforms_active, _grad_enabled = _torch.transforms_active, torch.is_grad_enabled

@@ -8,6 +8,8 @@ Every function raises ShapeError or PartitionError on bad local input and, where
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from .. import _torch, exchange, maps
@@ -178,9 +180,13 @@ def sum_reduce(x, P_src, P_dst, *, shape=None):
     return _copying("sum_reduce", x, P_src, P_dst, P_src, shape, lambda small, big, s: maps.sum_reduce(big, small, s))
 
 
+@lru_cache(maxsize=1024, typed=True)
+def _dims(where, dims, op):
+    return where.dims(dims, op)
+
+
 def _summing(factory, x, P, dims):
-    where = partition_of(P)
-    dims = where.dims(dims, factory.__name__)
+    dims = _dims(partition_of(P), tuple(dims) if isinstance(dims, (list, set)) else dims, factory.__name__)
     if isinstance(P, Layout):
         xs, tree = _torch.flatten(x)
         return _torch.unflatten(move(xs, [factory(P, None, dims)] * len(xs)), tree)
