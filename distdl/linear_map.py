@@ -461,8 +461,8 @@ def _batched(transform, maps, pending, xs, ties, tied):
 
 
 def _agree_on_batches(maps, xs, ties):
-    """Under vmap, give every operand each batch that some rank's has: torch skips the vmap rule where nothing is batched, and
-    such a rank would send messages of another size. One small all-gather, only while a vmap is active."""
+    """Under vmap, give every operand each batch that some rank's has: a rank where nothing is batched would send messages of
+    another size. One small all-gather, only while a vmap is active."""
     levels = _torch.vmap_levels()
     ranks, where = maps[0].ranks, maps[0].world
     if not levels or len(ranks) < 2 or where.rank not in ranks:

@@ -1,13 +1,7 @@
 """Normalisation over partitioned tensors: exact on uneven and empty blocks, and stable.
 
-Mean and variance come from one all-gather of each rank's own, merged in rank order after Chan, Golub and LeVeque, "Updating
-formulae and a pairwise algorithm for computing sample variances" (1979); rank r has the share w_r = n_r / n of the elements::
-
-    mean = Σ w_r mean_r        var = Σ w_r (var_r + (mean_r - mean)²)
-
-so that nothing cancels (Σx² - (Σx)²/n loses everything in float32 at mean 3000). The shares come from the layout. Every rank
-uses its own copy of the statistics (varying); the adjoint, a reduce-scatter, sums their cotangents. Half precision is normalised in
-float32, and the result has the dtype of x.
+Mean and variance come from one all-gather of each rank's own, see :mod:`moments`. Half precision is normalised in float32, and the
+result has the dtype of x.
 
 Throughout: x is this rank's block over ``P`` (a Partition, then shapes are agreed on, or a Layout, then nothing is), the
 result this rank's block in the same layout; a rank outside ``P`` gets a connected tensor without elements. ``weight`` and
@@ -18,85 +12,17 @@ statistics are taken over; an "all-gather of N" sends N elements to k - 1 ranks,
 
 from __future__ import annotations
 
-import itertools
-import math
-from functools import lru_cache
-from typing import NamedTuple
-
 import torch
-from torch.nn.functional import pad
 
-from .. import maps
 from ..agree import partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..ties import nothing
+from .moments import count, cut_group_moments, moments, statistics
 from .movement import all_sum_reduce
 from .params import replicated
-from .reduce import check_block, one_each, wide
+from .reduce import check_block, wide
 
 __all__ = ["dist_batch_norm", "dist_group_norm", "dist_instance_norm", "dist_layer_norm", "dist_rms_norm"]
-
-
-# ---------------------------------------------------------------- statistics
-
-
-def _statistics(x, dims):
-    """This rank's mean and biased variance over ``dims``, of size 1 there; zeros where it has no element."""
-    if not dims:
-        return x, torch.zeros_like(x)  # torch takes () for all dims
-    if not x.numel():
-        zeros = x.sum(dims, keepdim=True)
-        return zeros, zeros
-    return torch.var_mean(x, dims, correction=0, keepdim=True)[::-1]
-
-
-def _merge(mean, var, shares, dims):
-    """Chan's formula over ``dims``. ``shares`` broadcast against mean and var; ``None``: all have the same."""
-    total = mean.mean(dims, keepdim=True) if shares is None else (mean * shares).sum(dims, keepdim=True)
-    apart = mean - total
-    parts = torch.addcmul(var, apart, apart)
-    return total, parts.mean(dims, keepdim=True) if shares is None else (parts * shares).sum(dims, keepdim=True)
-
-
-@lru_cache(maxsize=1024)
-def _shares(L, dims):
-    """Each rank's share of the elements over ``dims``, laid out as :func:`one_each` lays out the ranks: (numbers, shape)."""
-    sizes = [L.sizes(d) if d in dims else (1,) for d in range(L.ndim)]
-    n = max(math.prod(L.shape[d] for d in dims), 1)
-    return [math.prod(block) / n for block in itertools.product(*sizes)], tuple(map(len, sizes))
-
-
-def _shares_like(x, L, dims):
-    """The same as a tensor; ``None`` where all are equal."""
-    shares, shape = _shares(L, dims)
-    if shares[0] and min(shares) == max(shares):
-        return None
-    return torch.tensor(shares, dtype=x.dtype, device=x.device).reshape(shape)
-
-
-def _moments(x, L, dims, own=None):
-    """Mean and biased variance of the global x over ``dims`` (of size 1 there), from this rank's ``own``."""
-    own = _statistics(x, dims) if own is None else own
-    if all(L.partition.shape[d] == 1 for d in dims):
-        return own
-    means, variances = one_each(torch.stack(own), L.partition, dims)
-    return _merge(means, variances, _shares_like(x, L, dims), tuple(d - L.ndim for d in dims))
-
-
-def _count(L, dims) -> int:
-    return math.prod(L.shape[d] for d in dims)
-
-
-def _normalised(x, mean, var, eps, weight, bias, dtype):
-    """(x - mean) / sqrt(var + eps), scaled and shifted; the parameters broadcast against x."""
-    y = (x if mean is None else x - mean) * (var + eps).rsqrt()
-    if weight is not None and bias is not None and weight.dtype == bias.dtype == y.dtype:
-        return torch.addcmul(bias, y, weight).to(dtype)
-    if weight is not None:
-        y = y * weight
-    if bias is not None:
-        y = y + bias
-    return y.to(dtype)
 
 
 # ---------------------------------------------------------------- arguments
@@ -145,6 +71,18 @@ def _trailing(op, L, normalized_shape):
 # ---------------------------------------------------------------- layers
 
 
+def _normalised(x, mean, var, eps, weight, bias, dtype):
+    """(x - mean) / sqrt(var + eps), scaled and shifted; the parameters broadcast against x."""
+    y = (x if mean is None else x - mean) * (var + eps).rsqrt()
+    if weight is not None and bias is not None and weight.dtype == bias.dtype == y.dtype:
+        return torch.addcmul(bias, y, weight).to(dtype)
+    if weight is not None:
+        y = y * weight
+    if bias is not None:
+        y = y + bias
+    return y.to(dtype)
+
+
 def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5, *,
                     num_batches_tracked=None, params="varying"):
     """Batch normalisation of (batch, channel, *space), over the batch and space of all ranks. Pure: nothing is updated in place.
@@ -179,7 +117,7 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
     if not training and running_mean is not None:
         mean, var = _of_channels(L, running_mean), _of_channels(L, running_var)
     else:
-        (mean, var), n = _moments(x, L, dims), _count(L, dims)
+        (mean, var), n = moments(x, L, dims), count(L, dims)
         if training and n < 2:
             raise ShapeError("one value for a channel has no variance", op=op, partitions=L, actual=L.shape,
                              expected="more than 1 value per channel when training",
@@ -214,11 +152,11 @@ def dist_instance_norm(x, P, weight=None, bias=None, eps=1e-5, *, params="varyin
     weight, bias = _parameters("dist_instance_norm", params, L, [d for d in range(L.ndim) if d != 1], (x.shape[1],), weight, bias)
     dtype, x = x.dtype, wide(x)
     dims = tuple(range(2, L.ndim))
-    if _count(L, dims) < 2:
+    if count(L, dims) < 2:
         raise ShapeError("one value for a channel has no variance", op="dist_instance_norm", partitions=L, actual=L.shape,
                          expected="more than 1 value per channel",
                          next_step="normalise over more elements, or use dist_layer_norm")
-    mean, var = _moments(x, L, dims)
+    mean, var = moments(x, L, dims)
     return _normalised(x, mean, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype)
 
 
@@ -238,7 +176,7 @@ def dist_layer_norm(x, P, normalized_shape, weight=None, bias=None, eps=1e-5, *,
     dims = _trailing("dist_layer_norm", L, normalized_shape)
     weight, bias = _parameters("dist_layer_norm", params, L, range(dims[0]), tuple(x.shape[dims[0] :]), weight, bias)
     dtype, x = x.dtype, wide(x)
-    mean, var = _moments(x, L, dims)
+    mean, var = moments(x, L, dims)
     return _normalised(x, mean, var, eps, weight, bias, dtype)
 
 
@@ -259,7 +197,7 @@ def dist_rms_norm(x, P, normalized_shape, weight=None, eps=None, *, params="vary
     (weight,) = _parameters("dist_rms_norm", params, L, range(dims[0]), tuple(x.shape[dims[0] :]), weight)
     eps, dtype, x = torch.finfo(x.dtype).eps if eps is None else eps, x.dtype, wide(x)
     total = all_sum_reduce(x.square().sum(dims, keepdim=True), L.partition, dims)
-    return _normalised(x, None, total / max(_count(L, dims), 1), eps, weight, None, dtype)
+    return _normalised(x, None, total / max(count(L, dims), 1), eps, weight, None, dtype)
 
 
 def dist_group_norm(x, P, num_groups, weight=None, bias=None, eps=1e-5, *, params="varying"):
@@ -286,75 +224,12 @@ def dist_group_norm(x, P, num_groups, weight=None, bias=None, eps=1e-5, *, param
     size, shape = max(L.shape[1] // num_groups, 1), x.shape
     weight, bias = _of_channels(L, weight), _of_channels(L, bias)
     if any(stop % size for _, stop in L.blocks(1)):
-        mean, var = _cut_group_moments(x, L, size)
+        mean, var = cut_group_moments(x, L, size)
         return _normalised(x, mean, var, eps, weight, bias, dtype)
     # Every rank has whole groups: (batch, group, channel of it, *space), and only space is merged.
     x = x.reshape(shape[0], shape[1] // size, size, *shape[2:])
     space = tuple(range(2, L.ndim))
-    own = (t.squeeze(2) for t in _statistics(x, tuple(range(2, x.dim()))))
-    mean, var = (t.unsqueeze(2) for t in _moments(x, L, space, tuple(own)))
+    own = (t.squeeze(2) for t in statistics(x, tuple(range(2, x.dim()))))
+    mean, var = (t.unsqueeze(2) for t in moments(x, L, space, tuple(own)))
     weight, bias = (None if t is None else t.reshape(-1, size, *[1] * len(space)) for t in (weight, bias))
     return _normalised(x, mean, var, eps, weight, bias, dtype).reshape(shape)
-
-
-class _Parts(NamedTuple):
-    """Where a rank's channels lie in groups that several ranks may share. A *part* is what one rank has of one group."""
-
-    parts: int  # on this rank
-    around: tuple[int, int]  # channels of other ranks in this rank's first and last group
-    own: list  # (part, channel) share of each channel in its part, 0 for those of other ranks
-    sizes: tuple[int, ...]  # parts on every rank along the channel dim
-    places: list[int]  # the parts of each of this rank's groups, among all; filled up to one width with the first of them,
-    shares: list  # (group, place) and their shares in the group, 0 for what fills up
-    group_of: list[int]  # each channel's group, from this rank's first
-
-
-@lru_cache(maxsize=1024)
-def _parts(L, size, at) -> _Parts:
-    """For the rank at coordinate ``at`` of the channel dim, and groups of ``size`` channels."""
-    touched = [range(start // size, -(-stop // size)) if start < stop else range(0) for start, stop in L.blocks(1)]
-    mine, (start, stop) = touched[at], L.blocks(1)[at]
-    around = (start - mine.start * size, mine.stop * size - stop) if mine else (0, 0)
-
-    def held(g, a, b):  # channels of group g among a ... b - 1
-        return min((g + 1) * size, b) - max(g * size, a)
-
-    own = [[(start <= c < stop) / held(g, start, stop) for c in range(g * size, (g + 1) * size)] for g in mine]
-    known = [(g, held(g, a, b)) for groups, (a, b) in zip(touched, L.blocks(1)) for g in groups]
-    places = [[i for i, (g, _) in enumerate(known) if g == mine_g] for mine_g in mine]
-    width = max(map(len, places), default=1)
-    shares = [[known[i][1] / size for i in p] + [0.0] * (width - len(p)) for p in places]
-    places = [p + p[:1] * (width - len(p)) for p in places]
-    return _Parts(len(mine), around, own, tuple(map(len, touched)), [i for p in places for i in p], shares,
-                  [c // size - mine.start for c in range(start, stop)])
-
-
-def _cut_group_moments(x, L, size):
-    """Mean and biased variance of each channel's group, of shape (batch, channel, *1), for groups of ``size`` channels.
-
-    Three merges: of a group's channels on this rank (a *part*), then of its parts on all ranks, where space is merged too.
-    """
-    space, ones, batch = tuple(range(2, L.ndim)), (1,) * (L.ndim - 2), x.shape[0]
-    known = _parts(L, size, L.partition.index()[1])
-
-    def constant(values, *shape, dtype=x.dtype):
-        return torch.tensor(values, dtype=dtype, device=x.device).reshape(shape)
-
-    # channels -> parts: channels that other ranks hold are put in with share 0
-    channels = torch.stack(_statistics(x, space)).reshape(2, batch, x.shape[1])
-    mean, var = pad(channels, known.around).reshape(2, batch, known.parts, size)
-    parts = torch.stack(_merge(mean, var, constant(known.own, known.parts, size), (-1,))).reshape(2, batch, known.parts, *ones)
-
-    # every rank's parts, in the order of ranks
-    pairs = {t + 1: t for t in range(1, L.ndim)}
-    sizes = {2: known.sizes} | {t + 1: (1,) * L.partition.shape[t] for t in space}
-    shape = (2, batch, *(sum(s) for s in sizes.values()))
-    parts = maps.gathering(L.partition, shape, pairs, sizes)(parts)
-
-    # parts -> groups
-    width = len(known.places) // max(known.parts, 1)
-    mean, var = parts.index_select(2, constant(known.places, -1, dtype=torch.int64)).unflatten(2, (known.parts, width))
-    shares, shape = _shares(L, space)
-    shares = constant(known.shares, known.parts, width, *ones) * constant(shares, *shape)
-    group_of = constant(known.group_of, -1, dtype=torch.int64)
-    return [t.squeeze(2).index_select(1, group_of) for t in _merge(mean, var, shares, tuple(range(1 - L.ndim, 0)))]
