@@ -1,6 +1,6 @@
 """The library's own cost per call: one process plays rank 0 of 4, through a transport that carries nothing.
 
-``python -m bench.bench_overhead``: microseconds, the best of 5 blocks of 10,000 calls.
+``python -m bench.bench_overhead``: microseconds, the best of 5 blocks of 10,000 calls (of transforms and layers: 500).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import time
 
 import torch
+from torch.func import grad, jvp, vjp, vmap
 
 import distdl as dd
 import distdl.functional as F
@@ -27,6 +28,42 @@ def best(call, calls: int = 10_000, blocks: int = 5) -> float:
             call()
         found.append((time.perf_counter() - start) / calls)
     return min(found) * 1e6
+
+
+def transforms(call, x) -> dict:
+    """torch.func's transforms of a movement."""
+    y, batch = call(x), torch.stack([x] * 8)
+    calls = {"vmap of 8": lambda: vmap(call)(batch), "jvp": lambda: jvp(call, (x,), (x,)), "vjp": lambda: vjp(call, x)[1](y),
+             "grad of a sum": lambda: grad(lambda x: call(x).sum())(x)}
+    return {f"{name}, µs": best(one, 500) for name, one in calls.items()}
+
+
+def layers() -> dict:
+    """Layers on tensors so small that the host's time is all: {name: (call, x)}."""
+    lines, image = dd.Layout(dd.Partition((1, 4)), (8, 64)), dd.Layout(dd.Partition((1, 1, 4, 1)), (2, 4, 32, 8))
+    both = dd.Layout(dd.Partition((1, 2, 2)), (8, 16, 32))
+    x, pixels, w, b, filters = torch.zeros(8, 16), torch.zeros(2, 4, 8, 8), torch.ones(16), torch.ones(4), torch.ones(4, 4, 3, 3)
+    matrix, bias = torch.ones(8, 16), torch.ones(8)
+    return {
+        "dist_layer_norm": (lambda x: F.dist_layer_norm(x, lines, 64, w, w), x),
+        "dist_rms_norm": (lambda x: F.dist_rms_norm(x, lines, 64, w), x),
+        "dist_batch_norm": (lambda x: F.dist_batch_norm(x, image, None, None, b, b, True)[0], pixels),
+        "dist_group_norm": (lambda x: F.dist_group_norm(x, image, 2, b, b), pixels),
+        "dist_conv, 3 x 3": (lambda x: F.dist_conv(x, filters, image, b, padding=1), pixels),
+        "dist_linear, root": (lambda x: F.dist_linear(x, matrix, both, bias), x),
+        "dist_mse_loss": (lambda y: F.dist_mse_loss(y, x, lines), x),
+    }
+
+
+def backward(call, x):
+    """A call and its gradient."""
+    leaf, g = x.clone().requires_grad_(), torch.randn_like(call(x))
+
+    def both():
+        leaf.grad = None
+        call(leaf).backward(g)
+
+    return both
 
 
 def main(argv=None) -> None:
@@ -48,17 +85,8 @@ def main(argv=None) -> None:
     }
     table = []
     for name, call in cases.items():
-        y = call(x)
-        g, leaf = torch.randn_like(y), x.clone().requires_grad_()
-
-        def both(call=call, leaf=leaf, g=g):
-            leaf.grad = None
-            call(leaf).backward(g)
-
         table.append({"call (64 x 64 over 4, float32)": name, "forward, µs": best(lambda call=call: call(x)),
-                      "forward + backward, µs": best(both)})
-
-    leaf, g = x.clone().requires_grad_(), torch.randn_like(x)
+                      "forward + backward, µs": best(backward(call, x))})
 
     class Twin(torch.autograd.Function):
         """The least that any custom Function with a tie can do here: one clone and one empty tensor forward, one clone back."""
@@ -78,14 +106,15 @@ def main(argv=None) -> None:
     smallest = super(torch.autograd.Function, Twin).apply
     scales = {"x.clone(), for scale": torch.clone, "smallest custom Function, for scale": lambda x: smallest(x)[0]}
     for name, call in scales.items():
-
-        def scale(call=call):
-            leaf.grad = None
-            call(leaf).backward(g)
-
         table.append({"call (64 x 64 over 4, float32)": name, "forward, µs": best(lambda call=call: call(x)),
-                      "forward + backward, µs": best(scale)})
+                      "forward + backward, µs": best(backward(call, x))})
     report(table, "Host overhead per call through a null transport (best of 5 blocks of 10,000)", options.json, 1)
+    cases["x.clone(), for scale"] = torch.clone
+    table = [{"transforms (64 x 64 over 4, float32)": name, **transforms(call, x)} for name, call in cases.items()]
+    report(table, "The same under torch.func", None, 1)
+    table = [{"layer, tiny tensors": name, "forward, µs": best(lambda call=call, x=x: call(x), 500),
+              "forward + backward, µs": best(backward(call, x), 500)} for name, (call, x) in layers().items()]
+    report(table, "Layers whose local work is next to nothing", None, 1)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch._C import _functorch
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+_Kind = _functorch.TransformType
 # True while any torch.func transform (grad, vjp, jvp, vmap, ...) is being evaluated.
 transforms_active = torch._C._are_functorch_transforms_active
 # Number of active __torch_dispatch__ modes (make_fx, FakeTensorMode, ...): then even plain calls must be torch operators.
@@ -44,13 +45,14 @@ def forward_mode_active() -> bool:
 
 def has_tangent(tensor) -> bool:
     """Whether forward mode is differentiating with respect to ``tensor`` right here (not inside a Function's forward)."""
-    return forward_mode_active() and torch._C._is_fwd_grad_enabled() and forward_ad.unpack_dual(tensor).tangent is not None
+    level = forward_ad._current_level
+    return level >= 0 and torch._C._is_fwd_grad_enabled() and torch._VF._unpack_dual(tensor, level=level)[1] is not None
 
 
 def fast_apply(function):
-    """``function.apply`` without binding the signature on every call (17 µs instead of 53).
+    """``function.apply`` without binding the signature on every call (17 µs instead of 53), and for one level of autograd alone.
 
-    Right whenever no torch.func transform is active: ``Function.apply`` then ends in this same call.
+    Where no torch.func transform is active, ``Function.apply`` ends in this same call; else see :meth:`Transform.record`.
     """
     return super(torch.autograd.Function, function).apply
 
@@ -69,9 +71,20 @@ def opaque(function):
 
 def vmap_levels() -> tuple[tuple[int, int], ...]:
     """(level, batch size) of every active vmap, outermost first."""
-    stack = _functorch.get_interpreter_stack() or ()
-    kind = _functorch.TransformType.Vmap
-    return tuple((i.level(), _functorch.CVmapInterpreterPtr(i).batchSize()) for i in stack if i.key() == kind)
+    alone = _functorch.get_dynamic_layer_stack_depth() == 1  # the whole stack takes long to build
+    stack = (_functorch.peek_interpreter_stack(),) if alone else _functorch.get_interpreter_stack() or ()
+    return tuple([(i.level(), _functorch.CVmapInterpreterPtr(i).batchSize()) for i in stack if i.key() == _Kind.Vmap])
+
+
+def batching_levels(tensors) -> set[int]:
+    """The levels of the vmaps that map over any of the tensors."""
+    found = set()
+    for t in tensors:
+        while _functorch.is_functorch_wrapped_tensor(t):
+            if _functorch.is_batchedtensor(t):
+                found.add(_functorch.maybe_get_level(t))
+            t = _functorch.get_unwrapped(t)
+    return found
 
 
 def grad_levels() -> tuple[tuple[int, str], ...]:
@@ -99,16 +112,92 @@ def levels_of(tensor) -> dict[int, str]:
     return found
 
 
-def innermost_vmap():
-    """The interpreter of the innermost active transform if that is a vmap, else None."""
-    if _functorch.peek_interpreter_stack().key() != _functorch.TransformType.Vmap:
-        return None
-    return retrieve_current_functorch_interpreter()
+_POINTERS: dict[Any, Any] = {_Kind.Vmap: _functorch.CVmapInterpreterPtr, _Kind.Grad: _functorch.CGradInterpreterPtr,
+             _Kind.Jvp: _functorch.CJvpInterpreterPtr}  # fmt: skip
 
 
+class Transform:
+    """The innermost active transform of torch.func: what torch's own operators do with it, for a rule that is not one.
+
+    Attributes:
+        batch_size: of a vmap; else ``None``.
+        forward_mode: whether it is a jvp (else a vmap, or the reverse mode of grad and vjp).
+    """
+
+    __slots__ = ("_before", "_interpreter", "_modes", "_pointer", "_popped", "batch_size", "forward_mode", "level")
+
+    def __init__(self):
+        interpreter = self._interpreter = _functorch.peek_interpreter_stack()  # the pointer does not keep it alive
+        kind = interpreter.key()
+        if kind not in _POINTERS:
+            raise NotImplementedError(f"movements inside torch.func's transform {kind.name}")
+        pointer = self._pointer = _POINTERS[kind](interpreter)
+        self.level, self.batch_size, self.forward_mode, self._modes = pointer.level(), None, False, None
+        if kind == _Kind.Vmap:
+            self.batch_size = pointer.batchSize()
+        elif kind == _Kind.Grad:
+            self._modes = pointer.prevGradMode(), True
+        else:
+            self.forward_mode, self._modes = True, (True, pointer.prevFwdGradMode())
+
+    def outside(self):
+        """Context manager: what runs inside it runs outside of this transform (and differentiates, as far as others want it)."""
+        return self
+
+    def __enter__(self):
+        self._popped = _functorch.pop_dynamic_layer_stack()
+        if self._modes is not None:
+            self._before = torch.is_grad_enabled(), _forward_mode_enabled()
+            _set_modes(*self._modes)
+
+    def __exit__(self, *_):
+        if self._modes is not None:
+            _set_modes(*self._before)
+        _functorch.push_dynamic_layer_stack(self._popped)
+
+    def lift(self, tensor):
+        """``tensor`` as grad, vjp or jvp sees it: a constant, unless it is one of its own."""
+        return self._pointer.lift(unwrap_if_dead(tensor))
+
+    def unwrap(self, tensor):
+        """What is inside such a tensor."""
+        return _functorch._unwrap_for_grad(tensor, self.level)
+
+    def wrap(self, tensor):
+        """A tensor from outside as one of this grad, vjp or jvp."""
+        return _functorch._wrap_for_grad(tensor, self.level)
+
+    def unbatch(self, tensor):
+        """(A vmap's tensor with its batch axis, where that is); or (the tensor, ``None``)."""
+        return _functorch._unwrap_batched(unwrap_if_dead(tensor), self.level)
+
+    def batch(self, tensor):
+        """A tensor from outside, whose first axis is the batch, as one example of it."""
+        return _functorch._add_batch_dim(tensor, 0, self.level)
+
+    def differentiates(self, tensors) -> bool:
+        """Whether grad, vjp or jvp follows any of these :meth:`lift` ed tensors."""
+        if self.forward_mode:
+            return _forward_mode_enabled()
+        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+    def record(self, apply, *args):
+        """:func:`fast_apply` of a Function, as a node of this transform alone."""
+        before = _functorch.get_single_level_autograd_function_allowed()
+        _functorch.set_single_level_autograd_function_allowed(True)
+        try:
+            return apply(*args)
+        finally:
+            _functorch.set_single_level_autograd_function_allowed(before)
+
+
+_forward_mode_enabled = torch._C._is_fwd_grad_enabled
 of_older_vmap = _functorch.is_legacy_batchedtensor  # what autograd.grad(is_grads_batched=True) calls a rule with
-unwrap_batched = _functorch._unwrap_batched  # (tensor, level) -> (the tensor with its batch axis, where that is or None)
-add_batch_dim = _functorch._add_batch_dim  # (tensor, axis, level) -> the tensor as one example of that batch
+
+
+def _set_modes(grad: bool, forward: bool) -> None:
+    torch._C._set_grad_enabled(grad)
+    torch._C._set_fwd_grad_enabled(forward)
 
 
 def batch_mask(level: int, size: int, device):

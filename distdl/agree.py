@@ -13,8 +13,8 @@ import torch
 
 from . import _torch
 from .errors import AgreementError, DistdlError, PartitionError, ShapeError
-from .linear_map import nothing
 from .partition import Layout, Partition, balanced
+from .ties import nothing
 from .world import world
 
 

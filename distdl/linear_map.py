@@ -19,10 +19,10 @@ from functools import cached_property
 
 import torch
 
-from . import _torch, exchange
-from . import transport as _transport
-from .errors import AgreementError, DistdlError, PartitionError, ShapeError
+from . import _torch, run
+from .errors import AgreementError, PartitionError, ShapeError
 from .plan import Plan
+from .ties import nothing
 from .world import world
 
 
@@ -297,17 +297,27 @@ def maps_of(A) -> tuple:
 
 def apply(maps, xs, ties=(), pending=None):
     """Apply ``maps[i]`` to ``xs[i]`` as one movement; the only way in to the Function. Returns the results and, last, the new tie,
-    or ``None`` where no derivative will be taken. All maps are of one kind over the same ranks.
+    or ``None`` where it is a constant. All maps are of one kind over the same ranks.
     """
     if _transforms_active():
         xs = _agree_on_batches(maps, xs, ties)
-        vmap = _torch.innermost_vmap()
-        if vmap is not None:
-            return _apply_under_vmap(vmap, maps, xs, ties, pending)
-        return _Apply.apply(maps, pending, len(xs), *xs, *ties)
-    if _forward_mode_active() or (_grad_enabled() and _require_grad(xs, ties)):
-        return _fast_apply(maps, pending, len(xs), *xs, *ties)
-    return [*_run(maps, xs, pending), None]
+    ys, s = _step(maps, pending, xs, ties, bool(ties))
+    return [*ys, s]
+
+
+def _step(maps, pending, xs, ties, tied):
+    """(results, tie): one transform after the other, the innermost first, then the movement itself.
+
+    ``tied``: somebody will look at the tie, a node or a derivative's caller. ``None`` stands for a constant one.
+    """
+    if _transforms_active():
+        transform = _torch.Transform()
+        rule = _differentiated if transform.batch_size is None else _batched
+        return rule(transform, maps, pending, xs, ties, tied)
+    if (_grad_enabled() and _require_grad(xs, ties)) or (_forward_mode_active() and _have_tangents(xs, ties)):
+        *ys, s = _record((maps, pending, None), *xs, *ties)
+        return ys, s
+    return _run(maps, xs, pending, tied), None  # under torch.func a node around this call records it
 
 
 _transforms_active, _grad_enabled = _torch.transforms_active, torch.is_grad_enabled
@@ -322,26 +332,18 @@ def _require_grad(*groups) -> bool:
     return False
 
 
+def _have_tangents(*groups) -> bool:
+    return any(_torch.has_tangent(t) for tensors in groups for t in tensors)
+
+
 def _run(maps, xs, pending=None, recorded=False):
     """The movement itself, on plain tensors; ``recorded``: a graph holds its adjoint."""
     if pending is not None:
         return pending.finish()
-    return traced_move(maps, xs) if _dispatch_modes() else run_plain(maps, xs, recorded)
-
-
-def run_plain(maps, xs, recorded=False):
-    """Move plain tensors, outside any trace."""
-    first = maps[0]
-    if any(x.layout is not torch.strided or x.is_quantized for x in xs):
-        raise ShapeError("only dense tensors can be moved", op=str(first), rank=first.world.rank, expected=torch.strided,
-                         actual=[str(x.layout) for x in xs], next_step="x.to_dense(), or move a sparse tensor's parts")
-    if type(first) is UserMap:
+    run.check(maps, xs)
+    if type(maps[0]) is UserMap:
         return [m.run(x) for m, x in zip(maps, xs)]
-    plans = first._plans if len(maps) == 1 else tuple(m.plan for m in maps)
-    transport = first.world.transport(xs[0], first.plan.ranks)
-    if _transport.observer is not None:
-        transport = _transport.observer.movement(first.world.host, transport, maps, xs, recorded)
-    return exchange.run(plans, xs, transport)
+    return run.traced(maps, xs) if _dispatch_modes() else run.plain(maps, xs, recorded)
 
 
 def _refuse_older_vmap(op, tensors) -> None:
@@ -354,6 +356,7 @@ def _refuse_older_vmap(op, tensors) -> None:
 
 for _function in (LinearMap.__call__, UserMap.__call__, apply):
     _torch.opaque(_function)
+
 
 _ties: dict = {}  # an empty tensor for each device
 
@@ -369,91 +372,120 @@ def _new_tie(x):
 
 
 class _Apply(torch.autograd.Function):
-    """(y_1, ..., y_n, s) = (A_1 x_1, ..., A_n x_n, an empty tie), given x_1 ... x_n and any number of ties."""
+    """(y_1, ..., y_n, s) = (A_1 x_1, ..., A_n x_n, an empty tie), given x_1 ... x_n and any number of ties.
+
+    ``call``: (the maps, a movement under way or ``None``, a transform or ``None``). Under torch.func one such node stands for one
+    grad or jvp, and its forward goes on with what its tensors wrap: torch's own way there costs many times a small movement.
+    """
 
     @staticmethod
-    def forward(maps, pending, n, *args):
+    def forward(ctx, call, *args):
+        maps, pending, transform = call
+        n = len(maps)
         xs = args[:n]
-        return (*_run(maps, xs, pending, True), _new_tie(xs[0]))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.maps, n = inputs[0], inputs[2]
-        ctx.n, ctx.ties = n, len(inputs) - 3 - n
-        # Integer tensors have no derivative, on any rank; the rules then move the others only.
-        ctx.smooth = [i for i in range(n) if inputs[3 + i].is_floating_point() or inputs[3 + i].is_complex()]
-        ctx.save_for_backward(output[n])
-        if _transforms_active() or _forward_mode_active():
-            ctx.save_for_forward(output[n])
+        if transform is None:
+            ys, s = _run(maps, xs, pending, True), _new_tie(xs[0])
+        else:
+            *ys, s = _further_out(transform, maps, pending, xs, args[n:], True)
+        ctx.maps = maps
+        ctx.set_materialize_grads(False)  # the tie's own would be made every time, for nothing
+        ctx.save_for_backward(s)
+        ctx.ys_like = [(y.shape, y.dtype, y.device) for y in ys]
+        if _forward_mode_active():
+            ctx.save_for_forward(s)
+            ctx.xs_like = [(x.shape, x.dtype, x.device) for x in xs]
+        return (*ys, s)
 
     @staticmethod
     def backward(ctx, *grads):
-        smooth = ctx.smooth
         _refuse_older_vmap(ctx.maps[0], grads)
+        maps, gs, places = _operands([A.T for A in ctx.maps], grads, ctx.ys_like)
         ties: tuple = ()
         if _grad_enabled() or _transforms_active() or _forward_mode_active():  # further derivatives may be taken
-            ties = (_torch.unwrap_if_dead(ctx.saved_tensors[0]), grads[-1])
-        *found, tie = apply([ctx.maps[i].T for i in smooth], [grads[i] for i in smooth], ties)
-        x_grads = [None] * ctx.n
-        for i, g in zip(smooth, found):
-            x_grads[i] = g
-        return (None, None, None, *x_grads, *(tie,) * ctx.ties)
+            ties = (_torch.unwrap_if_dead(ctx.saved_tensors[0]), *(t for t in grads[-1:] if t is not None))
+        *found, tie = apply(maps, gs, ties)
+        return (None, *_placed(found, places, ctx.maps), *(tie,) * (len(ctx.needs_input_grad) - 1 - len(ctx.maps)))
 
     @staticmethod
-    def jvp(ctx, _maps, _pending, _n, *tangents):
+    def jvp(ctx, _call, *tangents):
         _refuse_older_vmap(ctx.maps[0], tangents)
+        maps, ts, places = _operands(ctx.maps, tangents, ctx.xs_like)
         s = _torch.unwrap_if_dead(ctx.saved_tensors[0])
-        ties = (s, *tangents[ctx.n :])
-        *found, tie = apply([ctx.maps[i] for i in ctx.smooth], [tangents[i] for i in ctx.smooth], ties)
-        y_tangents = [None] * ctx.n
-        for i, t in zip(ctx.smooth, found):
-            y_tangents[i] = t
-        return (*y_tangents, tie)
-
-    @staticmethod
-    def vmap(info, in_dims, maps, pending, n, *args):
-        size = info.batch_size
-        xs, ties = _with_batch(size, args, in_dims[3:], n)
-        *ys, s = apply(maps, xs, ties)
-        # s is batched too: a rank whose cotangent is a constant then still runs this rule, as its peers do.
-        return (*ys, (_new_tie(xs[0]) if s is None else s).expand(size, 0)), (0,) * (n + 1)
+        *found, tie = apply(maps, ts, (s, *(t for t in tangents[len(ctx.maps) :] if t is not None)))
+        return (*_placed(found, places, ctx.maps), s.detach() if tie is None else tie)
 
 
-def _with_batch(size, args, dims, n):
-    """Operands with the batch as their first axis, and one tie of each batch of ties: the batch is one more axis of the plan."""
-    xs = [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(args[:n], dims)]
-    return xs, [t if d is None else t.select(d, 0) for t, d in zip(args[n:], dims[n:])]
+def _operands(maps, given, like):
+    """(maps, operands, their places): of a call's cotangents or tangents those that have derivatives. Integers have none, on any
+    rank; a missing one is zero, ``like`` what it belongs to: (shape, dtype, device)."""
+    if len(maps) == 1 and given[0] is not None:
+        return maps, given[:1], None
+    operands = {}
+    for i, (shape, dtype, device) in enumerate(like):
+        if dtype.is_floating_point or dtype.is_complex:
+            operands[i] = torch.zeros(shape, dtype=dtype, device=device) if given[i] is None else given[i]
+    return [maps[i] for i in operands], list(operands.values()), tuple(operands)
 
 
-def _apply_under_vmap(vmap, maps, xs, ties, pending):
-    """The vmap rule where vmap is the innermost transform: torch's general way to it costs many times a small movement."""
-    level, size, n = vmap.level(), vmap.batch_size(), len(xs)
-    args, dims = zip(*(_torch.unwrap_batched(t, level) for t in (*xs, *ties)))
-    with vmap.lower():
-        if all(d is None for d in dims):
-            return apply(maps, xs, ties, pending)
-        *ys, tie = apply(maps, *_with_batch(size, args, dims, n))
-        if ties:
-            ys.append((_new_tie(args[0]) if tie is None else tie).expand(size, 0))
-    ys = [_torch.add_batch_dim(y, 0, level) for y in ys]
-    return ys if ties else [*ys, None]
+def _placed(found, places, maps):
+    """The results of :func:`_operands`, one for each map of the call."""
+    if places is None or len(places) == len(maps):
+        return found
+    results = dict(zip(places, found))
+    return [results.get(i) for i in range(len(maps))]
 
 
-_fast_apply = _torch.fast_apply(_Apply)
+_record = _torch.fast_apply(_Apply)
+
+
+def _differentiated(transform, maps, pending, xs, ties, tied):
+    """grad, vjp and jvp: a node of this transform, if it follows any operand."""
+    xs, ties = [transform.lift(t) for t in xs], [transform.lift(t) for t in ties]
+    if transform.differentiates((*xs, *ties)):
+        *ys, s = transform.record(_record, (maps, pending, transform), *xs, *ties)
+    else:
+        *ys, s = _further_out(transform, maps, pending, xs, ties, tied)
+    return ys, s
+
+
+def _further_out(transform, maps, pending, xs, ties, tied):
+    """(*results, tie): the call outside of a grad, vjp or jvp, on what its tensors wrap."""
+    inner = [transform.unwrap(t) for t in xs]
+    with transform.outside():
+        ys, s = _step(maps, pending, inner, [transform.unwrap(t) for t in ties], tied)
+        if s is None and tied:
+            s = _new_tie(inner[0])
+    return (*(transform.wrap(y) for y in ys), s if s is None else transform.wrap(s))
+
+
+def _batched(transform, maps, pending, xs, ties, tied):
+    """vmap: the batch is the first axis of every operand, and one more axis of the plan."""
+    size, n = transform.batch_size, len(xs)
+    args, dims = zip(*(transform.unbatch(t) for t in (*xs, *ties)))
+    batched = any(d is not None for d in dims)
+    if batched:
+        xs = [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) if d else x for x, d in zip(args[:n], dims)]
+        args = (*xs, *(t if d is None else t.select(d, 0) for t, d in zip(args[n:], dims[n:])))
+    with transform.outside():
+        ys, s = _step(maps, pending, args[:n], args[n:], tied)
+        if batched and tied:
+            # s is batched too: a rank whose cotangent is a constant then still runs this rule, as its peers do.
+            s = (_new_tie(args[0]) if s is None else s).expand(size, 0)
+    return ([transform.batch(y) for y in ys], s if s is None else transform.batch(s)) if batched else (ys, s)
 
 
 def _agree_on_batches(maps, xs, ties):
-    """Under vmap, give every operand each batch that some rank's has: torch skips the vmap rule where nothing is batched, and
-    such a rank would send messages of another size. One small all-gather, only while a vmap is active."""
+    """Under vmap, give every operand each batch that some rank's has: a rank where nothing is batched would send messages of
+    another size. One small all-gather, only while a vmap is active."""
     levels = _torch.vmap_levels()
     ranks, where = maps[0].ranks, maps[0].world
     if not levels or len(ranks) < 2 or where.rank not in ranks:
         return xs
-    seen: dict[int, str] = {}
-    for x in (*xs, *ties):
-        seen.update(_torch.levels_of(x))
-    mine = [(size, seen.get(level) == "batched") for level, size in levels]
-    theirs = where.all_gather(mine, ranks, "sizes of vmap").values()
+    seen = _torch.batching_levels((*xs, *ties))
+    mine = [(size, level in seen) for level, size in levels]
+    theirs = list(where.all_gather(mine, ranks, "sizes of vmap").values())
+    if theirs.count(mine) == len(theirs):
+        return xs
     sizes = [tuple(size for size, _ in report) for report in theirs]
     if len(set(sizes)) > 1:
         raise AgreementError("the ranks are inside different vmaps", op=str(maps[0]), rank=where.rank,
@@ -464,107 +496,3 @@ def _agree_on_batches(maps, xs, ties):
             mask = _torch.batch_mask(level, size, xs[0].device)
             xs = [torch.where(mask, x, x) for x in xs]
     return xs
-
-
-# ---------------------------------------------------------------- dependence without a value
-
-
-def _flat(t):
-    """``t`` in one dim; not ``reshape(-1)``, which cannot tell the size inside a vmap over nothing."""
-    return t.reshape(t.numel())
-
-
-def _hooks(tensors):
-    """Empty views of the differentiable ones among ``tensors``, of two dims: torch.cat's gradient for an empty tensor of one dim is
-    a constant, which would cut it off in the second derivative."""
-    for t in tensors:
-        if t.is_complex():
-            t = torch.view_as_real(t.resolve_conj())
-        if t.is_floating_point():
-            yield _flat(t)[:0].unsqueeze(1)
-
-
-def nothing(shape, *tensors, dtype=None):
-    """A tensor without elements that depends on ``tensors``: a placeholder that stays part of the graph.
-
-    Args:
-        shape: its shape; one size at least must be 0. ``F.nothing((0,), y).sum()`` is a rank's connected zero loss.
-        tensors: what it depends on; the first gives dtype and device.
-        dtype: another dtype.
-
-    Raises:
-        ShapeError: the shape has elements.
-    """
-    if 0 not in shape:
-        raise ShapeError("this shape has elements", op="nothing", expected="a size 0", actual=tuple(shape),
-                         next_step="give a shape with a 0 in it, such as (0,)")
-    first, *others = tensors
-    empty = tie(_flat(first)[:0], *others)
-    return (empty if dtype is None else empty.to(dtype)).reshape(shape)
-
-
-def tie(value, *tensors):
-    """``value``, made to depend on ``tensors`` without changing, not even where they hold NaN.
-
-    For outputs that this rank, or only some ranks, do not use: the peers of an operator whose output is dropped wait for a
-    backward that never comes. ``F.tie(loss, unused)`` makes it come, with cotangent zero.
-    """
-    hooks = [h.to(value.dtype) for h in _hooks(tensors)]
-    return torch.cat([_flat(value).unsqueeze(1), *hooks]).reshape(value.shape) if hooks else value
-
-
-# ---------------------------------------------------------------- the movement as a torch operator, for tracing
-
-_library = torch.library.Library("distdl", "DEF")
-_library.define("move(Tensor[] xs, str movement) -> Tensor[]")
-_traced: dict[str, tuple] = {}
-
-
-def traced_move(maps, xs):
-    """The movement as the operator ``distdl::move``, which make_fx and linearize record."""
-    if isinstance(maps[0], UserMap):
-        return [m.run(x) for m, x in zip(maps, xs)]
-    name = "; ".join(f"{m} {m.plan.digest}" for m in maps)
-    _traced[name] = tuple(maps)
-    observer = _transport.observer
-    if observer is None:
-        return torch.ops.distdl.move(list(xs), name)
-    before, observer.tracing = observer.tracing, True
-    try:
-        return torch.ops.distdl.move(list(xs), name)
-    finally:
-        observer.tracing = before
-
-
-def _move_real(xs, movement):
-    return run_plain(_traced[movement], xs)
-
-
-def _move_fake(xs, movement):
-    maps = _traced[movement]
-    return [x.new_empty((*x.shape[: x.dim() - len(m.in_shape)], *m.out_shape)) for m, x in zip(maps, xs)]
-
-
-def _move_autograd(xs, movement):
-    # Alone the operator would have gradient zero and tangent zero, silently: only the Function above may call it.
-    if (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or any(_torch.has_tangent(x) for x in xs):
-        raise AgreementError("distdl::move has no derivative of its own", op="move", actual=movement,
-                             next_step="call the map (or the function in distdl.functional) instead",
-                             expected="a tensor without gradient and tangent")
-    with _torch.below_autograd():
-        return torch.ops.distdl.move(xs, movement)
-
-
-def _move_vmap(info, in_dims, xs, movement):
-    # A pullback of linearize, or any trace, under vmap: the batch is one more leading axis of the plans.
-    given = [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[0])]
-    ys = torch.ops.distdl.move(given, movement)
-    return ys, [0] * len(ys)
-
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("move", _move_real, _key)
-_library.impl("move", _move_autograd, "Autograd")
-torch.library.register_fake("distdl::move", _move_fake, lib=_library)
-torch.library.register_vmap("distdl::move", _move_vmap, lib=_library)
-torch.fx.node.has_side_effect(torch.ops.distdl.move.default)  # its messages count, also where its output is not used

@@ -151,11 +151,16 @@ def gathering(P: Partition, shape, pairs: dict[int, int], sizes=None) -> LinearM
         pairs: {tensor dim: partition dim} that it is gathered along.
         sizes: {tensor dim: block sizes}; default balanced.
     """
+    return _gathering(P, tuple(shape), tuple(pairs.items()), sizes and tuple(sizes.items()))
+
+
+@_cached
+def _gathering(P: Partition, shape, pairs, sizes) -> LinearMap:
     blocks = []
-    for t, d in pairs.items():
+    for t, d in pairs:
         line = Partition((P.shape[d],), world=P.world)
-        blocks.append((t, d, Layout(line, (shape[t],), sizes and (sizes[t],)).blocks(0)))
-    return _gather_along(P, tuple(shape), tuple(blocks))
+        blocks.append((t, d, Layout(line, (shape[t],), sizes and (dict(sizes)[t],)).blocks(0)))
+    return _gather_along(P, shape, tuple(blocks))
 
 
 @_cached
@@ -237,6 +242,7 @@ def permute(P: Partition, pairs, shape) -> LinearMap:
     return keyed("permute", P, P, tuple(source), tuple(shapes), wanted)
 
 
+@_cached
 def left_padded(P_src: Partition, P_dst: Partition, op: str) -> Partition:
     """``P_src`` with 1s put before its dims until it has as many as ``P_dst``; each dim must then be equal or 1."""
     shape = (1,) * (P_dst.ndim - P_src.ndim) + P_src.shape

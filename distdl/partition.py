@@ -104,7 +104,18 @@ class Partition(_Value):
 
     def index(self, rank: int | None = None) -> tuple[int, ...] | None:
         """Grid coordinates of ``rank`` (default: this process), or ``None`` when it is not part of the grid."""
-        place = self._places.get(_rank_of["source"](self.world) if rank is None else rank)
+        if rank is None:
+            rank = _rank_of["source"](self.world)
+        if rank not in self._coords:
+            self._coords[rank] = self._coords_of(rank)
+        return self._coords[rank]
+
+    @cached_property
+    def _coords(self) -> dict[int, tuple[int, ...] | None]:
+        return {}  # of the ranks that were asked for: mostly this process's alone
+
+    def _coords_of(self, rank):
+        place = self._places.get(rank)
         if place is None:
             return None
         coords = []
@@ -277,10 +288,16 @@ class Layout(_Value):
 
     def local_shape(self, rank: int | None = None) -> tuple[int, ...]:
         """The block's shape; when inactive ``(0, *the first block's other sizes)``."""
-        box = self.box(rank)
-        if box is None:
-            return (0, *(blocks[0][1] - blocks[0][0] for blocks in self._blocks[1:]))
-        return tuple(stop - start for start, stop in box)
+        coords = self.partition.index(rank)
+        if coords not in self._local_shapes:
+            box = self.box(rank)
+            self._local_shapes[coords] = tuple(stop - start for start, stop in box) if box is not None else (
+                0, *(blocks[0][1] - blocks[0][0] for blocks in self._blocks[1:]))  # fmt: skip
+        return self._local_shapes[coords]
+
+    @cached_property
+    def _local_shapes(self) -> dict[tuple[int, ...] | None, tuple[int, ...]]:
+        return {}
 
     def slices(self, rank: int | None = None) -> tuple[slice, ...]:
         """Slices that cut the block of ``rank`` out of the global tensor; an empty cut when inactive."""

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from . import _torch
 from .errors import DistdlError
-from .linear_map import nothing, tie
+from .ties import nothing, tie
 
 __all__ = ["remat"]
 

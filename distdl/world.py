@@ -96,12 +96,13 @@ class World:
         if _transport.log is not None:
             _transport.log.append(("agree", ranks, len(data)))
         host = self.host if _transport.observer is None else _transport.observer.agreement(self.host, value, ranks)
-        found = dict(zip(ranks, map(pickle.loads, host.all_gather(data, ranks))))
+        parts = host.all_gather(data, ranks)
+        found = {part: pickle.loads(part) for part in set(parts)}  # mostly all say the same
         if any(theirs != purpose for theirs, _ in found.values()):
-            told = "; ".join(f"rank {r}: {getattr(value, 'op', theirs)}" for r, (theirs, value) in found.items())
+            told = "; ".join(f"rank {r}: {getattr(found[part][1], 'op', found[part][0])}" for r, part in zip(ranks, parts))
             raise AgreementError("the ranks disagree in the operator called", op="agreement", rank=self.rank, actual=told,
                                  expected="the same on every rank", next_step="call the same operators in the same order")
-        return {r: value for r, (_, value) in found.items()}
+        return {r: found[part][1] for r, part in zip(ranks, parts)}
 
     def close(self) -> None:
         """Free communicators; collective. Called at exit."""

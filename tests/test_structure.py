@@ -74,7 +74,8 @@ ORDER = [set(line.split()) for line in """
     halo _torch
     transport fused side_stream
     exchange
-    world
+    world ties
+    run
     linear_map
     maps
     agree

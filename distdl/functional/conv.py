@@ -10,12 +10,12 @@ import torch.nn.functional as tf
 from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
-from ..linear_map import nothing
 from ..partition import Layout, balanced
+from ..ties import nothing
 from .linear import bias_once, check_layouts, collect, spread
 from .overlap import overlap_of, overlapped, worthwhile
 from .params import check_bias, replicated
-from .window import MODES, on_window, tuple_of, window_spec, windowed, with_layout
+from .window import MODES, hashable, on_window, tuple_of, window_spec, windowed, with_layout
 
 __all__ = ["conv_layout", "conv_transpose_layout", "dist_conv", "dist_conv_transpose"]
 
@@ -72,6 +72,18 @@ def _conv_need(stride, pads, dilation, kernel):
 
 
 @lru_cache(maxsize=1024)
+def _conv_arguments(kernel, stride, padding, dilation, padding_mode):
+    """(stride, dilation, padding before and after, smallest window), one for each spatial dim."""
+    op, n = "dist_conv", len(kernel)
+    stride, dilation = (tuple_of(v, n, "stride or dilation", op) for v in (stride, dilation))
+    if padding_mode not in MODES:
+        raise PartitionError("no such padding_mode", op=op, expected=sorted(MODES), actual=padding_mode,
+                             next_step="use one of them, as torch.nn.functional.pad names them")
+    least = tuple(d * (k - 1) + 1 for k, d in zip(kernel, dilation))
+    return stride, dilation, _paddings(padding, kernel, stride, dilation, op), least
+
+
+@lru_cache(maxsize=1024)
 def _conv_windows(L, channels, kernel, stride, pads, dilation, groups, in_per_group, padding_mode):
     """(windows of x, padding that is left to the local convolution, output channels per group)."""
     op, n = "dist_conv", len(kernel)
@@ -108,6 +120,7 @@ def _transposed_size(space, kernel, stride, padding, extra, dilation):
                  for m, k, s, p, e, d in zip(space, kernel, stride, padding, extra, dilation))
 
 
+@lru_cache(maxsize=1024)
 def _pieces(first: int, count: int, size: int):
     """Channels ``first .. first + count - 1`` in groups of ``size``: (start, stop, groups), cut groups on their own."""
     found, at, last = [], first, first + count
@@ -122,14 +135,15 @@ def _pieces(first: int, count: int, size: int):
 def _grouped(conv, window, w, bias, first, out_per_group, in_per_group, **kwargs):
     """The convolution of this rank's output channels, which may cut groups; the window holds what their groups read."""
     pieces = _pieces(first, w.shape[0], out_per_group)
+    if len(pieces) == 1:
+        return conv(window, w, bias, groups=pieces[0][2], **kwargs)
     base = first // out_per_group
     parts = []
     for a, b, groups in pieces:
         start = (a // out_per_group - base) * in_per_group
-        part = window if len(pieces) == 1 else window.narrow(1, start, groups * in_per_group)
-        b_part = None if bias is None else bias[a - first : b - first]
+        part, b_part = window.narrow(1, start, groups * in_per_group), None if bias is None else bias[a - first : b - first]
         parts.append(conv(part, w[a - first : b - first], b_part, groups=groups, **kwargs))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return torch.cat(parts, 1)
 
 
 def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, padding_mode="zeros", shape=None,
@@ -179,19 +193,14 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
     if where.ndim == n + 3:
         return _general(dist_conv, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[1], w.shape[0], options)
     w, bias = replicated(params, where, [d for d in range(where.ndim) if d != 1], w, bias)
-    stride, dilation = (tuple_of(v, n, "stride or dilation", op) for v in (stride, dilation))
-    kernel, in_per_group = tuple(w.shape[2:]), w.shape[1]
-    if padding_mode not in MODES:
-        raise PartitionError("no such padding_mode", op=op, expected=sorted(MODES), actual=padding_mode, partitions=P,
-                             next_step="use one of them, as torch.nn.functional.pad names them")
-    pads = _paddings(padding, kernel, stride, dilation, op)
+    kernel, in_per_group = w.shape[2:], w.shape[1]
+    stride, dilation, pads, least = _conv_arguments(kernel, *map(hashable, (stride, padding, dilation)), padding_mode)
 
     def body(x, L):
         channels = block_sizes(w.shape[0], where, 1, out_channels)
         spec, own, out_per_group = _conv_windows(L, channels, kernel, stride, pads, dilation, groups, in_per_group, padding_mode)
         first = _own_start(op, spec.out_layout, w.shape[0])
         check_bias(op, L, bias, w.shape[0])
-        least = [d * (k - 1) + 1 for k, d in zip(kernel, dilation)]
 
         def conv(data, w, bias, padding):
             return _grouped(_CONV[n], data, w, bias, first, out_per_group, in_per_group, stride=stride, padding=padding,

@@ -8,8 +8,8 @@ import torch.nn.functional as tf
 from .. import _torch
 from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
-from ..linear_map import nothing
 from ..partition import Layout
+from ..ties import nothing
 from ..world import world
 from .linear import LAYOUTS, collect
 from .movement import all_sum_reduce, broadcast

@@ -10,9 +10,10 @@ import torch
 
 from ..agree import partition_of
 from ..errors import PartitionError, ShapeError
-from ..linear_map import LinearMap, nothing
+from ..linear_map import LinearMap
 from ..partition import Partition, balanced
 from ..plan import Axis, Plan, Side, whole
+from ..ties import nothing
 from ..world import world
 
 __all__ = ["dist_expert_linear", "expert_parallel"]

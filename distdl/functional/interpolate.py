@@ -14,7 +14,7 @@ import torch
 
 from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
-from ..linear_map import nothing
+from ..ties import nothing
 from .movement import halo_exchange
 from .pool import dist_adaptive_avg_pool
 from .reduce import wide

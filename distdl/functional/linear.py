@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from ..agree import partition_of
 from ..errors import PartitionError, ShapeError
-from ..linear_map import nothing, tie
 from ..partition import Layout
+from ..ties import nothing, tie
 from .movement import all_gather, all_sum_reduce, broadcast, invariant_sum, mark_varying, reduce_scatter, sum_reduce
 from .params import check_bias, replicated
 
@@ -23,6 +25,12 @@ def check_layouts(op, x_layout, y_layout):
             raise PartitionError(f"no such {name}", op=op, expected=LAYOUTS, actual=value, next_step="choose one of these")
 
 
+@lru_cache(maxsize=1024)
+def _roots(P, dim):
+    """The ranks at index 0 of partition dim ``dim``."""
+    return P.take(dim, 0, keepdim=True)
+
+
 def spread(x, P, dim, how, x_dim, local_shape=None):
     """Bring ``x``, which lies along partition dim ``dim`` as ``how`` says, to every rank of that dim.
 
@@ -32,7 +40,7 @@ def spread(x, P, dim, how, x_dim, local_shape=None):
         local_shape: shape of the result on this rank, when it is known; else it is negotiated.
     """
     if how == "root":
-        return broadcast(x, P.take(dim, 0, keepdim=True), P, shape=local_shape)
+        return broadcast(x, _roots(P, dim), P, shape=local_shape)
     if how == "invariant":
         return mark_varying(x, P, dim)
     if how == "sharded":
@@ -43,7 +51,7 @@ def spread(x, P, dim, how, x_dim, local_shape=None):
 def collect(y, P, dim, how, y_dim):
     """Sum the ranks' parts of ``y`` along partition dim ``dim``, and leave the sum as ``how`` says."""
     if how == "root":
-        return sum_reduce(y, P, P.take(dim, 0, keepdim=True), shape=tuple(y.shape))
+        return sum_reduce(y, P, _roots(P, dim), shape=tuple(y.shape))
     if how == "invariant":
         return invariant_sum(y, P, dim)
     if how == "sharded":

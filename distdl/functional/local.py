@@ -10,8 +10,8 @@ from .. import maps
 from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
-from ..linear_map import nothing
 from ..partition import Layout, balanced
+from ..ties import nothing
 from .conv import _CONV, _conv_need, _own_start, _spec, _transposed_size, _with_sizes
 from .movement import all_sum_reduce, halo_exchange
 from .params import replicated

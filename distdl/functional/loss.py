@@ -18,8 +18,8 @@ import torch.nn.functional as local
 from .. import _torch
 from ..agree import partition_of, resolve
 from ..errors import PartitionError, ShapeError
-from ..linear_map import nothing
 from ..partition import Layout
+from ..ties import nothing
 from .movement import invariant_sum
 from .reduce import check_block, dist_mean, pivot, summed, wide, zero_loss
 

@@ -8,6 +8,8 @@ Every function raises ShapeError or PartitionError on bad local input and, where
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from .. import _torch, exchange, maps
@@ -15,8 +17,9 @@ from .. import transport as _transport
 from ..agree import negotiate, outside, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
-from ..linear_map import LinearMap, UserMap, apply, maps_of, nothing, tie
+from ..linear_map import LinearMap, UserMap, apply, maps_of
 from ..partition import Layout, Partition
+from ..ties import nothing, tie
 from ..world import world
 
 __all__ = [
@@ -25,7 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _move(xs, maps_of_leaves):
+def move(xs, maps_of_leaves):
     """Apply maps of one kind to the leaves, as one set of messages."""
     first = maps_of_leaves[0]
     if len(xs) == 1:
@@ -52,7 +55,7 @@ def _by_layout(op, x, P, shape, others, factory, out):
     if not xs:
         return x
     xs, layouts = resolve(op, xs, P, shape, others)
-    ys = outside(op, xs, out) if layouts is None else _move(xs, [factory(L) for L in layouts])
+    ys = outside(op, xs, out) if layouts is None else move(xs, [factory(L) for L in layouts])
     return _torch.unflatten(ys, tree)
 
 
@@ -65,7 +68,7 @@ def _by_shape(x, factory):
         if not isinstance(leaf, torch.Tensor):
             raise ShapeError("not a tensor", op="a movement", expected="tensors, or a pytree of them", actual=type(leaf).__name__,
                              next_step="put numbers into tensors first: torch.tensor(value)")
-    return _torch.unflatten(_move(xs, [factory(tuple(leaf.shape)) for leaf in xs]), tree) if xs else x
+    return _torch.unflatten(move(xs, [factory(tuple(leaf.shape)) for leaf in xs]), tree) if xs else x
 
 
 def repartition(x, P_in, P_out, *, shape=None):
@@ -93,7 +96,7 @@ def scatter(x, P, *, root=0, shape=None):
     if isinstance(P, Layout) or shape is not None:
         L = maps.layout_over(P, P.shape if shape is None else shape, "scatter")
         xs, tree = _torch.flatten(x)
-        return _torch.unflatten(_move(xs, [maps.scatter(L, root)] * len(xs)), tree)
+        return _torch.unflatten(move(xs, [maps.scatter(L, root)] * len(xs)), tree)
     one = maps.on_one_rank(root, where.ndim, where.world)
     return _by_layout("scatter", x, one, None, (where,), lambda L: maps.scatter(Layout(where, L.shape), root), where)
 
@@ -132,10 +135,10 @@ def _copying(op, x, held, small, big, shape, build):
     if not xs:
         return x
     if isinstance(small, Layout):
-        return _torch.unflatten(_move(xs, [build(small, big, None)] * len(xs)), tree)
+        return _torch.unflatten(move(xs, [build(small, big, None)] * len(xs)), tree)
     maps.left_padded(small, big, op)
     if shape is not None:
-        return _torch.unflatten(_move(xs, [build(small, big, tuple(shape))] * len(xs)), tree)
+        return _torch.unflatten(move(xs, [build(small, big, tuple(shape))] * len(xs)), tree)
     xs, reports = negotiate(op, xs, partition_of(held), (small, big))
     if reports is None:
         return _torch.unflatten(outside(op, xs, held, xs[0].dim()), tree)
@@ -158,7 +161,7 @@ def _copying(op, x, held, small, big, shape, build):
         else:
             copying = maps.keyed("broadcast", small, big, source, shapes, tuple(shapes[s] for s in source))
             movements.append(copying if held is small else maps.transposed(op, copying))
-    return _torch.unflatten(_move(xs, movements), tree)
+    return _torch.unflatten(move(xs, movements), tree)
 
 
 def broadcast(x, P_src, P_dst, *, shape=None):
@@ -177,12 +180,16 @@ def sum_reduce(x, P_src, P_dst, *, shape=None):
     return _copying("sum_reduce", x, P_src, P_dst, P_src, shape, lambda small, big, s: maps.sum_reduce(big, small, s))
 
 
+@lru_cache(maxsize=1024, typed=True)
+def _dims(where, dims, op):
+    return where.dims(dims, op)
+
+
 def _summing(factory, x, P, dims):
-    where = partition_of(P)
-    dims = where.dims(dims, factory.__name__)
+    dims = _dims(partition_of(P), tuple(dims) if isinstance(dims, (list, set)) else dims, factory.__name__)
     if isinstance(P, Layout):
         xs, tree = _torch.flatten(x)
-        return _torch.unflatten(_move(xs, [factory(P, None, dims)] * len(xs)), tree)
+        return _torch.unflatten(move(xs, [factory(P, None, dims)] * len(xs)), tree)
     return _by_shape(x, lambda shape: factory(P, shape, dims))
 
 
@@ -225,7 +232,7 @@ def all_gather(x, P, dims=None, *, shape=None):
         if reports is None:
             return _torch.unflatten(outside("all_gather", xs, P, xs[0].dim()), tree)
         movements = [_negotiated_gathering(P, dims, {r: reports[r].leaves[i][0] for r in P.ranks}) for i in range(len(xs))]
-    return _torch.unflatten(_move(xs, movements), tree)
+    return _torch.unflatten(move(xs, movements), tree)
 
 
 def _layout_dims(L: Layout, dims, op):
@@ -270,7 +277,7 @@ def reduce_scatter(x, P, dims=None):
     if isinstance(P, Layout):
         xs, tree = _torch.flatten(x)
         movement = maps.reduce_scatter(P, _layout_dims(P, dims, "reduce_scatter"))
-        return _torch.unflatten(_move(xs, [movement] * len(xs)), tree)
+        return _torch.unflatten(move(xs, [movement] * len(xs)), tree)
     if not P.active:  # what such a rank passes need not have as many dims
         world(P.world).check("reduce_scatter", P)
         xs, tree = _torch.flatten(x)
@@ -291,7 +298,7 @@ def shift(x, P, dim, offset=1, *, periodic=True):
     """
     if isinstance(P, Layout):
         xs, tree = _torch.flatten(x)
-        return _torch.unflatten(_move(xs, [maps.shift(P, dim, offset, periodic)] * len(xs)), tree)
+        return _torch.unflatten(move(xs, [maps.shift(P, dim, offset, periodic)] * len(xs)), tree)
     return _by_shape(x, lambda shape: maps.shift(P, dim, offset, periodic, shape))
 
 
@@ -310,12 +317,12 @@ def permute(x, P, pairs):
     xs, tree = _torch.flatten(x)
     if isinstance(P, Layout):
         shapes = [P.local_shape(r) for r in where.ranks]
-        return _torch.unflatten(_move(xs, [maps.permute(where, pairs, shapes)] * len(xs)), tree)
+        return _torch.unflatten(move(xs, [maps.permute(where, pairs, shapes)] * len(xs)), tree)
     xs, reports = negotiate("permute", xs, where)
     if reports is None:
         return _torch.unflatten(outside("permute", xs, where, xs[0].dim()), tree)
     movements = [maps.permute(where, pairs, [reports[r].leaves[i][0] for r in where.ranks]) for i in range(len(xs))]
-    return _torch.unflatten(_move(xs, movements), tree)
+    return _torch.unflatten(move(xs, movements), tree)
 
 
 def halo_exchange(x, spec: HaloSpec):
@@ -331,7 +338,7 @@ def halo_exchange(x, spec: HaloSpec):
     if isinstance(x, torch.Tensor):
         return maps.halo_exchange(spec)(x)
     xs, tree = _torch.flatten(x)
-    return _torch.unflatten(_move(xs, [maps.halo_exchange(spec)] * len(xs)), tree)
+    return _torch.unflatten(move(xs, [maps.halo_exchange(spec)] * len(xs)), tree)
 
 
 class _Pending:
@@ -359,7 +366,7 @@ def start(A, x) -> _Pending:
     single = all(len(maps_of(m)) == 1 and not isinstance(m, UserMap) and not m.is_identity for m in maps)
     if single and not _torch.transforms_active() and not _torch.dispatch_modes():
         if any(not isinstance(x, torch.Tensor) or (m.active and x.shape != m.in_shape) for m, x in zip(maps, xs, strict=True)):
-            return _Pending(A, _move(xs, maps), None)  # raises the usual error
+            return _Pending(A, move(xs, maps), None)  # raises the usual error
         xs = tuple(x if x.shape == m.in_shape else nothing(m.in_shape, x) for m, x in zip(maps, xs, strict=True))
         first = maps[0]
         transport = first.world.transport(xs[0], first.ranks)
@@ -386,7 +393,7 @@ def wait(pending: _Pending):
     several = isinstance(A, tuple)
     maps, moving = A if several else (A,), pending.moving
     if moving is None:
-        ys = _move(pending.xs, maps)
+        ys = move(pending.xs, maps)
     else:
         with moving.joining():
             ys = apply(maps, pending.xs, pending=moving)[: len(maps)]

@@ -9,8 +9,8 @@ import torch.nn.functional as tf
 
 from ..errors import PartitionError
 from ..halo import HaloSpec
-from ..linear_map import nothing
 from ..partition import Layout
+from ..ties import nothing
 from .movement import sum_reduce
 from .reduce import power
 from .window import tuple_of, window_spec, windowed, with_layout

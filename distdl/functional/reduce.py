@@ -18,11 +18,12 @@ import math
 
 import torch
 
+from .. import maps
 from ..agree import partition_of, resolve
 from ..errors import PartitionError, ShapeError
-from ..linear_map import nothing
 from ..partition import Layout
-from .movement import all_gather, invariant_sum, mark_varying
+from ..ties import nothing
+from .movement import invariant_sum, mark_varying, move
 
 __all__ = [
     "dist_argmax", "dist_logsumexp", "dist_max", "dist_mean", "dist_min", "dist_norm", "dist_sum", "dist_var",
@@ -58,9 +59,11 @@ def one_each(x, P, dims):
     ``x``: a tensor, or several of one shape; leading axes that ``P`` lacks stay as they are.
     """
     like = x if isinstance(x, torch.Tensor) else x[0]
-    lead = like.dim() - P.ndim
-    shape = [P.shape[t - lead] if t - lead in dims else n for t, n in enumerate(like.shape)]
-    return all_gather(x, P, {d + lead: d for d in dims}, shape=tuple(shape))
+    lead, shape = like.dim() - P.ndim, list(like.shape)
+    for d in dims:
+        shape[d + lead] = P.shape[d]
+    A = maps.gathering(P, shape, {d + lead: d for d in dims})
+    return A(x) if like is x else move(x, [A] * len(x))
 
 
 def pivot(x, P, dims: tuple[int, ...]):

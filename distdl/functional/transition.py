@@ -16,9 +16,10 @@ from .. import maps
 from ..agree import outside, partition_of, resolve
 from ..errors import PartitionError
 from ..halo import HaloSpec
-from ..linear_map import LinearMap, nothing
+from ..linear_map import LinearMap
 from ..partition import Layout, Partition
 from ..plan import Axis, Plan, Side
+from ..ties import nothing
 from .movement import halo_exchange
 from .reduce import check_block
 from .window import with_layout

@@ -9,7 +9,7 @@ import torch
 from ..agree import outside, partition_of, resolve
 from ..errors import PartitionError
 from ..halo import HaloSpec
-from ..linear_map import nothing
+from ..ties import nothing
 from .movement import halo_exchange
 
 MODES = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
@@ -28,6 +28,18 @@ def tuple_of(value, n: int, what: str, op: str) -> tuple[int, ...]:
     return values
 
 
+def hashable(value):
+    """``value``, lists in it as tuples: what is worked out once for equal arguments is kept under them."""
+    return tuple(map(hashable, value)) if isinstance(value, (tuple, list)) else value
+
+
+@lru_cache(maxsize=1024)
+def _empty_dims(spec: HaloSpec, coords, first: int):
+    """The dims from ``first`` on in which the rank at these coordinates has no outputs."""
+    blocks = [spec.out_layout.blocks(d)[c] for d, c in enumerate(coords)]
+    return [d for d, (start, stop) in enumerate(blocks) if d >= first and start == stop]
+
+
 def windowed(x, spec: HaloSpec, least, local):
     """``local`` on this rank's window of x: of one halo exchange."""
     return on_window(halo_exchange(x, spec), spec, least, local)
@@ -44,10 +56,7 @@ def on_window(window, spec: HaloSpec, least, local):
     """
     first = window.dim() - len(least)
     coords = spec.in_layout.partition.index()
-    empty = [d for d in range(first, window.dim()) if window.shape[d] == 0]
-    if coords is not None:
-        blocks = [spec.out_layout.blocks(d)[coords[d]] for d in range(window.dim())]
-        empty = [d for d in range(first, window.dim()) if blocks[d][0] == blocks[d][1]]
+    empty = _empty_dims(spec, coords, first) if coords else [d for d in range(first, window.dim()) if window.shape[d] == 0]
     for d in empty:
         shape = list(window.shape)
         shape[d] = least[d - first]

@@ -1,6 +1,5 @@
 """The engine that a launch tests, and one report for all its ranks."""
 
-import sys
 import tempfile
 from pathlib import Path
 
@@ -10,9 +9,8 @@ from one_report import OneReport
 
 import distdl as dd
 import distdl.functional as F
+from distdl import run
 from distdl.transport.nccl import NcclTransport
-
-linear_map = sys.modules["distdl.linear_map"]  # dd.linear_map is the function
 
 # Layers are compositions: 1 to 4 ranks show every way of splitting them. More ranks are for the movements.
 LAYERS = ("checkpoint", "conv", "dropout_init", "embedding", "expert", "fuzz_layers", "interpolate", "linear", "local", "loss",
@@ -63,6 +61,6 @@ def use(engine):
     if engine == "nccl-messages":
         NcclTransport.collectives = ("all_reduce",)
     if engine in ("nccl", "nccl-messages"):
-        run = linear_map.run_plain
+        plain = run.plain
         device = torch.device("cuda", dd.world().rank % torch.cuda.device_count())
-        linear_map.run_plain = lambda maps, xs, *more: [y.cpu() for y in run(maps, [x.to(device) for x in xs], *more)]
+        run.plain = lambda maps, xs, *more: [y.cpu() for y in plain(maps, [x.to(device) for x in xs], *more)]

@@ -1,6 +1,6 @@
 """Mutation testing in one process per mutant: ``python tests/mutation [module ...] [--line N] [--every N]``.
 
-For each mutant of partition, plan, linear_map, exchange and maps this process forks: torch is there already, so a child costs the
+For each mutant of :data:`MODULES` this process forks: torch is there already, so a child costs the
 import of distdl (with the changed module in it) and the tests of :mod:`suite` up to the first that fails. No MPI: all ranks are
 simulated.
 """
@@ -31,7 +31,7 @@ import torch.func  # noqa: E402
 from mutate import mutants  # noqa: E402
 from torch.fx.experimental import proxy_tensor  # noqa: E402
 
-MODULES = ("partition", "plan", "linear_map", "exchange", "maps")
+MODULES = ("partition", "plan", "ties", "run", "linear_map", "exchange", "maps")
 PACKAGE = HERE.parents[1] / "distdl"
 LIMIT = 20  # seconds of processor time until a mutant counts as one that never ends
 loaded = (hypothesis, numpy, pytest, proxy_tensor)

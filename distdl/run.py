@@ -1,0 +1,85 @@
+"""A movement on plain tensors: straight to the executor, or as the operator ``distdl::move``, which tracers record."""
+
+from __future__ import annotations
+
+import torch
+
+from . import _torch, exchange
+from . import transport as _transport
+from .errors import AgreementError, ShapeError
+
+
+def check(maps, xs) -> None:
+    """Raise where tensors are no plain memory."""
+    for x in xs:
+        if x.layout is not _strided or x.is_quantized:
+            raise ShapeError("only dense tensors can be moved", op=str(maps[0]), rank=maps[0].world.rank, expected=_strided,
+                             actual=str(x.layout), next_step="x.to_dense(), or move a sparse tensor's parts")
+
+
+_strided = torch.strided
+
+
+def plain(maps, xs, recorded=False):
+    """Move plain tensors ``xs`` by ``maps``, outside any trace; ``recorded``: a graph holds the adjoint."""
+    first = maps[0]
+    plans = first._plans if len(maps) == 1 else tuple(m.plan for m in maps)
+    transport = first.world.transport(xs[0], first.plan.ranks)
+    if _transport.observer is not None:
+        transport = _transport.observer.movement(first.world.host, transport, maps, xs, recorded)
+    return exchange.run(plans, xs, transport)
+
+
+# ---------------------------------------------------------------- as a torch operator
+
+_library = torch.library.Library("distdl", "DEF")
+_library.define("move(Tensor[] xs, str movement) -> Tensor[]")
+_traced: dict[str, tuple] = {}
+
+
+def traced(maps, xs):
+    """The same while a torch dispatch mode is active: make_fx and linearize then record the operator."""
+    name = "; ".join(f"{m} {m.plan.digest}" for m in maps)
+    _traced[name] = tuple(maps)
+    observer = _transport.observer
+    if observer is None:
+        return torch.ops.distdl.move(list(xs), name)
+    before, observer.tracing = observer.tracing, True
+    try:
+        return torch.ops.distdl.move(list(xs), name)
+    finally:
+        observer.tracing = before
+
+
+def _move_real(xs, movement):
+    return plain(_traced[movement], xs)
+
+
+def _move_fake(xs, movement):
+    maps = _traced[movement]
+    return [x.new_empty((*x.shape[: x.dim() - len(m.in_shape)], *m.out_shape)) for m, x in zip(maps, xs)]
+
+
+def _move_autograd(xs, movement):
+    # Alone the operator would have gradient zero and tangent zero, silently: only linear_map's Function may call it.
+    if (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or any(_torch.has_tangent(x) for x in xs):
+        raise AgreementError("distdl::move has no derivative of its own", op="move", actual=movement,
+                             next_step="call the map (or the function in distdl.functional) instead",
+                             expected="a tensor without gradient and tangent")
+    with _torch.below_autograd():
+        return torch.ops.distdl.move(xs, movement)
+
+
+def _move_vmap(info, in_dims, xs, movement):
+    # A pullback of linearize, or any trace, under vmap: the batch is one more leading axis of the plans.
+    given = [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[0])]
+    ys = torch.ops.distdl.move(given, movement)
+    return ys, [0] * len(ys)
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("move", _move_real, _key)
+_library.impl("move", _move_autograd, "Autograd")
+torch.library.register_fake("distdl::move", _move_fake, lib=_library)
+torch.library.register_vmap("distdl::move", _move_vmap, lib=_library)
+torch.fx.node.has_side_effect(torch.ops.distdl.move.default)  # its messages count, also where its output is not used

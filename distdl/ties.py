@@ -1,0 +1,51 @@
+"""Dependence without a value: placeholders and outputs that stay part of the graph, so that every rank's backward comes."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import ShapeError
+
+
+def _flat(t):
+    """``t`` in one dim; not ``reshape(-1)``, which cannot tell the size inside a vmap over nothing."""
+    return t.reshape(t.numel())
+
+
+def _hooks(tensors):
+    """Empty views of the differentiable ones among ``tensors``, of two dims: torch.cat's gradient for an empty tensor of one dim is
+    a constant, which would cut it off in the second derivative."""
+    for t in tensors:
+        if t.is_complex():
+            t = torch.view_as_real(t.resolve_conj())
+        if t.is_floating_point():
+            yield _flat(t)[:0].unsqueeze(1)
+
+
+def nothing(shape, *tensors, dtype=None):
+    """A tensor without elements that depends on ``tensors``: a placeholder that stays part of the graph.
+
+    Args:
+        shape: its shape; one size at least must be 0. ``F.nothing((0,), y).sum()`` is a rank's connected zero loss.
+        tensors: what it depends on; the first gives dtype and device.
+        dtype: another dtype.
+
+    Raises:
+        ShapeError: the shape has elements.
+    """
+    if 0 not in shape:
+        raise ShapeError("this shape has elements", op="nothing", expected="a size 0", actual=tuple(shape),
+                         next_step="give a shape with a 0 in it, such as (0,)")
+    first, *others = tensors
+    empty = tie(_flat(first)[:0], *others)
+    return (empty if dtype is None else empty.to(dtype)).reshape(shape)
+
+
+def tie(value, *tensors):
+    """``value``, made to depend on ``tensors`` without changing, not even where they hold NaN.
+
+    For outputs that this rank, or only some ranks, do not use: the peers of an operator whose output is dropped wait for a
+    backward that never comes. ``F.tie(loss, unused)`` makes it come, with cotangent zero.
+    """
+    hooks = [h.to(value.dtype) for h in _hooks(tensors)]
+    return torch.cat([_flat(value).unsqueeze(1), *hooks]).reshape(value.shape) if hooks else value
