@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 
 from . import _torch, run
-from .errors import AgreementError, PartitionError, ShapeError
+from .errors import AgreementError, DistdlError, PartitionError, ShapeError
 from .plan import Plan
 from .ties import nothing
 from .world import world
