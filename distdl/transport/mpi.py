@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import defaultdict
 from functools import cached_property
 
@@ -12,6 +13,7 @@ from mpi4py import MPI
 from ..errors import TransportError
 from .board import Board
 from .side import SideChannel
+from .strided import Strided, strided
 
 _TAGS = 32768  # every MPI offers at least this many
 _SLOT = 1024  # bytes per rank of one small all-gather
@@ -35,6 +37,7 @@ class MpiTransport:
     sums = frozenset(_SUM_TYPES)
     wide = True
     chunk = 2**30  # bytes per MPI message; below every MPI's limit of 2^31 - 1
+    types = os.environ.get("DISTDL_MPI_TYPES", "1") != "0"  # whether MPI may pack strided memory by itself
 
     def __init__(self, comm=None):
         self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
@@ -58,6 +61,13 @@ class MpiTransport:
         if "cuda" in self.device_types:
             torch.cuda.current_stream().synchronize()
 
+    def strided(self, boxes, itemsize):
+        """Only in host memory: MPI copies what lies on a device piece by piece."""
+        if not self.types or "cuda" in self.device_types:
+            return None
+        message = strided(boxes, itemsize)
+        return None if message is None or message > self.chunk else message
+
     def abandon(self, handle, memory):
         incoming, outgoing, _ = handle
         self._abandoned.append(([*incoming, *outgoing], memory))
@@ -66,19 +76,23 @@ class MpiTransport:
         self._ready()
         if self._abandoned:
             self._abandoned = [one for one in self._abandoned if not MPI.Request.Testall(one[0])]
-        comm, chunk, fromaddress = self.comm, self.chunk, MPI.buffer.fromaddress
-        incoming, outgoing = [], []
+        comm, incoming, outgoing = self.comm, [], []
         for peer, address, nbytes in receives:
-            for start in range(0, nbytes, chunk):
-                size = min(chunk, nbytes - start)
+            for part in self._parts(address, nbytes):
                 tag = self._received[peer] = (self._received[peer] + 1) % _TAGS
-                incoming.append(comm.Irecv((fromaddress(address + start, size), MPI.BYTE), peer, tag))
+                incoming.append(comm.Irecv(part, peer, tag))
         for peer, address, nbytes in sends:
-            for start in range(0, nbytes, chunk):
-                size = min(chunk, nbytes - start)
+            for part in self._parts(address, nbytes):
                 tag = self._sent[peer] = (self._sent[peer] + 1) % _TAGS
-                outgoing.append(comm.Isend((fromaddress(address + start, size), MPI.BYTE), peer, tag))
+                outgoing.append(comm.Isend(part, peer, tag))
         return incoming, outgoing, receives
+
+    def _parts(self, address, nbytes):
+        """The messages of MPI that carry these bytes."""
+        if type(nbytes) is Strided:
+            return [(MPI.buffer.fromaddress(address, nbytes.span), 1, nbytes.kind)]
+        chunk, starts = self.chunk, range(0, nbytes, self.chunk)
+        return [(MPI.buffer.fromaddress(address + start, min(chunk, nbytes - start)), MPI.BYTE) for start in starts]
 
     def wait(self, handle, board=None):
         if handle is None:  # a collective, which is done

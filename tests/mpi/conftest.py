@@ -1,5 +1,6 @@
 """The engine that a launch tests, and one report for all its ranks."""
 
+import gc
 import sys
 import tempfile
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from one_report import OneReport
 
 import distdl as dd
+from distdl.plan import View
 from distdl.transport.nccl import NcclTransport
 
 linear_map = sys.modules["distdl.linear_map"]  # dd.linear_map is the function
@@ -36,6 +38,19 @@ def pytest_configure(config):
         use(config.getoption("--engine"))
         if dd.world().size > 1:
             config.pluginmanager.register(OneReport(config, dd.world()), "one report")
+
+
+@pytest.fixture
+def fresh_programs():
+    """Programs are worked out anew for this test, and again after it: for tests that change what an engine can do."""
+
+    def forget():
+        for view in (found for found in gc.get_objects() if type(found) is View):  # isinstance would wake lazy objects
+            view.programs.clear()
+
+    forget()
+    yield
+    forget()
 
 
 @pytest.fixture

@@ -1,0 +1,71 @@
+"""Strided memory as one message, which MPI packs and unpacks while it travels.
+
+A box inside a tensor is described once, as a derived type of MPI. What would otherwise be a copy into staging memory, a message
+and a copy out of it is then one call: MPI copies a few kilobytes at a time, so that they stay in a cache, and the two ends work
+at the same time. Measured on one node against torch's copies with a message between them (Open MPI, 2 ranks on 2 cores; packed
+and unpacked): 1 KiB 5 against 21 µs, 16 KiB 7 against 26, 256 KiB 60 against 95; in rows of 4 bytes 5, 8 and 65 against 21, 29
+and 116.
+
+Not every message: large ones are handed over in many pieces, for each of which both ranks must be running, and lose much where
+they are not (more ranks than cores); and most MPIs need about 100 ns for each run of memory, which short runs do not repay.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mpi4py import MPI
+
+_LARGEST = 2**19  # bytes of such a message
+_FEW, _LONG = 256, 2**10  # so many runs may be short; more must have so many bytes each, on average
+_FAST = ("Open MPI",)  # MPIs that copy short runs faster than torch does
+
+Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # bytes from the message's first one; sizes; strides in bytes
+
+
+class Strided(int):
+    """The number of bytes of a message that is not one run of memory, and how it lies there.
+
+    Attributes:
+        span: bytes from its first one to its last one, gaps included.
+        kind: all of it, as a committed type of MPI.
+    """
+
+    span: int
+    kind: MPI.Datatype
+
+    def __del__(self, finalized=MPI.Is_finalized):
+        if hasattr(self, "kind") and not finalized():
+            self.kind.Free()  # messages under way keep it
+
+
+def strided(boxes: list[Box], itemsize: int) -> Strided | None:
+    """These boxes, in this order, as one message; ``None`` where it is better packed and unpacked by hand."""
+    runs = [_runs(sizes, strides, itemsize) for _, sizes, strides in boxes]
+    count = sum(math.prod(n for n, _ in dims) for _, dims in runs)
+    nbytes = sum(math.prod(sizes) for _, sizes, _ in boxes) * itemsize
+    if nbytes > _LARGEST or (count > max(_FEW, nbytes // _LONG) and MPI.get_vendor()[0] not in _FAST):
+        return None
+    message = Strided(nbytes)
+    message.span = max(start + run + sum((n - 1) * step for n, step in dims) for (start, _, _), (run, dims) in zip(boxes, runs))
+    kinds = [_kind(run, dims) for run, dims in runs]
+    message.kind = MPI.Datatype.Create_struct([1] * len(kinds), [start for start, _, _ in boxes], kinds).Commit()
+    for kind in kinds:
+        kind.Free()
+    return message
+
+
+def _runs(sizes, strides, itemsize):
+    """(bytes of one run of memory, the dims around it as (size, step in bytes), outermost first)."""
+    run, dims = itemsize, [(n, step) for n, step in zip(sizes, strides) if n != 1]
+    while dims and dims[-1][1] == run:
+        run *= dims.pop()[0]
+    return run, dims
+
+
+def _kind(run: int, dims) -> MPI.Datatype:
+    kind = MPI.BYTE.Create_contiguous(run)  # of bytes, whatever the dtype: the fastest
+    for n, step in reversed(dims):
+        inner, kind = kind, kind.Create_hvector(n, 1, step)
+        inner.Free()
+    return kind
