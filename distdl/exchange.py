@@ -184,16 +184,17 @@ def _box(leaf, lead, starts, sizes, strides, dtype, **how):
 
 
 def _messages(by_peer, end: int, transport):
-    """One message for each peer: as its parts lie in the tensor where that is one run of memory, or where the engine takes them
-    so; else laid out from ``end`` on in the staging memory. And where that then ends."""
+    """One message for each peer: a single part as it lies in the tensor, where that is one run of memory or the engine takes it
+    so; else its parts laid out from ``end`` on in the staging memory. And where that then ends."""
     messages = []
     for peer, parts in sorted(by_peer.items()):
         part = parts[0]
         if len(parts) == 1 and part.direct:
             messages.append((peer, part.leaf, part.offset * part.dtype.itemsize, part.nbytes))
             continue
-        if (strided := _strided(parts, transport)) is not None:
-            messages.append((peer, part.leaf, min(p.offset for p in parts) * part.dtype.itemsize, strided))
+        if len(parts) == 1 and (strided := _strided(part, transport)) is not None:
+            messages.append((peer, part.leaf, part.offset * part.dtype.itemsize, strided))
+            part.direct = True
             continue
         place = end
         for part in parts:
@@ -204,18 +205,10 @@ def _messages(by_peer, end: int, transport):
     return messages, end
 
 
-def _strided(parts, transport):
-    """These parts as a message that the engine packs or unpacks while it travels, or ``None``."""
-    leaf, itemsize = parts[0].leaf, parts[0].dtype.itemsize
-    if any(part.add or part.cast or part.leaf != leaf for part in parts):
-        return None
-    first = min(part.offset for part in parts)
-    boxes = [((part.offset - first) * itemsize, part.size, tuple(s * itemsize for s in part.stride)) for part in parts]
-    message = transport.strided(boxes, itemsize)
-    if message is not None:
-        for part in parts:
-            part.direct = True
-    return message
+def _strided(part, transport):
+    """A part as a message that the engine packs or unpacks while it travels, or ``None``."""
+    itemsize = part.dtype.itemsize
+    return None if part.add or part.cast else transport.strided(part.size, tuple(s * itemsize for s in part.stride), itemsize)
 
 
 def _joined(parts):

@@ -32,7 +32,7 @@ class Recorded:
         self.count[what] += 1
         return (*what, self.count[what])
 
-    def strided(self, boxes, itemsize):
+    def strided(self, sizes, strides, itemsize):
         return None
 
     def post(self, sends, receives):

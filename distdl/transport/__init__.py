@@ -20,13 +20,10 @@ class Transport(Protocol):
     sums: frozenset  # the torch dtypes that its sums know
     wide: bool  # whether sums of more than two float16 or bfloat16 are taken in float32
 
-    def strided(self, boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]], itemsize: int) -> int | None:
-        """Memory that is not one run of bytes, for :meth:`post` to send or receive as it lies: the number of bytes, as a kind of
-        ``int`` that knows the rest; ``None`` where the engine cannot, or where staging memory is faster. One end may do so alone.
-
-        ``boxes``: in the order in which they travel, each as the place of its first byte (from the message's own first one), its
-        sizes, and its strides in bytes.
-        """
+    def strided(self, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int | None:
+        """A box that is not one run of memory (strides in bytes), for :meth:`post` to send or receive as it lies: the number of
+        bytes, as a kind of ``int`` that knows the rest; ``None`` where the engine cannot, or where staging memory is faster.
+        One end may do so alone."""
 
     def post(self, sends: list[Buffer], receives: list[Buffer]) -> Any:
         """Start sending and receiving; messages between two ranks keep their order."""

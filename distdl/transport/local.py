@@ -20,7 +20,7 @@ class LocalTransport:
         self.rank, self.size = rank, size
         self.mailboxes = defaultdict(deque) if mailboxes is None else mailboxes
 
-    def strided(self, boxes, itemsize):
+    def strided(self, sizes, strides, itemsize):
         return None
 
     def post(self, sends, receives):

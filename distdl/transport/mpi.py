@@ -61,11 +61,11 @@ class MpiTransport:
         if "cuda" in self.device_types:
             torch.cuda.current_stream().synchronize()
 
-    def strided(self, boxes, itemsize):
+    def strided(self, sizes, strides, itemsize):
         """Only in host memory: MPI copies what lies on a device piece by piece."""
         if not self.types or "cuda" in self.device_types:
             return None
-        message = strided(boxes, itemsize)
+        message = strided(sizes, strides, itemsize)
         return None if message is None or message > self.chunk else message
 
     def abandon(self, handle, memory):

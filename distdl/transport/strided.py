@@ -18,14 +18,12 @@ import math
 from mpi4py import MPI
 
 _LARGEST = 2**19  # bytes of such a message
-_SMALL, _LONG = 2**12, 2**10  # up to so many bytes runs may be short; beyond they need so many each on average,
+_SMALL, _LONG = 2**12, 2**10  # up to so many bytes runs may be short; beyond they need so many each,
 _FAST = ("Open MPI",)  # unless this MPI copies short runs faster than torch does
-
-Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # bytes from the message's first one; sizes; strides in bytes
 
 
 class Strided(int):
-    """The number of bytes of a message that is not one run of memory, and how it lies there.
+    """The number of bytes of a box that is not one run of memory, and how it lies there.
 
     Attributes:
         span: bytes from its first one to its last one, gaps included.
@@ -40,34 +38,20 @@ class Strided(int):
             self.kind.Free()  # messages under way keep it
 
 
-def strided(boxes: list[Box], itemsize: int) -> Strided | None:
-    """These boxes, in this order, as one message; ``None`` where it is better packed and unpacked by hand."""
-    runs = [_runs(sizes, strides, itemsize) for _, sizes, strides in boxes]
-    count = sum(math.prod(n for n, _ in dims) for _, dims in runs)
-    nbytes = sum(math.prod(sizes) for _, sizes, _ in boxes) * itemsize
-    short = nbytes > _SMALL and count * _LONG > nbytes
-    if nbytes > _LARGEST or (short and MPI.get_vendor()[0] not in _FAST):
-        return None
-    message = Strided(nbytes)
-    message.span = max(start + run + sum((n - 1) * step for n, step in dims) for (start, _, _), (run, dims) in zip(boxes, runs))
-    kinds = [_kind(run, dims) for run, dims in runs]
-    message.kind = MPI.Datatype.Create_struct([1] * len(kinds), [start for start, _, _ in boxes], kinds).Commit()
-    for kind in kinds:
-        kind.Free()
-    return message
-
-
-def _runs(sizes, strides, itemsize):
-    """(bytes of one run of memory, the dims around it as (size, step in bytes), outermost first)."""
+def strided(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Strided | None:
+    """A box (strides in bytes) as one message; ``None`` where it is better packed and unpacked by hand."""
     run, dims = itemsize, [(n, step) for n, step in zip(sizes, strides) if n != 1]
     while dims and dims[-1][1] == run:
         run *= dims.pop()[0]
-    return run, dims
-
-
-def _kind(run: int, dims) -> MPI.Datatype:
+    runs = math.prod(n for n, _ in dims)
+    message = Strided(runs * run)
+    short = message > _SMALL and run < _LONG
+    if message > _LARGEST or (short and MPI.get_vendor()[0] not in _FAST):
+        return None
+    message.span = run + sum((n - 1) * step for n, step in dims)
     kind = MPI.BYTE.Create_contiguous(run)  # of bytes, whatever the dtype: the fastest
     for n, step in reversed(dims):
         inner, kind = kind, kind.Create_hvector(n, 1, step)
         inner.Free()
-    return kind
+    message.kind = kind.Commit()
+    return message

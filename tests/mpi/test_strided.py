@@ -85,15 +85,22 @@ def test_any_strides():
 
 
 @needs(2)
-def test_several_boxes_in_one_message():
-    """A wide circular halo over two ranks gets both of its sides from the same peer."""
+def test_several_boxes_in_one_message_are_packed():
+    """A circular halo over two ranks gets both of its sides from the same peer; parts of a message are aligned on both ends, also
+    where only the adjoint adds."""
     L = dd.Layout(dd.Partition((1, SIZE)), (3, 4 * SIZE))
-    spec = dd.HaloSpec(L, (0, 2), boundary="circular")
     X = torch.arange(12.0 * SIZE).reshape(3, -1)
-    plan = spec.plan()
-    (y,) = exchange.run((plan,), [L.shard(X)], HOST)
-    columns = [i % (4 * SIZE) for i in range(4 * RANK - 2, 4 * RANK + 6)]
-    assert torch.equal(y, X[:, columns]) and program_of(plan, y).staging == 0
+    for widths in ((1, 2), (0, 2)):
+        plan = dd.HaloSpec(L, (0, widths[0]), (0, widths[1]), boundary="circular").plan()
+        (y,) = exchange.run((plan,), [L.shard(X)], HOST)
+        columns = [i % (4 * SIZE) for i in range(4 * RANK - widths[0], 4 * RANK + 4 + widths[1])]
+        assert torch.equal(y, X[:, columns])
+        assert bool(types(program_of(plan, y))) == (SIZE > 2 or widths[0] == 0)
+        (x,) = exchange.run((plan.T,), [torch.ones_like(y)], HOST)
+        copies = torch.ones(4)
+        copies[: widths[1]] += 1
+        copies[4 - widths[0] :] += 1
+        assert torch.equal(x, copies.expand(3, 4))
 
 
 @needs(2)
@@ -135,7 +142,7 @@ def test_lengths_are_checked(sent):
     if RANK == 0:
         HOST.wait(HOST.post([(1, x.data_ptr(), 4 * sent)], []))
     else:
-        message = HOST.strided([(0, (4, 4), (64, 4))], 4)
+        message = HOST.strided((4, 4), (64, 4), 4)
         assert message == 64 and message.span == 208
         with pytest.raises(TransportError, match=r"another length|MPI failed"):
             HOST.wait(HOST.post([], [(0, y.data_ptr(), message)]))
@@ -156,14 +163,14 @@ def test_which_messages_are_strided():
     from mpi4py import MPI
 
     quick = MPI.get_vendor()[0] == "Open MPI"
-    assert HOST.strided([(0, (2**9, 2**8), (2**11, 4))], 4) == 2**19, "runs of 1 KiB"
-    assert HOST.strided([(0, (2**9, 2**8 + 1), (2**11, 4))], 4) is None, "more than 512 KiB"
-    assert HOST.strided([(0, (1024,), (8,))], 4) == 4096, "small"
-    assert (HOST.strided([(0, (1025,), (8,))], 4) is None) == (not quick), "short runs"
-    merged = HOST.strided([(0, (2, 1, 3, 4), (200, 7, 16, 4))], 4)
-    assert merged == 96 and merged.span == 248, "12 numbers in a row are one run"
+    assert HOST.strided((2**9, 2**8), (2**11, 4), 4) == 2**19, "runs of 1 KiB"
+    assert HOST.strided((2**9, 2**8 + 1), (2**11, 4), 4) is None, "more than 512 KiB"
+    assert HOST.strided((1024,), (8,), 4) == 4096, "small"
+    assert (HOST.strided((1025,), (8,), 4) is None) == (not quick), "short runs"
+    merged = HOST.strided((2, 1, 3, 4), (200, 7, 16, 4), 4)
+    assert merged == 96 and merged.span == 248, "12 numbers that follow one another are one run"
     device = HOST.cuda_aware
-    assert device.strided([(0, (2, 2), (16, 4))], 4) is None, "on a device MPI would copy them one by one"
+    assert device.strided((2, 2), (16, 4), 4) is None, "on a device MPI would copy them one by one"
 
 
 def test_types_are_given_back(monkeypatch):
@@ -173,7 +180,7 @@ def test_types_are_given_back(monkeypatch):
     freed = []
     monkeypatch.setattr(strided.Strided, "__del__", lambda self, old=strided.Strided.__del__: (freed.append(self.span), old(self)))
     _, _, plan = between((SIZE, 1))
-    plan.view(RANK).programs["mine"] = HOST.strided([(0, (3, 2), (64, 4))], 4)
+    plan.view(RANK).programs["mine"] = HOST.strided((3, 2), (64, 4), 4)
     gc.collect()
     assert 136 not in freed
     plan.view(RANK).programs.clear()
