@@ -43,9 +43,26 @@ def info() -> str:
         rows["launcher"] = str(error)
     gpu = [f"{d.name} {d.version}" for d in importlib.metadata.distributions() if d.name.startswith(("cupy", "nvidia-nccl"))]
     rows["CuPy, NCCL"] = ", ".join(sorted(set(gpu))) or "none"
+    rows["strided boxes"] = _strided_way()
+    rows["large pages"] = _pages()
     rows["CUDA tensors"] = _cuda_way()
     rows["CUDA devices"] = _devices()
-    return "\n".join(f"{name:>12}  {value}" for name, value in rows.items())
+    return "\n".join(f"{name:>13}  {value}" for name, value in rows.items())
+
+
+def _strided_way() -> str:
+    if os.environ.get("DISTDL_MPI_TYPES", "1") == "0":
+        return "copied into staging memory (DISTDL_MPI_TYPES=0)"
+    return "up to 512 KiB packed by MPI while they travel, larger ones copied into staging memory"
+
+
+def _pages() -> str:
+    if os.environ.get("DISTDL_LARGE_PAGES", "1") == "0":
+        return "not asked for (DISTDL_LARGE_PAGES=0)"
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not path.exists() or "[never]" in (says := path.read_text()):
+        return "none: this system has none, or gives none"
+    return f"asked for results of 32 MiB and more; the system says {says.strip()}"
 
 
 def _cuda_way() -> str:

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 import torch
 
-from . import _torch, fused
+from . import _torch, fused, pages
 from . import transport as _transport
 from .errors import ShapeError
 from .side_stream import Beside, settle
@@ -55,7 +55,7 @@ class _Part:
         self.dense = self.dense or _dense(self.size)
         self.nbytes = math.prod(self.size) * self.dtype.itemsize
         self.contiguous = all(n == 1 or s == d for n, s, d in zip(self.size, self.stride, self.dense))
-        self.direct = self.contiguous and not self.add and not self.cast
+        self.direct = self.contiguous and not self.add and not self.cast  # travels from, or to, where it lies
 
     def of(self, tensor):
         """The box inside ``tensor``."""
@@ -107,6 +107,9 @@ class _Program:
     spare: list  # small staging memory that is free, with the parts' views of it
     fused_early: fused.Boxes | None = None  # on a device: small boxes of ``early`` and ``packs``, which one kernel copies,
     fused_late: fused.Boxes | None = None  # and those of ``late``
+
+    def __post_init__(self):
+        self.large = [i for i, like in enumerate(self.likes) if pages.wanted and like.is_cpu and like.nbytes >= pages.LARGE]
 
     def fuse(self, device) -> None:
         """Let one kernel copy many small boxes."""
@@ -186,13 +189,18 @@ def _box(leaf, lead, starts, sizes, strides, dtype, **how):
     return _Part(leaf, (*lead, *sizes), strides, sum(a * s for a, s in zip(starts, strides[len(lead) :])), dtype, **how)
 
 
-def _messages(by_peer, end: int):
-    """One message for each peer, its parts laid out from ``end`` on in the staging memory; and where that then ends."""
+def _messages(by_peer, end: int, transport):
+    """One message for each peer: a single part as it lies in the tensor, where that is one run of memory or the engine takes it
+    so; else its parts laid out from ``end`` on in the staging memory. And where that then ends."""
     messages = []
     for peer, parts in sorted(by_peer.items()):
         part = parts[0]
         if len(parts) == 1 and part.direct:
             messages.append((peer, part.leaf, part.offset * part.dtype.itemsize, part.nbytes))
+            continue
+        if len(parts) == 1 and (strided := _strided(part, transport)) is not None:
+            messages.append((peer, part.leaf, part.offset * part.dtype.itemsize, strided))
+            part.direct = True
             continue
         place = end
         for part in parts:
@@ -201,6 +209,12 @@ def _messages(by_peer, end: int):
             end += -(-part.nbytes // _ALIGN) * _ALIGN
         messages.append((peer, -1, place, stop - place))
     return messages, end
+
+
+def _strided(part, transport):
+    """A part as a message that the engine packs or unpacks while it travels, or ``None``."""
+    itemsize = part.dtype.itemsize
+    return None if part.add or part.cast else transport.strided(part.size, tuple(s * itemsize for s in part.stride), itemsize)
 
 
 def _joined(parts):
@@ -312,8 +326,8 @@ def _program(plans, leads, strides, dtypes, transport, device) -> _Program:
             moves.append((to.leaf, to.offset * to.dtype.itemsize, source.offset * to.dtype.itemsize, to.nbytes))
         else:
             early.append((to, source))
-    send_messages, end = _messages(sends, 0)
-    receive_messages, end = _messages(receives, end)
+    send_messages, end = _messages(sends, 0, transport)
+    receive_messages, end = _messages(receives, end, transport)
     packs = _joined([part for _, parts in sorted(sends.items()) for part in parts if not part.direct])
     late = [(to, source) for to, source in late if source is not None or not to.direct]
     if not any(source or to.add for to, source in late):  # the order does not matter then
@@ -364,6 +378,8 @@ class Pending:
         program, xs = _cached_program(plans, xs, transport)
         self.program, self.xs, self.transport, self.staging, self.handle = program, xs, transport, None, None
         ys = self.ys = [_empty_like(like) for like in program.likes]
+        for leaf in program.large:
+            pages.prefer_large_pages(ys[leaf])
         if program.kind == "all_reduce":
             _sum(transport, xs, ys, program.group)
             return

@@ -1,10 +1,14 @@
 """The executor's economy, which results do not show: what is copied, what is kept, and what is given back."""
 
+import mmap
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 import distdl as dd
-from distdl import exchange
+from distdl import exchange, pages
 from distdl.plan import Plan, Side
 from distdl.transport.local import NullTransport
 
@@ -193,3 +197,30 @@ def test_boxes_of_widened_sums_are_not_fused(monkeypatch):
     for dtype, sizes in ((torch.bfloat16, []), (torch.int16, []), (torch.float32, [4])):
         program_of(plan, torch.ones(plan.view(1).in_shape, dtype=dtype)).fuse(torch.device("cpu"))
         assert made == sizes, dtype
+
+
+def _flags(tensor):
+    """What the system says about the memory of a tensor (VmFlags of /proc/PID/smaps)."""
+    inside, at = False, tensor.data_ptr() + tensor.nbytes // 2
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            start, stop = (int(number, 16) for number in first.split("-"))
+            inside = start <= at < stop
+        elif inside and first == "VmFlags:":
+            return line.split()[1:]
+    return []
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE") or not os.path.exists("/sys/kernel/mm/transparent_hugepage"),
+                    reason="needs a Linux with large pages")
+@pytest.mark.parametrize("rows, large", [(2**22, True), (2**22 - 4, False)])
+def test_large_results_ask_for_large_pages(rows, large, monkeypatch):
+    """Results of 32 MiB and more, and only where nobody has switched it off."""
+    A, B = (dd.Layout(dd.Partition(grid), (rows, 8)) for grid in ((4, 1), (1, 4)))
+    for on in (True, False):
+        monkeypatch.setattr(pages, "wanted", on)
+        to_columns, x = Plan(Side.of(A), Side.of(B)), torch.empty(A.local_shape(1))
+        (y,) = exchange.run((to_columns,), [x], NullTransport(1, 4))
+        assert y.nbytes == 8 * rows and ("hg" in _flags(y)) == (on and large)
+        del y

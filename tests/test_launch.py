@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import distdl as dd
-from distdl.__main__ import main
+from distdl.__main__ import info, main
 from distdl.errors import RankError
 from distdl.launch import environment, find_launcher, find_mpi
 
@@ -253,7 +253,15 @@ def test_info():
     assert code == 0, err
     for name in ("python", "torch", "mpi4py", "MPI", "launcher", "CUDA devices"):
         assert name in out
+    assert "packed by MPI while they travel" in out and "large pages" in out
     assert find_mpi().vendor in out
+
+
+def test_info_says_what_is_switched_off(monkeypatch):
+    monkeypatch.setenv("DISTDL_MPI_TYPES", "0")
+    monkeypatch.setenv("DISTDL_LARGE_PAGES", "0")
+    text = info()
+    assert "copied into staging memory (DISTDL_MPI_TYPES=0)" in text and "not asked for (DISTDL_LARGE_PAGES=0)" in text
 
 
 def test_launcher_belongs_to_the_library():

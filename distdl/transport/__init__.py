@@ -7,7 +7,7 @@ from typing import Any, Protocol
 log: list | None = None  # distdl.testing.count_messages puts a list here: (kind, peer or ranks, bytes)
 observer: Any = None  # distdl.transport.checking.Observer while ranks check each other, or are watched
 
-Buffer = tuple[int, int, int]  # peer rank, address of the first byte, number of bytes
+Buffer = tuple[int, int, int]  # peer rank, address of the first byte, number of bytes (or what Transport.strided gave)
 
 
 class Transport(Protocol):
@@ -19,6 +19,11 @@ class Transport(Protocol):
     collectives: tuple[str, ...]  # the kinds that :meth:`collective` has; other plans go as messages
     sums: frozenset  # the torch dtypes that its sums know
     wide: bool  # whether sums of more than two float16 or bfloat16 are taken in float32
+
+    def strided(self, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int | None:
+        """A box that is not one run of memory (strides in bytes), for :meth:`post` to send or receive as it lies: the number of
+        bytes, as a kind of ``int`` that knows the rest; ``None`` where the engine cannot, or where staging memory is faster.
+        One end may do so alone."""
 
     def post(self, sends: list[Buffer], receives: list[Buffer]) -> Any:
         """Start sending and receiving; messages between two ranks keep their order."""

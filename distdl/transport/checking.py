@@ -36,6 +36,9 @@ class Checked:
         self.rank, self.size, self.device_types = inner.rank, inner.size, inner.device_types
         self.collectives, self.sums, self.wide = inner.collectives, inner.sums, inner.wide
 
+    def strided(self, sizes, strides, itemsize):
+        return self.inner.strided(sizes, strides, itemsize)
+
     def post(self, sends, receives):
         return self.inner.post(sends, receives)
 

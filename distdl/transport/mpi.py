@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import os
 from collections import defaultdict
 from functools import cached_property
 
@@ -13,6 +14,7 @@ from mpi4py import MPI
 from ..errors import TransportError
 from .board import Board
 from .side import SideChannel
+from .strided import Strided, strided
 
 _TAGS = 32768  # every MPI offers at least this many
 _SLOT = 1024  # bytes per rank of one small all-gather
@@ -42,6 +44,7 @@ class MpiTransport:
     sums = frozenset(_SUM_TYPES)
     wide = True
     chunk = 2**30  # bytes per MPI message; below every MPI's limit of 2^31 - 1
+    types = os.environ.get("DISTDL_MPI_TYPES", "1") != "0"  # whether MPI may pack strided memory by itself
 
     def __init__(self, comm=None):
         self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
@@ -73,6 +76,13 @@ class MpiTransport:
         if "cuda" in self.device_types:
             torch.cuda.current_stream().synchronize()
 
+    def strided(self, sizes, strides, itemsize):
+        """Only in host memory: MPI copies what lies on a device piece by piece."""
+        if not self.types or "cuda" in self.device_types:
+            return None
+        message = strided(sizes, strides, itemsize)
+        return None if message is None or message > self.chunk else message
+
     def abandon(self, handle, memory):
         incoming, outgoing, _ = handle
         self._abandoned.append(([*incoming, *outgoing], memory))
@@ -81,19 +91,23 @@ class MpiTransport:
         self._ready()
         if self._abandoned:
             self._abandoned = [one for one in self._abandoned if not MPI.Request.Testall(one[0])]
-        comm, chunk, fromaddress = self.comm, self.chunk, MPI.buffer.fromaddress
-        incoming, outgoing = [], []
+        comm, incoming, outgoing = self.comm, [], []
         for peer, address, nbytes in receives:
-            for start in range(0, nbytes, chunk):
-                size = min(chunk, nbytes - start)
+            for part in self._parts(address, nbytes):
                 tag = self._received[peer] = (self._received[peer] + 1) % _TAGS
-                incoming.append(comm.Irecv((fromaddress(address + start, size), MPI.BYTE), peer, tag))
+                incoming.append(comm.Irecv(part, peer, tag))
         for peer, address, nbytes in sends:
-            for start in range(0, nbytes, chunk):
-                size = min(chunk, nbytes - start)
+            for part in self._parts(address, nbytes):
                 tag = self._sent[peer] = (self._sent[peer] + 1) % _TAGS
-                outgoing.append(comm.Isend((fromaddress(address + start, size), MPI.BYTE), peer, tag))
+                outgoing.append(comm.Isend(part, peer, tag))
         return incoming, outgoing, receives
+
+    def _parts(self, address, nbytes):
+        """The messages of MPI that carry these bytes."""
+        if type(nbytes) is Strided:
+            return [(MPI.buffer.fromaddress(address, nbytes.span), 1, nbytes.kind)]
+        chunk, starts = self.chunk, range(0, nbytes, self.chunk)
+        return [(MPI.buffer.fromaddress(address + start, min(chunk, nbytes - start)), MPI.BYTE) for start in starts]
 
     def wait(self, handle, board=None):
         if handle is None:  # a collective, which is done

