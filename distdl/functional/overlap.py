@@ -30,7 +30,7 @@ LARGE = {"cuda": 2**25}
 def worthwhile(x, spec: HaloSpec) -> bool:
     """Whether overlapping is the default for x: the same on all ranks, whatever their blocks.
 
-    Not where strips lie in several dims: each has a gradient of the block's size, and adding these costs more than what overlaps.
+    Not where strips lie in several dims: each has a gradient of the block's size, and these must be added up.
     """
     least, layout = LARGE.get(x.device.type), spec.in_layout
     if least is None or len(maps.halo_strips(spec)) != 1:

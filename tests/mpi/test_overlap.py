@@ -100,6 +100,30 @@ def test_messages():
     dd.testing.collective_assert(sent[True] == sent[False], f"{sent}")
 
 
+@needs(2)
+def test_the_adjoint_sets_out_before_the_blocks_gradient():
+    """So that on a device, where it has a stream of its own, both run at once: first the strips' convolutions go back, then the
+    movement, then the block's convolution."""
+    _, x, w, call = problem()
+    done, seen = [], set()
+
+    def watch(node):
+        if node is not None and node not in seen:
+            seen.add(node)
+            name = node.name()
+            node.register_prehook(lambda grads: done.append(name))
+            for other, _ in node.next_functions:
+                watch(other)
+
+    y = call(x.requires_grad_(), w.requires_grad_(), True)
+    watch(y.grad_fn)
+    y.sum().backward()
+    edges = 2 if 0 < dd.world().rank < dd.world().size - 1 else 1
+    order = [name for name in done if name.startswith(("Convolution", "_Apply"))]
+    wanted = ["ConvolutionBackward0"] * edges + ["_ApplyBackward", "ConvolutionBackward0"]
+    dd.testing.collective_assert(order == wanted, f"{done}")
+
+
 @pytest.mark.parametrize("k, padding", [(2, "same"), (3, 1)])
 def test_losses_that_differ_by_rank(k, padding):
     """One rank's loss is cubic, the others' are linear, zero or empty; with k = 2 the last rank reads no neighbour."""
