@@ -295,29 +295,21 @@ def maps_of(A) -> tuple:
 # ---------------------------------------------------------------- running maps, with and without a graph
 
 
-def apply(maps, xs, ties=(), pending=None):
+def apply(maps, xs, ties=(), pending=None, tied=None):
     """Apply ``maps[i]`` to ``xs[i]`` as one movement; the only way in to the Function. Returns the results and, last, the new tie,
     or ``None`` where it is a constant. All maps are of one kind over the same ranks.
+
+    It goes from one transform to the next, the innermost first; ``tied`` (on the way): somebody will look at the tie.
     """
     if _transforms_active():
-        xs = _agree_on_batches(maps, xs, ties)
-    ys, s = _step(maps, pending, xs, ties, bool(ties))
-    return [*ys, s]
-
-
-def _step(maps, pending, xs, ties, tied):
-    """(results, tie): one transform after the other, the innermost first, then the movement itself.
-
-    ``tied``: somebody will look at the tie, a node or a derivative's caller. ``None`` stands for a constant one.
-    """
-    if _transforms_active():
+        if tied is None:
+            xs, tied = _agree_on_batches(maps, xs, ties), bool(ties)
         transform = _torch.Transform()
         rule = _differentiated if transform.batch_size is None else _batched
         return rule(transform, maps, pending, xs, ties, tied)
     if (_grad_enabled() and _require_grad(xs, ties)) or (_forward_mode_active() and _have_tangents(xs, ties)):
-        *ys, s = _record((maps, pending, None), *xs, *ties)
-        return ys, s
-    return _run(maps, xs, pending, tied), None  # under torch.func a node around this call records it
+        return _record((maps, pending, None), *xs, *ties)
+    return (*_run(maps, xs, pending, bool(tied)), None)  # under torch.func a node around this call records it
 
 
 _transforms_active, _grad_enabled = _torch.transforms_active, torch.is_grad_enabled
@@ -442,17 +434,15 @@ def _differentiated(transform, maps, pending, xs, ties, tied):
     """grad, vjp and jvp: a node of this transform, if it follows any operand."""
     xs, ties = [transform.lift(t) for t in xs], [transform.lift(t) for t in ties]
     if transform.differentiates((*xs, *ties)):
-        *ys, s = transform.record(_record, (maps, pending, transform), *xs, *ties)
-    else:
-        *ys, s = _further_out(transform, maps, pending, xs, ties, tied)
-    return ys, s
+        return transform.record(_record, (maps, pending, transform), *xs, *ties)
+    return _further_out(transform, maps, pending, xs, ties, tied)
 
 
 def _further_out(transform, maps, pending, xs, ties, tied):
     """(*results, tie): the call outside of a grad, vjp or jvp, on what its tensors wrap."""
     inner = [transform.unwrap(t) for t in xs]
     with transform.outside():
-        ys, s = _step(maps, pending, inner, [transform.unwrap(t) for t in ties], tied)
+        *ys, s = apply(maps, inner, [transform.unwrap(t) for t in ties], pending, tied)
         if s is None and tied:
             s = _new_tie(inner[0])
     return (*(transform.wrap(y) for y in ys), s if s is None else transform.wrap(s))
@@ -467,11 +457,11 @@ def _batched(transform, maps, pending, xs, ties, tied):
         xs = [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) if d else x for x, d in zip(args[:n], dims)]
         args = (*xs, *(t if d is None else t.select(d, 0) for t, d in zip(args[n:], dims[n:])))
     with transform.outside():
-        ys, s = _step(maps, pending, args[:n], args[n:], tied)
+        *ys, s = apply(maps, args[:n], args[n:], pending, tied)
         if batched and tied:
             # s is batched too: a rank whose cotangent is a constant then still runs this rule, as its peers do.
             s = (_new_tie(args[0]) if s is None else s).expand(size, 0)
-    return ([transform.batch(y) for y in ys], s if s is None else transform.batch(s)) if batched else (ys, s)
+    return (*(transform.batch(y) for y in ys), s if s is None else transform.batch(s)) if batched else (*ys, s)
 
 
 def _agree_on_batches(maps, xs, ties):
