@@ -72,7 +72,7 @@ ORDER = [set(line.split()) for line in """
     partition
     plan
     halo _torch
-    transport fused
+    transport fused pages
     exchange
     world
     linear_map
