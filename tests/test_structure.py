@@ -72,7 +72,7 @@ ORDER = [set(line.split()) for line in """
     partition
     plan
     halo _torch
-    transport fused side_stream
+    transport fused side_stream pages
     exchange
     world ties
     run
