@@ -227,7 +227,8 @@ def permute(P: Partition, pairs, shape) -> LinearMap:
     for a, b in pairs:
         if a not in places or b not in places or source[places[b]] is not None:
             raise PartitionError("not a permutation of the partition's ranks", op="permute", partitions=P,
-                                 expected="ranks of P, each at most once as a destination", actual=tuple(pairs))
+                                 expected="ranks of P, each at most once as a destination", actual=tuple(pairs),
+                                 next_step="for sums of several sources take F.sum_reduce")
         source[places[b]] = places[a]
     shapes = list(shape) if shape and isinstance(shape[0], (tuple, list)) else [tuple(shape)] * P.size
     wanted = tuple(shapes[j if s is None else s] for j, s in enumerate(source))
