@@ -235,7 +235,7 @@ def permute(P: Partition, pairs, shape) -> LinearMap:
         if a not in places or b not in places or source[places[b]] is not None:
             raise PartitionError("not a permutation of the partition's ranks", op="permute", partitions=P,
                                  expected="ranks of P, each at most once as a destination", actual=tuple(pairs),
-                                 next_step="list each destination once; a source may be listed several times")
+                                 next_step="list each destination once, a source as often as you like; for sums take F.sum_reduce")
         source[places[b]] = places[a]
     shapes = list(shape) if shape and isinstance(shape[0], (tuple, list)) else [tuple(shape)] * P.size
     wanted = tuple(shapes[j if s is None else s] for j, s in enumerate(source))

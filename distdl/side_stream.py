@@ -34,12 +34,12 @@ class _Side:
             self.stream.wait_stream(home)
 
 
-_side = cache(_Side)
+side_stream = cache(_Side)
 
 
 def settle(device) -> None:
     """Where the side stream is the current one, let it wait as if it began: autograd runs an adjoint on the stream of its node."""
-    side = _side(device)
+    side = side_stream(device)
     if side.stream.cuda_stream == _torch.current_stream(device.index):
         side.wait()
 
@@ -53,7 +53,7 @@ class Beside:
     """
 
     def __init__(self, device, kept=()):
-        self.side = _side(device) if device.type == "cuda" else None
+        self.side = side_stream(device) if device.type == "cuda" else None
         self.stream = None if self.side is None else self.side.stream
         self.kept, self.event = kept, None
 

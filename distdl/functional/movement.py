@@ -305,8 +305,8 @@ def shift(x, P, dim, offset=1, *, periodic=True):
 def permute(x, P, pairs):
     """Send tensors between ranks: ``pairs`` of (source, destination) ranks of ``P``. Adjoint: the reversed pairs.
 
-    Shapes may differ by rank, and are negotiated (not with a Layout). Where nothing arrives the result is zero, in this rank's
-    own shape.
+    A source may have several destinations (the adjoint then sums), a destination one source. Shapes may differ by rank, and are
+    negotiated (not with a Layout). Where nothing arrives the result is zero, in this rank's own shape.
     """
     where = partition_of(P)
     try:
