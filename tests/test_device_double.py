@@ -85,6 +85,9 @@ def test_one_kernel_copies_the_small_boxes(monkeypatch):
     fake_device.install(monkeypatch, kernel=False)
     alone = program_of(plan, [x])
     assert alone.fused_early is alone.fused_late is None and alone.early and alone.packs and alone.late
+    fused = [len(boxes.copies) if boxes else 0 for boxes in (some.fused_early, some.fused_late)]
+    assert fused[0] + len(some.early) + len(some.packs) == len(alone.early) + len(alone.packs), "each box once"
+    assert fused[1] + len(some.late) == len(alone.late)
 
 
 def test_a_single_box_needs_no_kernel(monkeypatch):
@@ -130,6 +133,18 @@ def test_large_boxes_are_copied_in_the_widest_words(dtype, monkeypatch):
     assert words(on_device(torch.ones(*shape, 2).to(dtype))[..., 0].as_subclass(Elsewhere)) == {itemsize}, "not side by side"
     odd = torch.ones(*shape[:-1], shape[-1] + 1).to(dtype)[..., :-1].as_subclass(Elsewhere)
     assert words(odd) == {itemsize}, "rows of an odd length"
+
+
+@pytest.mark.parametrize("last, splits", [(30, (16, 14)), (32, (18, 14)), (32, (16, 16)), (33, (16, 17))])
+def test_rows_that_words_do_not_divide(last, splits, monkeypatch):
+    """Neither a row's length, nor a box's, nor where it begins need be a number of words, whatever the strides are."""
+    fake_device.install(monkeypatch, large=-1)
+    rows = dd.Layout(dd.Partition((2, 1, 1)), (8, 4, last))
+    plan = dd.maps.repartition(rows, dd.Layout(dd.Partition((1, 1, 2)), (8, 4, last), (None, None, splits))).plan
+    X = torch.rand(8, 4, 36)
+    blocks = [X[:4, :, :last].as_subclass(Elsewhere), X[4:, :, :last].as_subclass(Elsewhere)]
+    left, right = plan.simulate(blocks)
+    assert torch.equal(left, X[..., : splits[0]]) and torch.equal(right, X[..., splits[0] : last])
 
 
 def test_programs_differ_by_address_and_device(monkeypatch):
