@@ -7,7 +7,7 @@ import contextlib
 
 import torch
 
-from distdl import exchange, fused
+from distdl import _torch, exchange, fused, side_stream
 
 CUDA = torch.device("cuda", 0)
 
@@ -49,27 +49,39 @@ notes: list = []  # what was asked of streams and of memory, in order
 
 
 class Stream:
+    device = CUDA
+
     def __init__(self, name="side"):
-        self.name = name
+        self.name, self.cuda_stream = name, hash(name)
 
     def wait_stream(self, other):
         notes.append((self.name, "waits for", other.name))
 
+    def record_event(self):
+        notes.append((self.name, "was here"))
+        return self.name
+
+    def wait_event(self, event):
+        notes.append((self.name, "waits until was here", event))
+
 
 CURRENT = Stream("current")
+here = [CURRENT]  # the current stream is the last one
 
 
 class Cuda:
     """``torch.cuda`` as the executor uses it."""
 
-    Stream = staticmethod(lambda device: Stream() if device == CUDA else None)
-    current_stream = staticmethod(lambda device: CURRENT if device == CUDA else None)
+    Stream = staticmethod(lambda device, priority: Stream() if device == CUDA else None)
+    current_stream = staticmethod(lambda device: here[-1] if device == CUDA else None)
 
     @staticmethod
     @contextlib.contextmanager
     def stream(stream):
         notes.append(("enter", stream))
+        here.append(stream)
         yield
+        here.pop()
         notes.append(("leave", stream))
 
 
@@ -120,11 +132,14 @@ class Boxes:
 
 def install(monkeypatch, large=2**20, kernel=True):
     """Let the executor meet the device. ``large``: bytes from which a box is copied alone, in words."""
-    exchange._side_stream.cache_clear()
+    side_stream.side_stream.cache_clear()
     notes.clear()
     living.clear()
     Boxes.kernels = 0
     monkeypatch.setattr(exchange, "torch", Torch())
+    monkeypatch.setattr(side_stream, "torch", Torch())
+    monkeypatch.setattr(_torch, "capturing", lambda: False)
+    monkeypatch.setattr(_torch, "current_stream", lambda index: here[-1].cuda_stream)
     monkeypatch.setattr(exchange, "_like", _like)
     monkeypatch.setattr(exchange, "_empty_like", _empty_like)
     monkeypatch.setattr(fused, "Boxes", Boxes)

@@ -5,7 +5,7 @@ import random
 import fake_device
 import pytest
 import torch
-from fake_device import CURRENT, Boxes, Elsewhere, notes, on_device
+from fake_device import Boxes, Elsewhere, notes, on_device
 from fuzzing import BUILDERS, KINDS, draw, seed_of
 
 import distdl as dd
@@ -184,13 +184,29 @@ def test_split_phase_runs_on_a_side_stream(monkeypatch):
     plan, L = halo()
     x, transport = on_device(torch.rand(L.local_shape(0))), NullTransport(0, 4)
     pending = exchange.start((plan, plan), [x, x], transport)
-    assert type(pending) is exchange._Aside
-    side = pending.stream
-    assert notes == [("side", "waits for", "current"), ("enter", side), ("leave", side), ("recorded", side), ("recorded", side)]
+    assert type(pending) is exchange.Aside
+    side = pending.beside.stream
+    assert notes == [("side", "waits for", "current"), ("enter", side), ("side", "was here"), ("leave", side)]
     notes.clear()
-    ys = pending.finish()
-    assert notes == [("current", "waits for", "side"), ("recorded", CURRENT), ("recorded", CURRENT)] and len(ys) == 2
-    assert exchange.start((plan,), [x], transport).stream is side, "one for each device"
+    with pending.joining():
+        ys = pending.finish()
+    assert notes == [("enter", side), ("leave", side), ("current", "waits until was here", "side")] and len(ys) == 2
+    notes.clear()
+    with fake_device.Cuda.stream(side):  # as autograd runs the adjoint: memory of the side stream may have been in use on others
+        exchange.run((plan.T,), [ys[0]], transport)
+    assert notes == [("enter", side), ("side", "waits for", "current"), ("leave", side)]
+    notes.clear()
+    exchange.run((plan,), [x], transport)
+    assert not notes, "elsewhere nothing waits"
+    pending, other = exchange.start((plan,), [x], transport), fake_device.Stream("other")
+    notes.clear()
+    with fake_device.Cuda.stream(other), pending.joining():  # waited for on another stream than it was started from
+        pending.finish()
+    assert notes[3:] == [("other", "waits until was here", "side"), ("recorded", side), ("recorded", other), ("leave", other)]
+    notes.clear()
+    exchange.start((plan,), [x], transport)
+    assert notes[-1] == ("recorded", side), "what nobody waited for is kept until the side stream is done"
+    assert exchange.start((plan,), [x], transport).beside.stream is side, "one for each device"
     monkeypatch.setattr(exchange.LocalTransport, "device_types", ("cpu", "cuda"))
     assert type(exchange.start((plan,), [x], transport)) is exchange.Pending, "where the engine itself waits on the host"
     monkeypatch.setattr(exchange.LocalTransport, "device_types", ("cuda",))
