@@ -102,6 +102,7 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None)
         grads: dict = {}
         inbox: dict = {}  # for each task to come, the transfer of what it takes
         outbox: dict = {}  # for each peer, the last transfer to it
+        before: Any = anchor  # the last transfer's result
         unused = []  # what is left here of what was sent: no element, but a dependence
 
         def take(box, key):
@@ -136,8 +137,11 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None)
                 box, key = (inbox, to) if home(to.stage) == rank else (outbox, home(to.stage))
                 if key in outbox:
                     unused.append(take(outbox, key))
-                transfer = start(A, nothing((0,), anchor) if y is None else y)
-                box[key] = wait(transfer) if pure else transfer
+                sent = nothing((0,), anchor) if y is None else y
+                # In derivatives independent transfers come in autograd's order: by numbers that each thread counts for itself, so
+                # not in one order on all ranks where a device's thread takes part. So none of them is independent.
+                transfer = start(A, tie(sent, before) if pure else sent)
+                box[key] = before = wait(transfer) if pure else transfer
         unused += [take(outbox, peer) for peer in list(outbox)]
         if pure:  # whatever is differentiated next, every rank's messages stay part of it
             total = tie(total, *unused)

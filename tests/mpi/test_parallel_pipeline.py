@@ -163,6 +163,33 @@ def test_hessian_vector_products(kind):
     assert all(close(reverse[k][n], wanted[k][n]) for k in mine for n in "wb")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_transfers_have_one_order_in_derivatives(kind):
+    """Each one depends on the one before, so that no rank's autograd can take them in another order than its peers."""
+    mine, run = pipelined(kind)
+
+    def behind(node, seen):
+        for further, _ in node.next_functions:
+            if further is not None and further not in seen:
+                seen.add(further)
+                behind(further, seen)
+        return seen
+
+    def step(params):
+        _, grads = run(params, 0)
+        ends = [t.grad_fn for t in torch.utils._pytree.tree_leaves(grads)]
+        nodes = {node for end in ends for node in {end, *behind(end, set())} if "_Apply" in node.name()}
+        further = {node: behind(node, set()) for node in nodes}
+        assert all(a is b or a in further[b] or b in further[a] for a in nodes for b in nodes)
+        counts.append(len(nodes))
+        return grads
+
+    counts: list = []
+    vjp(step, mine)
+    if P.active and SIZE > 1:
+        assert counts[0] > len(MICRO)
+
+
 def test_under_checking():
     """Transfers that block change nothing: the order of tasks is one order for all."""
     for kind in KINDS:
