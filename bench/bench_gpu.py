@@ -229,7 +229,7 @@ def problem(shape):
 
 def convolution():
     """With the halo first, and with overlap, against one device alone on its share with its halos, forward + backward and forward
-    alone: from which block on is overlap faster (``LARGE`` in functional/overlap.py)?"""
+    alone: from which block on is overlap faster?"""
     for shape in CONVOLUTIONS:
         L, x, w, g, serial, grown, padding = problem(shape)
 

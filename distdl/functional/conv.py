@@ -13,7 +13,7 @@ from ..halo import HaloSpec
 from ..partition import Layout, balanced
 from ..ties import nothing
 from .linear import bias_once, check_layouts, collect, spread
-from .overlap import overlap_of, overlapped, worthwhile
+from .overlap import overlap_of, overlapped
 from .params import check_bias, replicated
 from .window import MODES, hashable, on_window, tuple_of, window_spec, windowed, with_layout
 
@@ -147,7 +147,7 @@ def _grouped(conv, window, w, bias, first, out_per_group, in_per_group, **kwargs
 
 
 def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, padding_mode="zeros", shape=None,
-              out_channels=None, x_layout="root", y_layout="root", params="varying", overlap=None):
+              out_channels=None, x_layout="root", y_layout="root", params="varying", overlap=False):
     """Convolution of 1 to 3 spatial dims, as torch.nn.Conv1d/2d/3d, over a partitioned x.
 
     Args:
@@ -166,9 +166,9 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
             asks for every rank's block.
         params: "invariant": w and bias are equal on all ranks that use the same block, that is over the batch and spatial
             dims of ``P`` (in the general form the bias also over *in*), and the layer marks them. "varying": each rank's own.
-        overlap: ``True``: convolve this rank's block of x while the halos travel; outputs near its sides then get what they read
-            of the halos added (as sums of two rounded parts, in half precision). ``False``: the halos first. ``None``: overlap
-            large blocks of CUDA tensors that are split in one spatial dim. The same on all ranks.
+        overlap: convolve this rank's block of x while the halos travel; outputs near its sides then get what they read of the
+            halos added (as sums of two rounded parts, in half precision). Worth it for inference on large blocks; slower in
+            training, where each strip has its own gradients of the weights. The same on all ranks.
 
     Returns:
         This rank's block of the result, of layout :func:`conv_layout`: splits stay in dims whose size does, and are balanced
@@ -213,7 +213,7 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
             return conv(window, w, bias, own)
 
         coords = where.index()
-        if coords is not None and (worthwhile(x, spec) if overlap is None else overlap):
+        if coords is not None and overlap:
             here = overlap_of(spec, coords, kernel, stride, pads, dilation)
             if here is not None:
                 return overlapped(x, here, conv, w, bias, lambda window: on_window(window, spec, least, local))

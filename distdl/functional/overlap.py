@@ -12,7 +12,6 @@ large is copied, forward or backward.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,20 +21,6 @@ import torch.nn.functional as tf
 from .. import _torch, maps
 from ..halo import HaloSpec
 from .movement import start, wait
-
-# By kind of device: bytes of the largest block of x from which on a convolution overlaps where it is not told; elsewhere never.
-LARGE = {"cuda": 2**25}
-
-
-def worthwhile(x, spec: HaloSpec) -> bool:
-    """Whether overlapping is the default for x: the same on all ranks, whatever their blocks.
-
-    Not where strips lie in several dims: each has a gradient of the block's size, and these must be added up.
-    """
-    least, layout = LARGE.get(x.device.type), spec.in_layout
-    if least is None or len(maps.halo_strips(spec)) != 1:
-        return False
-    return math.prod(max(layout.sizes(d)) for d in range(layout.ndim)) * x.dtype.itemsize >= least
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Overlapped convolutions: the block is convolved while the strips beside it travel, and the result is that of serial torch."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -212,18 +211,6 @@ def test_modules_and_the_general_form():
     layers = [dd.nn.Conv1d(L, 4, 3, 3, padding=1, dtype=torch.float64, overlap=o) for o in (True, False)]
     layers[1].load_state_dict(layers[0].state_dict())
     same(*(layer(L.shard(x)) for layer in layers), "module")
-
-
-def test_default():
-    """Large blocks on a device that lack something in one dim; the same on all ranks, also where blocks are uneven."""
-    P = dd.Partition((1, 1, dd.world().size, 1))
-
-    def decided(size, halo=(0, 0, 1, 0), device="cuda"):
-        spec = dd.HaloSpec(dd.Layout(P, (1, 1, size, 1)), halo, boundary="circular")
-        return inside.worthwhile(SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16), spec)
-
-    size = (inside.LARGE["cuda"] // 2 - 1) * P.size + 1
-    assert decided(size) and not decided(size - 1) and not decided(size, (0, 0, 1, 1)) and not decided(size, device="cpu")
 
 
 @needs(2)
