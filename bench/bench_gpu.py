@@ -193,7 +193,8 @@ def mlp():
 
     p, tokens, width, inner = COMM.size, 4096, 8192, 32768
     kind = {"device": "cuda", "dtype": torch.bfloat16}
-    column, row = dd.Partition((1, p, 1)), dd.Partition((1, 1, p))
+    column = dd.Layout(dd.Partition((1, p, 1)), (tokens, inner, width))
+    row = dd.Layout(dd.Partition((1, 1, p)), (tokens, width, inner))
     w1, w2 = ((0.01 * torch.randn(s, **kind)).requires_grad_() for s in ((inner // p, width), (width, inner // p)))
     x = torch.randn(tokens, width, **kind, requires_grad=True)
     part = x.detach()[: tokens // p].clone().requires_grad_()

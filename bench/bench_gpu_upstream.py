@@ -66,7 +66,8 @@ def linear(upstream, grid, device, width):
     second = upstream.nn.linear_rs.DistributedLinearReduceScatter(across, inner, width, **how)
     w1, w2 = (layer.weight.detach().reshape(layer.weight.shape[-2:]).clone().requires_grad_() for layer in (first, second))
     x = torch.randn(1, tokens, width // p, device=device, requires_grad=True)
-    column, row = dd.Partition((1, 1, p, 1)), dd.Partition((1, 1, 1, p))
+    column = dd.Layout(dd.Partition((1, 1, p, 1)), (1, tokens, inner, width))
+    row = dd.Layout(dd.Partition((1, 1, 1, p)), (1, tokens, width, inner))
     g = torch.randn_like(x)
 
     def ours():
