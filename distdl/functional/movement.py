@@ -363,11 +363,12 @@ def start(A, x) -> _Pending:
         raise PartitionError("not a linear map", op="start", expected="one of dd.maps", actual=A,
                              next_step="F.start(dd.maps.repartition(L, M), x)")
     moving = None
-    single = all(len(maps_of(m)) == 1 and not isinstance(m, UserMap) and not m.is_identity for m in maps)
-    if single and not _torch.transforms_active() and not _torch.dispatch_modes():
-        if any(not isinstance(x, torch.Tensor) or (m.active and x.shape != m.in_shape) for m, x in zip(maps, xs, strict=True)):
-            return _Pending(A, move(xs, maps), None)  # raises the usual error
-        xs = tuple(x if x.shape == m.in_shape else nothing(m.in_shape, x) for m, x in zip(maps, xs, strict=True))
+    plain = all(isinstance(m, LinearMap) for m in maps)
+    pairs = list(zip(maps, xs, strict=True))
+    if plain and any(not isinstance(x, torch.Tensor) or (m.active and x.shape != m.in_shape) for m, x in pairs):
+        return _Pending(A, move(xs, maps), None)  # raises the usual error
+    if plain and not any(m.is_identity for m in maps) and not _torch.transforms_active() and not _torch.dispatch_modes():
+        xs = tuple(x if x.shape == m.in_shape else nothing(m.in_shape, x) for m, x in pairs)
         first = maps[0]
         transport = first.world.transport(xs[0], first.ranks)
         if _transport.observer is not None:
