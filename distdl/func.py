@@ -37,7 +37,7 @@ def _check(op, layout, block, what) -> None:
     """Raise unless ``block`` is one tensor, this rank's block of ``layout``."""
     if not isinstance(layout, Layout):
         raise PartitionError("the global basis needs a global shape", op=op, expected=f"the Layout of {what}", actual=layout,
-                             next_step=f"dd.Layout(P, the global shape of {what})")
+                             next_step=f"dd.Layout(P, the global shape of {what})", partitions=layout)
     if not isinstance(block, torch.Tensor) or (block.shape != layout.local_shape() and (layout.active or block.numel())):
         actual = tuple(block.shape) if isinstance(block, torch.Tensor) else type(block).__name__
         raise ShapeError(f"{what} is not this rank's block", op=op, partitions=layout, actual=actual,
@@ -118,7 +118,8 @@ def inner(x, y, P, dims=None):
     """
     (xs, structure), (ys, other) = _torch.flatten(x), _torch.flatten(y)
     if structure != other:
-        raise ShapeError("x and y are different pytrees", op="inner", partitions=P, expected=structure, actual=other)
+        raise ShapeError("x and y are different pytrees", op="inner", partitions=P, expected=structure, actual=other,
+                         next_step="give y the structure of x")
     local = sum((a.conj() * b).sum() for a, b in zip(xs, ys))
     where = P.partition if isinstance(P, Layout) else P
     return invariant_sum(local, where, dims)

@@ -293,7 +293,8 @@ def sum_reduce(P_src: Partition, P_dst, shape=None) -> LinearMap:
 def halo_exchange(spec: HaloSpec) -> LinearMap:
     """Blocks -> windows. Adjoint: ghosts' cotangents are added to their owners."""
     if not isinstance(spec, HaloSpec):
-        raise PartitionError("not a HaloSpec", op="halo_exchange", expected="dd.HaloSpec(P, shape, left, right)", actual=spec)
+        raise PartitionError("not a HaloSpec", op="halo_exchange", expected="dd.HaloSpec(P, shape, left, right)", actual=spec,
+                             next_step="dd.HaloSpec(P, shape, widths), or dd.HaloSpec.window(P, shape, kernel)", partitions=None)
     plan = spec.plan()
     return LinearMap("halo_exchange", plan, plan.T)
 

@@ -143,7 +143,8 @@ class Partition(_Value):
             return tuple(range(self.ndim))
         found = sorted(self._dim(d, op) for d in ((dims,) if isinstance(dims, int) else dims))
         if len(set(found)) < len(found):
-            raise PartitionError("a dim is named twice", op=op, partitions=self, expected="distinct dims", actual=tuple(dims))
+            raise PartitionError("a dim is named twice", op=op, partitions=self, expected="distinct dims", actual=tuple(dims),
+                                 next_step="name each dim once")
         return tuple(found)
 
     def take(self, dim: int, index: int, keepdim: bool = False) -> Partition:
@@ -228,7 +229,7 @@ class Layout(_Value):
             shape = tuple(as_int(n) for n in self.shape)
         except TypeError:
             raise PartitionError("not a global shape", op="Layout", partitions=P, expected="a sequence of integers",
-                                 actual=self.shape) from None
+                                 actual=self.shape, next_step="pass the tensor's global shape, for example x.shape") from None
         if len(shape) != P.ndim or any(n < 0 for n in shape):
             raise PartitionError("the shape does not fit the partition", op="Layout", partitions=P,
                                  expected=f"{P.ndim} sizes >= 0", actual=shape,

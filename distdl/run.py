@@ -14,7 +14,8 @@ def check(maps, xs) -> None:
     for x in xs:
         if x.layout is not _strided or x.is_quantized:
             raise ShapeError("only dense tensors can be moved", op=str(maps[0]), rank=maps[0].world.rank, expected=_strided,
-                             actual=str(x.layout), next_step="x.to_dense(), or move a sparse tensor's parts")
+                             actual=str(x.layout), next_step="x.to_dense(), or move a sparse tensor's parts",
+                             partitions=maps[0].partitions)
 
 
 _strided = torch.strided

@@ -182,7 +182,8 @@ def _pointwise(op, losses, x, y, P, reduction, weight=None):
         return nothing((0, *x.shape[1:]) if x.dim() == where.ndim else (0,) * where.ndim, x, y)
     check_block(op, x, P)
     if not isinstance(y, torch.Tensor):
-        raise ShapeError("the target is not a tensor", op=op, partitions=P, expected="this rank's block", actual=type(y).__name__)
+        raise ShapeError("the target is not a tensor", op=op, partitions=P, expected="this rank's block", actual=type(y).__name__,
+                         next_step="pass the target's block as a tensor")
     if x.shape != y.shape:
         raise ShapeError("prediction and target have different shapes", op=op, expected=tuple(x.shape), actual=tuple(y.shape),
                          next_step="pass blocks of one layout; nothing is broadcast", partitions=P)

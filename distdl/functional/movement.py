@@ -313,7 +313,7 @@ def permute(x, P, pairs):
         pairs = tuple((a, b) for a, b in pairs)
     except (TypeError, ValueError):
         raise PartitionError("not pairs of ranks", op="permute", partitions=P, expected="[(source, destination), ...]",
-                             actual=pairs) from None
+                             actual=pairs, next_step="for example [(0, 1), (1, 0)]") from None
     xs, tree = _torch.flatten(x)
     if isinstance(P, Layout):
         shapes = [P.local_shape(r) for r in where.ranks]
@@ -360,7 +360,7 @@ def start(A, x) -> _Pending:
     """
     maps, xs = (A, tuple(x)) if isinstance(A, tuple) else ((A,), (x,))
     if not all(isinstance(maps_of(m)[0], (LinearMap, UserMap)) for m in maps):
-        raise PartitionError("not a linear map", op="start", expected="one of dd.maps", actual=A,
+        raise PartitionError("not a linear map", op="start", expected="one of dd.maps", actual=A, partitions=None,
                              next_step="F.start(dd.maps.repartition(L, M), x)")
     moving = None
     plain = all(isinstance(m, LinearMap) for m in maps)
@@ -386,10 +386,10 @@ def wait(pending: _Pending):
     """Finish what :func:`start` began, and return y; of a tuple of maps a list. Once only."""
     if not isinstance(pending, _Pending):
         raise ShapeError("not a movement under way", op="wait", expected="what F.start returned", actual=type(pending).__name__,
-                         next_step="y = F.wait(F.start(A, x))")
+                         next_step="y = F.wait(F.start(A, x))", partitions=None)
     if pending.map is None:
         raise ShapeError("this movement was already waited for", op="wait", next_step="keep the result of the first wait",
-                         expected="a movement under way", actual="one that is finished")
+                         expected="a movement under way", actual="one that is finished", partitions=None)
     A, pending.map = pending.map, None
     several = isinstance(A, tuple)
     maps, moving = A if several else (A,), pending.moving

@@ -112,7 +112,8 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
     _parameters(op, "varying", L, dims, (x.shape[1],), running_mean, running_var)
     if (running_mean is None) != (running_var is None):
         raise ShapeError("running_mean and running_var belong together", op=op, partitions=L, expected="both, or None for both",
-                         actual=f"{'running_var' if running_mean is None else 'running_mean'} alone")
+                         actual=f"{'running_var' if running_mean is None else 'running_mean'} alone",
+                         next_step="pass both running statistics")
     dtype, x = x.dtype, wide(x)
     if not training and running_mean is not None:
         mean, var = _of_channels(L, running_mean), _of_channels(L, running_var)

@@ -52,7 +52,7 @@ def _key(seed, device):
             seed = torch.tensor(_signed(as_int(seed)), device=device)
         except TypeError:
             raise ShapeError("a seed is one integer", op="random", expected="an int, or an integer tensor of shape ()",
-                             actual=seed) from None
+                             actual=seed, next_step="draw one number and give every rank the same") from None
     return _mix(seed * _GAMMA + _MIX1)
 
 

@@ -42,7 +42,8 @@ def check_block(op, x, P, what="x") -> None:
     """Raise unless ``x`` can be this rank's block over ``P``."""
     where = partition_of(P)
     if not isinstance(x, torch.Tensor):
-        raise ShapeError(f"{what} is not a tensor", op=op, partitions=P, expected="this rank's block", actual=type(x).__name__)
+        raise ShapeError(f"{what} is not a tensor", op=op, partitions=P, expected="this rank's block", actual=type(x).__name__,
+                         next_step="pass this rank's block as a tensor")
     if isinstance(P, Layout):
         if tuple(x.shape) != P.local_shape():
             raise ShapeError(f"{what} is not this rank's block", op=op, partitions=P, expected=P.local_shape(),
