@@ -371,22 +371,23 @@ class _Apply(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, call, *args):
+    def forward(call, *args):
         maps, pending, transform = call
-        n = len(maps)
-        xs = args[:n]
+        xs = args[: len(maps)]
         if transform is None:
-            ys, s = _run(maps, xs, pending, True), _new_tie(xs[0])
-        else:
-            *ys, s = _further_out(transform, maps, pending, xs, args[n:], True)
-        ctx.maps = maps
+            return (*_run(maps, xs, pending, True), _new_tie(xs[0]))
+        return _further_out(transform, maps, pending, xs, args[len(maps) :], True)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *ys, s = output
+        ctx.maps = inputs[0][0]
         ctx.set_materialize_grads(False)  # the tie's own would be made every time, for nothing
         ctx.save_for_backward(s)
         ctx.ys_like = [(y.shape, y.dtype, y.device) for y in ys]
         if _forward_mode_active():
             ctx.save_for_forward(s)
-            ctx.xs_like = [(x.shape, x.dtype, x.device) for x in xs]
-        return (*ys, s)
+            ctx.xs_like = [(x.shape, x.dtype, x.device) for x in inputs[1 : len(ys) + 1]]
 
     @staticmethod
     def backward(ctx, *grads):
