@@ -49,12 +49,9 @@ def has_tangent(tensor) -> bool:
     return level >= 0 and torch._C._is_fwd_grad_enabled() and torch._VF._unpack_dual(tensor, level=level)[1] is not None
 
 
-def fast_apply(function):
-    """``function.apply`` without binding the signature on every call (17 µs instead of 53), and for one level of autograd alone.
-
-    Where no torch.func transform is active, ``Function.apply`` ends in this same call; else see :meth:`Transform.record`.
-    """
-    return super(torch.autograd.Function, function).apply
+# A Function for one level of autograd alone: ``apply`` makes the node without binding a signature on every call (17 µs instead of
+# 53). Under torch.func it must be told so, see Transform.record; a plain Function would go through all transforms by itself.
+SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 
 
 def opaque(function):
@@ -182,7 +179,7 @@ class Transform:
         return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
     def record(self, apply, *args):
-        """:func:`fast_apply` of a Function, as a node of this transform alone."""
+        """``apply`` of a :data:`SingleLevelFunction`: a node of this transform."""
         before = _functorch.get_single_level_autograd_function_allowed()
         _functorch.set_single_level_autograd_function_allowed(True)
         try:
@@ -213,6 +210,13 @@ def plain(tensor):
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return torch.zeros_like(tensor, memory_format=torch.contiguous_format) if tensor._is_zerotensor() else tensor
+
+
+def numbers(tensor) -> list:
+    """``tensor.tolist()``, also of a tensor that grad, vjp or jvp has wrapped: older torch finds no memory there."""
+    while _functorch.is_gradtrackingtensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor.tolist()
 
 
 foreach_copy = torch._foreach_copy_  # (targets, sources): on a device one kernel copies many small tensors

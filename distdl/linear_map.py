@@ -363,7 +363,7 @@ def _new_tie(x):
     return _ties[device].detach()
 
 
-class _Apply(torch.autograd.Function):
+class _Apply(_torch.SingleLevelFunction):
     """(y_1, ..., y_n, s) = (A_1 x_1, ..., A_n x_n, an empty tie), given x_1 ... x_n and any number of ties.
 
     ``call``: (the maps, a movement under way or ``None``, a transform or ``None``). Under torch.func one such node stands for one
@@ -428,7 +428,7 @@ def _placed(found, places, maps):
     return [results.get(i) for i in range(len(maps))]
 
 
-_record = _torch.fast_apply(_Apply)
+_record = _Apply.apply  # type: ignore[attr-defined]
 
 
 def _differentiated(transform, maps, pending, xs, ties, tied):

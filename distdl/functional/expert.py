@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import _torch
 from ..agree import partition_of
 from ..errors import PartitionError, ShapeError
 from ..linear_map import LinearMap
@@ -78,7 +79,7 @@ def expert_parallel(f, x, expert, P, num_experts: int):
         raise ShapeError("no such expert", op=op, partitions=where, expected=f"0 <= expert < {num_experts}",
                          actual=(int(expert.min()), int(expert.max())), next_step="experts are counted over all ranks, from 0")
     order = torch.argsort(expert, stable=True)
-    mine = torch.bincount(expert, minlength=num_experts).tolist()
+    mine = _torch.numbers(torch.bincount(expert, minlength=num_experts))
     reports = world(where.world).all_gather(mine, where.ranks, op)
     counts = [reports[r] for r in where.ranks]
     first = sum(balanced(num_experts, where.size)[: coords[0]])
