@@ -212,11 +212,9 @@ def plain(tensor):
     return torch.zeros_like(tensor, memory_format=torch.contiguous_format) if tensor._is_zerotensor() else tensor
 
 
-def numbers(tensor) -> list:
-    """``tensor.tolist()``, also of a tensor that grad, vjp or jvp has wrapped: older torch finds no memory there."""
-    while _functorch.is_gradtrackingtensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor.tolist()
+def numbers(tensor) -> list[int]:
+    """``tensor.tolist()`` of integers, also inside torch.func, where older torch finds no memory."""
+    return [int(n) for n in tensor] if transforms_active() else tensor.tolist()
 
 
 foreach_copy = torch._foreach_copy_  # (targets, sources): on a device one kernel copies many small tensors
