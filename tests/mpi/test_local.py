@@ -20,7 +20,7 @@ def patches(x, kernel, stride):
     """(b, c, *out, *kernel), pixel by pixel."""
     sizes = [(m - k) // s + 1 for m, k, s in zip(x.shape[2:], kernel, stride)]
     places = torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, len(sizes))
-    cut = lambda p: x[(slice(None), slice(None), *(slice(a * s, a * s + k) for a, s, k in zip(p.tolist(), stride, kernel)))]
+    cut = lambda p: x[(slice(None), slice(None), *(slice(a * s, a * s + k) for a, s, k in zip(map(int, p), stride, kernel)))]
     return torch.stack([cut(p) for p in places], 2).reshape(*x.shape[:2], *sizes, *kernel)
 
 
