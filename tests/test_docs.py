@@ -128,7 +128,11 @@ def test_every_notebook_has_its_script():
     assert {path.stem for path in NOTEBOOKS} == {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
 
 
-@pytest.mark.parametrize("script", NOTEBOOKS, ids=lambda path: path.stem)
+QUICK = ("operators_and_adjoints", "convnet_dist")  # the others train whole models too: `make test-all`
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(p, id=p.stem, marks=() if p.stem in QUICK else pytest.mark.slow) for p in NOTEBOOKS])
 def test_notebook(script):
     """A notebook holds its script's cells and their outputs, without an error; and the script runs, with less training."""
     pytest.importorskip("matplotlib")

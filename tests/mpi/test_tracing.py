@@ -90,7 +90,7 @@ def test_raw_operator_is_silent_only_where_nothing_is_differentiated():
         move(torch.ones(2, requires_grad=True))
 
 
-@pytest.mark.skipif(not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"), reason="older torch looks inside, and warns")
+@pytest.mark.skipif(not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"), reason="older torch warns, looking inside")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler itself looks at it
 def test_compile_breaks_its_graph_at_a_movement():
     """And does not look inside: no warnings, one break."""
