@@ -172,14 +172,18 @@ def block_sizes(own: int, P: Partition, dim: int, total: int | None) -> tuple[in
     return tuple(found[r] for r in fibre.ranks)
 
 
+def outside_shape(x, ndim: int) -> tuple[int, ...]:
+    """The shape of what a rank that takes no part gets: no element, and as many dims as its peers', whatever x it passed."""
+    return (0, *x.shape[1:]) if x.dim() == ndim else (0,) * max(ndim, 1)
+
+
 def outside(op: str, xs, P, ndim=None):
     """What a rank that takes no part gets: zero-volume tensors that stay connected."""
     ndim = partition_of(P).ndim if ndim is None else ndim
-    shapes = [(0, *x.shape[1:]) if x.dim() == ndim else (0,) * max(ndim, 1) for x in xs]
-    return [nothing(s, x) for s, x in zip(shapes, xs)]
+    return [nothing(outside_shape(x, ndim), x) for x in xs]
 
 
-__all__ = ["DistdlError", "Report", "block_sizes", "negotiate", "outside", "partition_of", "resolve"]
+__all__ = ["DistdlError", "Report", "block_sizes", "negotiate", "outside", "outside_shape", "partition_of", "resolve"]
 
 for _function in (block_sizes, negotiate, resolve):
     _torch.opaque(_function)

@@ -8,7 +8,6 @@ which was freed there can be used again; and what the side stream reads is kept 
 from __future__ import annotations
 
 import contextlib
-from functools import cache
 
 import torch
 
@@ -34,13 +33,20 @@ class _Side:
             self.stream.wait_stream(home)
 
 
-side_stream = cache(_Side)
+_sides: dict = {}  # of the devices on which something went beside
+
+
+def side_stream(device) -> _Side:
+    """The device's side stream, made on first use."""
+    if device not in _sides:
+        _sides[device] = _Side(device)
+    return _sides[device]
 
 
 def settle(device) -> None:
     """Where the side stream is the current one, let it wait as if it began: autograd runs an adjoint on the stream of its node."""
-    side = side_stream(device)
-    if side.stream.cuda_stream == _torch.current_stream(device.index):
+    side = _sides.get(device)
+    if side is not None and side.stream.cuda_stream == _torch.current_stream(device.index):
         side.wait()
 
 

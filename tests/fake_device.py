@@ -132,7 +132,7 @@ class Boxes:
 
 def install(monkeypatch, large=2**20, kernel=True):
     """Let the executor meet the device. ``large``: bytes from which a box is copied alone, in words."""
-    side_stream.side_stream.cache_clear()
+    side_stream._sides.clear()
     notes.clear()
     living.clear()
     Boxes.kernels = 0

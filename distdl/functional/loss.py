@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as local
 
 from .. import _torch
-from ..agree import partition_of, resolve
+from ..agree import outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..partition import Layout
 from ..ties import nothing
@@ -98,7 +98,7 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
     if not where.active:
         if reduction != "none" or not rest:
             return zero_loss(x)
-        return nothing((0, *x.shape[2:]) if x.dim() == where.ndim else (0,) * len(rest), x)
+        return nothing((0, *outside_shape(x, where.ndim)[2:]), x)
     check_block(op, x, P)
     x, first, classes = _classes(op, x, P, c)
     likely = softmax and target.is_floating_point()
@@ -179,7 +179,7 @@ def _pointwise(op, losses, x, y, P, reduction, weight=None):
     if not where.active:
         if reduction != "none" or not where.ndim:
             return zero_loss(x, y)
-        return nothing((0, *x.shape[1:]) if x.dim() == where.ndim else (0,) * where.ndim, x, y)
+        return nothing(outside_shape(x, where.ndim), x, y)
     check_block(op, x, P)
     if not isinstance(y, torch.Tensor):
         raise ShapeError("the target is not a tensor", op=op, partitions=P, expected="this rank's block", actual=type(y).__name__,

@@ -122,6 +122,20 @@ def test_overlapped_convolutions(grid):
     near(found[0], found[1].cpu(), "the engine's second derivative")
 
 
+def captured(step):
+    """(a CUDA graph of ``step``, its result in there), after runs on a stream of their own, as torch asks for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    return graph, found
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_an_overlapped_convolution_in_a_graph(backward):
     n = dd.world().size
@@ -135,15 +149,7 @@ def test_an_overlapped_convolution_in_a_graph(backward):
         y = F.dist_conv(leaf, weight, L, padding=1, overlap=True)
         return torch.autograd.grad(y.square().sum(), leaf)[0] if backward else y.detach()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = captured(step)
     on_host = lambda x: F.dist_conv(x, w, L, padding=1)
     for scale in (1.0, -2.0):
         with torch.no_grad():
@@ -164,15 +170,7 @@ def test_graph_capture(backward):
             (leaf.grad,) = torch.autograd.grad(value, leaf)
         return value.detach()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        value = step()
+    graph, value = captured(step)
     for scale in (1.0, 0.5, -2.0):
         with torch.no_grad():
             leaf.copy_(x * scale)
