@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -52,7 +52,27 @@ def _kernel(itemsize: int):
 
     source = _SOURCE.replace("WORDS", str(_WORDS)).replace("DIMS", str(_DIMS))
     name = f"copy_boxes<{_TYPES[itemsize]}>"
-    return cupy, cupy.RawModule(code=source, options=("-std=c++17",), name_expressions=(name,)).get_function(name)
+    return cupy.RawModule(code=source, options=("-std=c++17",), name_expressions=(name,)).get_function(name)
+
+
+class _Handle:
+    """A stream's address, by the CUDA stream protocol."""
+
+    def __init__(self, address: int):
+        self.address = address
+
+    def __cuda_stream__(self):
+        return 0, self.address
+
+
+@lru_cache(maxsize=256)
+def _stream(address: int):
+    """CuPy's view of a stream that torch owns."""
+    import cupy
+
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Handle(address))
+    return cupy.cuda.ExternalStream(address)  # older CuPy
 
 
 @cache
@@ -103,10 +123,10 @@ class Boxes:
     def __init__(self, copies, itemsize: int, device):
         self.count, self.total = len(copies), sum(math.prod(copy[2]) for copy in copies)
         self.address, self.index = _on_device(tuple(table_of(copies)), device).data_ptr(), device.index
-        self.grid, (self.cupy, self.kernel) = (min(-(-self.total // 256), 1024),), _kernel(itemsize)
+        self.grid, self.kernel = (min(-(-self.total // 256), 1024),), _kernel(itemsize)
 
     def copy(self, x, staging, y) -> None:
         """Copy, on torch's current stream."""
-        with _torch.on_device(self.index), self.cupy.cuda.ExternalStream(_torch.current_stream(self.index)):
+        with _torch.on_device(self.index), _stream(_torch.current_stream(self.index)):
             self.kernel(self.grid, (256,), (x.data_ptr(), 0 if staging is None else staging[0].data_ptr(), y.data_ptr(),
                                             self.address, self.count, self.total))
