@@ -87,6 +87,7 @@ def test_what_crosses():
     x, r = torch.ones(10, dtype=torch.float64), dd.world().rank
     with count_messages() as sent:
         dp.hierarchical_all_reduce(x, ((0, 1), (2, 3)))
+    sent = [message for message in sent if message[0] != "agree"]  # NCCL's communicators may be made here
     node, crosses = (r - r % 2, r - r % 2 + 1), ("all_reduce", (r % 2, r % 2 + 2), 40)
     if "all_gather" in dd.world().transport(x, node).collectives:  # engines that have it as one call
         assert sorted(sent) == [("all_gather", node, 40), crosses, ("reduce_scatter", node, 40)]
