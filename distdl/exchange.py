@@ -449,21 +449,28 @@ def _collect(transport, kind, source, target, count, dtype, group):
 
 def _sum(transport, xs, ys, group) -> None:
     """All-reduce; leaves of one working dtype go as one message."""
+    if len(ys) == 1:
+        _sum_of_one(transport, xs[0], ys[0], group)
+        return
     by_dtype = defaultdict(list)
     for x, y in zip(xs, ys):
         by_dtype[y.dtype].append((x, y))
     for some in by_dtype.values():
         if len(some) == 1:
-            x, flat = some[0]
-            if x.dtype != flat.dtype or not x.is_contiguous():
-                x = flat.copy_(x)
-        else:
-            x = flat = torch.cat([x.reshape(-1).to(y.dtype) for x, y in some])
-        if flat.numel():
-            _collect(transport, "all_reduce", x.data_ptr(), flat.data_ptr(), flat.numel(), flat.dtype, group)
-        if len(some) > 1:
-            parts = flat.split([y.numel() for _, y in some])
-            _torch.foreach_copy([y for _, y in some], [part.view_as(y) for (_, y), part in zip(some, parts)])
+            _sum_of_one(transport, *some[0], group)
+            continue
+        flat = torch.cat([x.reshape(-1).to(y.dtype) for x, y in some])
+        _sum_of_one(transport, flat, flat, group)
+        parts = flat.split([y.numel() for _, y in some])
+        _torch.foreach_copy([y for _, y in some], [part.view_as(y) for (_, y), part in zip(some, parts)])
+
+
+def _sum_of_one(transport, x, y, group) -> None:
+    if x.dtype != y.dtype or not x.is_contiguous():
+        x = y.copy_(x)
+    count = y.numel()
+    if count:
+        _collect(transport, "all_reduce", x.data_ptr(), y.data_ptr(), count, y.dtype, group)
 
 
 def _place(x):

@@ -62,7 +62,7 @@ def _by_layout(op, x, P, shape, others, factory, out):
 def _by_shape(x, factory):
     """Apply ``factory(local shape)`` leaf by leaf: nothing is negotiated."""
     if isinstance(x, torch.Tensor):
-        return factory(tuple(x.shape))(x)
+        return factory(x.shape)(x)
     xs, tree = _torch.flatten(x)
     for leaf in xs:
         if not isinstance(leaf, torch.Tensor):
@@ -181,16 +181,16 @@ def sum_reduce(x, P_src, P_dst, *, shape=None):
 
 
 @lru_cache(maxsize=1024, typed=True)
-def _dims(where, dims, op):
-    return where.dims(dims, op)
+def _summing_map(factory, P, shape, dims):
+    return factory(P, shape, partition_of(P).dims(dims, factory.__name__))
 
 
 def _summing(factory, x, P, dims):
-    dims = _dims(partition_of(P), tuple(dims) if isinstance(dims, (list, set)) else dims, factory.__name__)
-    if isinstance(P, Layout):
+    where, dims = partition_of(P), tuple(dims) if isinstance(dims, (list, set)) else dims
+    if where is not P:
         xs, tree = _torch.flatten(x)
-        return _torch.unflatten(move(xs, [factory(P, None, dims)] * len(xs)), tree)
-    return _by_shape(x, lambda shape: factory(P, shape, dims))
+        return _torch.unflatten(move(xs, [_summing_map(factory, P, None, dims)] * len(xs)), tree)
+    return _by_shape(x, lambda shape: _summing_map(factory, P, shape, dims))
 
 
 def all_sum_reduce(x, P, dims=None):
