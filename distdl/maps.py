@@ -17,7 +17,7 @@ from .linear_map import LinearMap, Space
 from .partition import Layout, Partition
 from .plan import Axis, Plan, Side, key, split, whole
 
-_cached = lru_cache(maxsize=1024)
+_cached = lru_cache(maxsize=1024, typed=True)  # dim True is an error, also after dim 1
 
 
 def _map(name: str, held: Side, wanted: Side) -> LinearMap:
@@ -81,14 +81,14 @@ def _own(P: Partition, dims=None) -> list[Axis]:
     return [key(d, range(P.shape[d])) for d in P.dims(dims)]
 
 
-def _all_sum(where, shape, dims) -> tuple[Plan, Plan, int]:
+def _all_sum(where, shape, dims, op) -> tuple[Plan, Plan, int]:
     """(identity, all-sum over ``dims``, number of copies)."""
     P, axes = _local(where, shape)
-    dims = P.dims(dims, "all_sum_reduce")
+    dims = P.dims(dims, op)
     if isinstance(where, Layout):
         for d in dims:
             if len(set(where.sizes(d))) > 1:
-                raise PartitionError(f"blocks of different sizes cannot be summed over dim {d}", op="all_sum_reduce",
+                raise PartitionError(f"blocks of different sizes cannot be summed over dim {d}", op=op,
                                      partitions=where, expected="equal blocks", actual=where.sizes(d),
                                      next_step="repartition to equal blocks first, or sum over another dim")
     rest = [d for d in range(P.ndim) if d not in dims]
@@ -99,21 +99,21 @@ def _all_sum(where, shape, dims) -> tuple[Plan, Plan, int]:
 @_cached
 def all_sum_reduce(where, shape=None, dims=None) -> LinearMap:
     """Every rank gets the sum over its fibre along ``dims``: sum_reduce, then broadcast. Its own adjoint."""
-    _, summed, _ = _all_sum(where, shape, dims)
+    _, summed, _ = _all_sum(where, shape, dims, "all_sum_reduce")
     return _map("all_sum_reduce", summed.held, summed.wanted)
 
 
 @_cached
 def mark_varying(where, shape=None, dims=None) -> LinearMap:
     """Invariant -> varying along ``dims``: the identity, whose adjoint is the all-reduce. Megatron's f, JAX's pvary."""
-    same, summed, copies = _all_sum(where, shape, dims)
+    same, summed, copies = _all_sum(where, shape, dims, "mark_varying")
     return LinearMap("mark_varying", same, summed, domain=Space(copies))
 
 
 @_cached
 def invariant_sum(where, shape=None, dims=None) -> LinearMap:
     """Varying -> invariant: the all-reduce along ``dims``, whose adjoint is the identity. Megatron's g, JAX's psum."""
-    same, summed, copies = _all_sum(where, shape, dims)
+    same, summed, copies = _all_sum(where, shape, dims, "invariant_sum")
     return LinearMap("invariant_sum", summed, same, range=Space(copies))
 
 

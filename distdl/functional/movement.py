@@ -8,8 +8,6 @@ Every function raises ShapeError or PartitionError on bad local input and, where
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from .. import _torch, exchange, maps
@@ -180,17 +178,13 @@ def sum_reduce(x, P_src, P_dst, *, shape=None):
     return _copying("sum_reduce", x, P_src, P_dst, P_src, shape, lambda small, big, s: maps.sum_reduce(big, small, s))
 
 
-@lru_cache(maxsize=1024, typed=True)
-def _summing_map(factory, P, shape, dims):
-    return factory(P, shape, partition_of(P).dims(dims, factory.__name__))
-
-
 def _summing(factory, x, P, dims):
-    where, dims = partition_of(P), tuple(dims) if isinstance(dims, (list, set)) else dims
-    if where is not P:
-        xs, tree = _torch.flatten(x)
-        return _torch.unflatten(move(xs, [_summing_map(factory, P, None, dims)] * len(xs)), tree)
-    return _by_shape(x, lambda shape: _summing_map(factory, P, shape, dims))
+    if isinstance(dims, (list, set)):
+        dims = tuple(dims)
+    if partition_of(P) is P:
+        return _by_shape(x, lambda shape: factory(P, shape, dims))
+    xs, tree = _torch.flatten(x)
+    return _torch.unflatten(move(xs, [factory(P, None, dims)] * len(xs)), tree)
 
 
 def all_sum_reduce(x, P, dims=None):
