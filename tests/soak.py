@@ -22,8 +22,7 @@ from torch.func import jvp, vmap
 import distdl as dd
 import distdl.functional as F
 
-MAPS = 500  # random ones at a time; others after as many operations as TURN
-TURN = 5_000
+MAPS = 500  # random ones at a time; others after a while
 GROWTH = 48 * 2**20  # bytes that a rank may grow in the second half: arenas of the allocator, not a leak of 5 bytes per operation
 
 
@@ -96,9 +95,10 @@ def main(total: int) -> None:
     n, me, rng, began = where.size, where.rank, random.Random(1), time.monotonic()
     ours = theirs = 0
     half = groups = None
+    turn = max(5_000, total // 50)
     for i in range(total):
-        if i % TURN == 0:
-            maps = population(i // TURN, n)
+        if i % turn == 0:
+            maps = population(i // turn, n)
         A, xs = maps[rng.randrange(len(maps))]
         run, simulated = OPERATIONS[rng.randrange(len(OPERATIONS))]
         held = A.plan.held.partition.ranks
