@@ -10,7 +10,7 @@ import distdl as dd
 import distdl.functional as F
 from distdl import parallel as dp
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 HOOKS = {"exact": dp.hooks.all_reduce, "cast": dp.hooks.cast, "top_k": dp.hooks.top_k, "power_sgd": dp.hooks.power_sgd}
 
 

@@ -6,7 +6,7 @@ import torch
 import distdl as dd
 import distdl.functional as F
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 
 
 def device():
