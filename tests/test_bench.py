@@ -166,6 +166,13 @@ def test_options(capsys):
     for wrong in (["-n", "0"], ["--rounds", "0"], ["nonsense"], ["--shape", "3,4"]):
         with pytest.raises(SystemExit):
             read(wrong)
+    for wrong, told in (("shift --grid 2", "--grid: shift has no such option"), ("--width 1", "--width: of which operator"),
+                        ("halo --to 2,1 --kernel 3", "--to, --kernel: halo has no such option"),
+                        ("shift --shape 3,4", "takes one number, the bytes"), ("halo --json none/x.json", "no such folder")):
+        with pytest.raises(SystemExit):
+            read(wrong.split())
+        assert told in capsys.readouterr().err
+    assert (read(["halo"]).width, read(["halo", "--width", "0"]).width, read(["conv"]).kernel) == (1, 0, 3)
 
 
 def test_bfloat16_and_complex_sizes():

@@ -206,7 +206,7 @@ def _restore_optimizer(optimizer, groups, named, layouts, tensors) -> None:
     held = {i: found[name] for i, name in enumerate(named.values())
             if name in found and (layouts.get(name) is None or layouts[name].active)}  # fmt: skip
     old = optimizer.state_dict()["param_groups"]
-    new = [{**a, **{k: _like(v, a[k]) for k, v in b.items() if k in a}} for a, b in zip(old, groups)]
+    new = [{**a, **{k: _like(v, a.get(k)) for k, v in b.items()}} for a, b in zip(old, groups)]
     optimizer.load_state_dict({"state": held, "param_groups": new})
 
 

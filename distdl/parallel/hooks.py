@@ -13,11 +13,9 @@ import torch
 
 from .. import functional as F
 from ..errors import DistdlError
-from .topology import along
+from .topology import HALVES, along
 
 __all__ = ["all_reduce", "cast", "power_sgd", "top_k"]
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def all_reduce(P, dims=None):
@@ -100,7 +98,7 @@ def power_sgd(P, rank: int = 4, dims=None, seed: int = 0):
             guess = state[0]
             matrices = [M + error for M, error in zip(matrices, state[1])]
         left = F.all_sum_reduce([M @ Q for M, Q in zip(matrices, guess)], P, dims)
-        left = [torch.linalg.qr(A.float() if A.dtype in _HALVES else A).Q.to(A.dtype) for A in left]
+        left = [torch.linalg.qr(A.float() if A.dtype in HALVES else A).Q.to(A.dtype) for A in left]
         right = F.all_sum_reduce([M.mT @ A for M, A in zip(matrices, left)], P, dims)
         approximate = [A @ B.mT for A, B in zip(left, right)]
         for i, Y in zip(small, approximate):

@@ -77,8 +77,11 @@ class GradientSync:
                                   partitions=self.P)
             if grad is not None and i in self._summed and grad is self._summed[i]():
                 raise DistdlError("this gradient was summed over the ranks before", op="GradientSync", actual=f"parameter {i}",
-                                  expected="a gradient of this rank", next_step="optimizer.zero_grad() after each step",
-                                  partitions=self.P)
+                                  expected="a gradient of this rank", partitions=self.P,
+                                  next_step="optimizer.zero_grad() after each step; with set_to_none=True, its default")
+            if grad is not None and grad.layout != torch.strided:
+                raise DistdlError("a sparse gradient", op="GradientSync", actual=f"{grad.layout} for parameter {i}",
+                                  expected="a dense one", next_step="make the layer with sparse=False", partitions=self.P)
             grads.append(torch.zeros_like(self.params[i]) if grad is None else grad.detach())
         with Beside(grads[0].device, grads) as beside:
             reduced, self.states[number] = self.hook(grads, self.states[number])

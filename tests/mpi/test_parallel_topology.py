@@ -79,6 +79,15 @@ def test_hierarchical_all_reduce():
         collective_assert(torch.allclose(t, s, rtol=1e-10, atol=1e-12), (nodes, "second derivative"))
 
 
+def test_hierarchical_sums_of_halves():
+    """256 + 1 + 1 + 1 rounds to 260 in bfloat16, and to 256 step by step: rounded once, as by the flat sum."""
+    n, r = dd.world().size, dd.world().rank
+    x = torch.tensor([256.0 if r == 0 else 1.0] * 3, dtype=torch.bfloat16)
+    for nodes in NODES.get(n, ()):
+        found, flat = dp.hierarchical_all_reduce(x, nodes), F.all_sum_reduce(x, dd.Partition((n,)))
+        collective_assert(found.dtype == flat.dtype and torch.equal(found, flat), (nodes, found, flat))
+
+
 @needs(4)
 def test_what_crosses():
     """Two nodes of two: half of the data crosses between nodes; in the node each half goes there and back."""
