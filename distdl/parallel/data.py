@@ -35,9 +35,9 @@ def bucketed(leaves, limits=LIMITS) -> list[list[int]]:
         kind = leaves[i].dtype, leaves[i].device
         opened.setdefault(kind, []).append(i)
         nbytes[kind] = nbytes.get(kind, 0) + leaves[i].numel() * leaves[i].dtype.itemsize
-        if nbytes.pop(kind) >= limits[min(counts.get(kind, 0), len(limits) - 1)]:
+        if nbytes[kind] >= limits[min(counts.get(kind, 0), len(limits) - 1)]:
             done.append(opened.pop(kind))
-            counts[kind] = counts.get(kind, 0) + 1
+            counts[kind], nbytes[kind] = counts.get(kind, 0) + 1, 0
     return sorted([*done, *opened.values()], key=lambda bucket: -bucket[0])
 
 

@@ -13,7 +13,7 @@ import torch
 
 from .. import functional as F
 from ..errors import DistdlError
-from .topology import HALVES, along
+from .topology import HALVES, along, wide
 
 __all__ = ["all_reduce", "cast", "power_sgd", "top_k"]
 
@@ -62,10 +62,10 @@ def top_k(P, share: float = 0.01, dims=None):
         places = flat.abs().topk(k).indices
         shape = (line.size * k,)
         values, where = F.all_gather([flat[places], places], line, shape=shape)
-        total = torch.zeros_like(flat)
+        total = torch.zeros_like(wide(flat))
         for some, at in zip(values.split(k), where.split(k)):
-            total = total.index_add(0, at, some)
-        return _like(total, bucket), flat.index_fill(0, places, 0)
+            total = total.index_add(0, at, some.to(total.dtype))
+        return _like(total.to(flat.dtype), bucket), flat.index_fill(0, places, 0)
 
     return hook
 

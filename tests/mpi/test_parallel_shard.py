@@ -251,8 +251,26 @@ def test_groups_of_an_optimizer(remat):
         check([s.gather(t.detach()) for s, t in zip(parts[0], blocks[0])], list(serial[0].values()), f"step {step}")
 
 
-@pytest.mark.parametrize("remat", [True, False])
-def test_restarts_on_fewer_ranks(remat):
+@pytest.mark.parametrize("dim", [0, 1])
+def test_hybrid_sharding(dim):
+    """HSDP: blocks along one dim of a grid, copies along the other; what crosses along the latter is a block."""
+    n, r, _ = world()
+    P = dd.Partition((2, 2) if n == 4 else (n, 1))
+    if not P.active:
+        return
+    params, outer = initial(), 1 - dim
+    shardings = [dp.Sharding.of(p, P, dim) for p in params]
+    blocks = [s.block(p).requires_grad_() for s, p in zip(shardings, params)]
+    marked = [dp.replicate(b, P, outer) for b in blocks]
+    with count_messages() as sent:
+        dp.global_mean(*loss_sum([s.gather(b) for s, b in zip(shardings, marked)], share(1, batch(1), P.size, r)), P).backward()
+    serial = grad(lambda p: mean_loss(p, batch(1)))(params)
+    check([b.grad for b in blocks], [s.block(g) for s, g in zip(shardings, serial)], "gradients")
+    sums = sorted(m[2] for m in sent.of("all_reduce"))
+    assert sums == sorted([16] * (n > 1) + [D * b.numel() for b in blocks if P.shape[outer] > 1]), sums
+
+
+def test_restarts_on_fewer_ranks():
     """Blocks and moments are saved as what they are, blocks of flat vectors; any number of ranks goes on from there."""
     n, r, P = world()
     path = os.path.join(dd.testing.gather_objects(tempfile.mkdtemp() if r == 0 else None)[0], "x.safetensors")
@@ -270,7 +288,7 @@ def test_restarts_on_fewer_ranks(remat):
             scaled = lambda p, h: layer(p, h) * shardings[3].gather(blocks[3])[0]
             logp = lambda p, h: local.linear(h, p["w"], p["b"]).log_softmax(1)
             top = lambda p, h, y=y: dp.global_mean(-logp(p, h).gather(1, y[:, None]).sum(), len(y), Q)
-            loss = dp.chain([layer, scaled, top], shardings[:3], remat=remat)(list(blocks)[:3], x)
+            loss = dp.chain([layer, scaled, top], shardings[:3])(list(blocks)[:3], x)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
