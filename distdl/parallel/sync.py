@@ -9,7 +9,7 @@ import torch
 
 from .. import functional as F
 from ..errors import DistdlError
-from ..side_stream import Beside
+from ..side_stream import Beside, attend
 from .data import LIMITS, bucketed
 from .hooks import all_reduce
 from .topology import along
@@ -62,6 +62,7 @@ class GradientSync:
             raise DistdlError("a second gradient before finish()", op="GradientSync", actual=f"parameter {i}",
                               expected="one backward", next_step="call finish() after backward, or accumulate in no_sync()",
                               partitions=self.P)
+        attend(self.params[i].device)  # each gradient comes on the stream on which its parameter was used
         self._left[self._bucket_of[i]].discard(i)
         while len(self._under_way) < len(self.buckets) and not self._left[len(self._under_way)]:
             self._start()
