@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench import __main__ as suite
 from bench import report
 from distdl.bench import cases, table
 from distdl.bench.__main__ import numbers, read
@@ -159,6 +160,19 @@ def test_plots(tmp_path):
 
 
 # ---------------------------------------------------------------- the command line
+
+
+def test_what_the_suite_refuses(tmp_path, capsys):
+    """Before any rank starts, and without a traceback."""
+    rows = tmp_path / "rows.json"
+    rows.write_text('{"rows": []}')
+    for call, told in ((lambda: report.main([str(rows)]), "neither the suite's file nor"),
+                       (lambda: report.main([str(tmp_path / "none.json")]), "No such file"),
+                       (lambda: suite.main(["-n", "2,x"]), "at least 1"), (lambda: suite.main(["--rounds", "0"]), "at least 1"),
+                       (lambda: suite.main(["--peer", f"distdl={tmp_path}"]), "a checkout of microsoft/distdl")):
+        with pytest.raises(SystemExit):
+            call()
+        assert told in capsys.readouterr().err
 
 
 def test_options(capsys):
