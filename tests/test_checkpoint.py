@@ -166,6 +166,21 @@ def test_hyperparameters_come_back(tmp_path):
             assert all(torch.equal(v, new["state"][i][k]) for k, v in values.items() if v is not None)
 
 
+@pytest.mark.parametrize("saved, now", [(True, False), (False, True), (True, True)])
+def test_a_devices_generator(tmp_path, monkeypatch, saved, now):
+    """It comes back also where nothing has run on the device yet; a file of a run without a device has none, and is no error."""
+    model, found = torch.nn.Linear(1, 1), []
+    row = torch.arange(16, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: row)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: found.append(state))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: saved)
+    checkpoint.save(tmp_path / "x", *checkpoint.state(model, rng=True))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: now)
+    checkpoint.restore(tmp_path / "x", model, rng=True)
+    assert len(found) == saved and all(torch.equal(state, row) for state in found)
+
+
 def test_own_modules_with_layouts(tmp_path):
     class Own(torch.nn.Module):
         def __init__(self):
