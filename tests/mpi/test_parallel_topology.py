@@ -52,6 +52,18 @@ def test_discovered():
     assert dd.Topology.discover() == t
 
 
+def test_devices_that_the_launcher_shared_out(monkeypatch):
+    """Two for each process by CUDA_VISIBLE_DEVICES: both are its own. Where all see the same ones, these are shared out."""
+    r, n = dd.world().rank, dd.world().size
+    node = dd.Topology.discover()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{2 * r},GPU-{r}")
+    assert dd.Topology.discover().devices == (0, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    shared = dd.Topology.place([0] * n, 2)[r].devices
+    assert dd.Topology.discover().devices == shared or node.num_nodes > 1
+
+
 # Nodes as they could be; the ranks of this job stand for them.
 NODES = {1: [((0,),)], 2: [((0, 1),), ((0,), (1,))], 3: [((0, 1), (2,)), ((0,), (2, 1)), ((2, 0, 1),)],
          4: [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((3, 1, 0), (2,)), ((0,), (1,), (2,), (3,))]}
