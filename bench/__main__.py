@@ -26,13 +26,18 @@ def main(argv=None) -> int:
     parser.add_argument("--peer", metavar="distdl=PATH", help="a checkout of microsoft/distdl to compare with")
     parser.add_argument("-k", metavar="NAME", help="only cases of such a name, as pytest's -k")
     options = parser.parse_args(argv)
+    counts = options.n.split(",")
+    if not all(n.isdecimal() and int(n) for n in counts) or min(options.launches, options.rounds) < 1:
+        parser.error(f"-n {options.n} --launches {options.launches} --rounds {options.rounds}: all are at least 1")
+    if options.peer and not (Path(options.peer.removeprefix("distdl=")) / "src" / "distdl").is_dir():
+        parser.error(f"--peer {options.peer}: distdl=PATH, the path of a checkout of microsoft/distdl")
     more = [f"--rounds={options.rounds}", *["--full"] * options.full]
     more += [f"--peer={options.peer}"] * bool(options.peer) + ["-k", options.k or ""]
     options.out.mkdir(parents=True, exist_ok=True)
     apart = ("bench_overhead", "bench_gpu")  # modules of their own
     files = options.files or sorted(str(p) for p in HERE.glob("bench_*.py") if not p.stem.startswith(apart))
     for launch in range(1, options.launches + 1):
-        for n in map(int, options.n.split(",")):
+        for n in map(int, counts):
             target = options.out / f"n{n}-{launch}.json"
             code = run(n, ["-m", "pytest", *files, *ALWAYS, f"--benchmark-json={target}", *more])
             if code:

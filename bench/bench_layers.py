@@ -50,7 +50,7 @@ def bench_conv_overlap(timed, name, both):
     timed(cases.Case(Result("conv, overlap", what, SIZE, limit="share"), calls))
 
 
-@choose("dtype", [], [torch.bfloat16])
+@choose("dtype", [], [torch.bfloat16, torch.complex64])
 def bench_conv_dtypes(timed, dtype):
     """Other numbers."""
     timed(cases.conv((1, 64, 256, 256), (1, 1, SIZE, 1), 64, 3, padding=1, dtype=dtype))
@@ -75,7 +75,7 @@ def bench_linear_sizes(timed, shape):
     timed(whole(case, lambda: local.linear(x, w, b), x, w, b))
 
 
-@choose("dtype", [], [torch.bfloat16])
+@choose("dtype", [], [torch.bfloat16, torch.complex64])
 def bench_linear_dtypes(timed, dtype):
     """Other numbers."""
     timed(cases.linear(1024, 1024, 1024, (1, SIZE, 1), dtype=dtype))

@@ -20,9 +20,11 @@ def bench_rows_to_columns(timed, n):
 
 
 @choose("n", [128], [64, 256])
-def bench_slab_to_pencil(timed, n):
-    """A slab of a cube to pencils."""
-    timed(between((n, n, n), (SIZE, 1, 1), (1, *cases.grid_of(SIZE, 2)), "slab to pencil"))
+@choose("way", ["slab to pencil"], ["pencil to slab"])
+def bench_slab_and_pencil(timed, n, way):
+    """A slab of a cube to pencils, and back."""
+    a, b = ((SIZE, 1, 1), (1, *cases.grid_of(SIZE, 2)))[:: 1 if way == "slab to pencil" else -1]
+    timed(between((n, n, n), a, b, way))
 
 
 @choose("n", [1024], [256, 4096])

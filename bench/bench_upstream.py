@@ -25,6 +25,8 @@ from .choose import SIZE, choose
 
 def load_upstream(path, more=()):
     """Upstream's ``distdl`` as a module object, with some of its submodules, without ours noticing."""
+    if not (Path(path) / "src" / "distdl").is_dir():
+        raise FileNotFoundError(f"no checkout of microsoft/distdl in {str(path)!r}: it has no src/distdl")
     ours = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "distdl"}
     np.bool8 = np.bool_  # what it needs to import with NumPy 2
     sys.path.insert(0, str(Path(path) / "src"))

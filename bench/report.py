@@ -21,9 +21,18 @@ from distdl.bench.timing import bootstrapped
 FACTS = {f.name for f in fields(Result)}
 
 
+class Unreadable(Exception):
+    """A file that has no samples."""
+
+
 def read(path) -> tuple[dict, list[Result]]:
     """The environment and the results of one launch: of pytest-benchmark's file, or of ``distdl bench --json``."""
-    found = json.loads(Path(path).read_text())
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise Unreadable(f"{path}: {error}") from error
+    if "results" not in found and "benchmarks" not in found:
+        raise Unreadable(f"{path}: neither the suite's file nor one of distdl bench --json; this one has {sorted(found)}")
     if "results" in found:
         results = [Result(**{**r, "subjects": tuple(r["subjects"])}) for r in found["results"]]
         for r in results:
@@ -138,11 +147,15 @@ def main(argv=None) -> int:
     parser.add_argument("--bound", type=float, default=1.1, help="how much slower is too slow (default: 1.1)")
     parser.add_argument("--plots", metavar="FOLDER", help="draw time against bytes (needs matplotlib)")
     options = parser.parse_args(argv)
-    found = [read(path) for path in options.files or sorted(glob.glob("build/bench/*.json"))]
+    try:
+        found = [read(path) for path in options.files or sorted(glob.glob("build/bench/*.json"))]
+        old = [read(path) for path in options.compare or ()]
+    except Unreadable as error:
+        parser.error(str(error))
     if not found:
         parser.error("no results: run python -m bench first, or name files")
     if options.compare:
-        return _compared(found, [read(path) for path in options.compare], options.bound, parser)
+        return _compared(found, old, options.bound, parser)
     for environment, results in found:
         print(f"\n{title(environment)}")
         for limit in dict.fromkeys(r.limit for r in results):
@@ -151,8 +164,9 @@ def main(argv=None) -> int:
     series = scaling(everything)
     if series:
         print(f"\nScaling (launches of different sizes, not paired)\n{text(series)}")
-    for path in plots(everything, options.plots) if options.plots else ():
-        print(f"drew {path}")
+    if options.plots:
+        drawn = plots(everything, options.plots)
+        print("\n".join(f"drew {path}" for path in drawn) or "nothing to draw: no operator has float32 cases of several sizes")
     return 0
 
 

@@ -50,6 +50,12 @@ def settle(device) -> None:
         side.wait()
 
 
+def attend(device) -> None:
+    """Whatever goes beside from now on waits for the current stream too: what it reads was made on several streams."""
+    if device.type == "cuda":
+        side_stream(device).join(torch.cuda.current_stream(device))
+
+
 class Beside:
     """A context: on a CUDA device its work goes on the side stream, after what the current stream has been given so far.
 

@@ -7,7 +7,7 @@ import os
 import pickle
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import errors
 from . import transport as _transport
@@ -247,15 +247,24 @@ class Topology:
 
     @classmethod
     def discover(cls, name: str = "default") -> Topology:
-        """Ask the running world; collective. Ranks are on one node where MPI says that they can share memory."""
+        """Ask the running world; collective. Ranks are on one node where MPI says that they can share memory.
+
+        A node's devices are shared out evenly, see :meth:`place`; a process whose ``CUDA_VISIBLE_DEVICES`` names none of its
+        neighbours' has all that it names.
+        """
         import platform
 
         import torch
 
         w = world(name)
         mine = w.host.node() if hasattr(w.host, "node") else platform.node()
-        nodes = list(w.all_gather(mine, range(w.size), "Topology.discover").values())
-        return cls.place(nodes, {mine: torch.cuda.device_count()})[w.rank]
+        visible = set(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) - {""}
+        told = w.all_gather((mine, visible), range(w.size), "Topology.discover")
+        count = torch.cuda.device_count()
+        here = cls.place([node for node, _ in told.values()], {mine: count})[w.rank]
+        others = [theirs for r, (_, theirs) in told.items() if r in here.nodes[here.node] and r != w.rank]
+        alone = visible and all(theirs and visible.isdisjoint(theirs) for theirs in others)
+        return replace(here, devices=tuple(range(count))) if alone else here
 
 
 set_rank_source(lambda name: world(name).rank)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench import __main__ as suite
 from bench import report
 from distdl.bench import cases, table
 from distdl.bench.__main__ import numbers, read
@@ -161,11 +162,31 @@ def test_plots(tmp_path):
 # ---------------------------------------------------------------- the command line
 
 
+def test_what_the_suite_refuses(tmp_path, capsys):
+    """Before any rank starts, and without a traceback."""
+    rows = tmp_path / "rows.json"
+    rows.write_text('{"rows": []}')
+    for call, told in ((lambda: report.main([str(rows)]), "neither the suite's file nor"),
+                       (lambda: report.main([str(tmp_path / "none.json")]), "No such file"),
+                       (lambda: suite.main(["-n", "2,x"]), "at least 1"), (lambda: suite.main(["--rounds", "0"]), "at least 1"),
+                       (lambda: suite.main(["--peer", f"distdl={tmp_path}"]), "a checkout of microsoft/distdl")):
+        with pytest.raises(SystemExit):
+            call()
+        assert told in capsys.readouterr().err
+
+
 def test_options(capsys):
     assert numbers("3,4") == numbers("3x4") == (3, 4)
     for wrong in (["-n", "0"], ["--rounds", "0"], ["nonsense"], ["--shape", "3,4"]):
         with pytest.raises(SystemExit):
             read(wrong)
+    for wrong, told in (("shift --grid 2", "--grid: shift has no such option"), ("--width 1", "--width: of which operator"),
+                        ("halo --to 2,1 --kernel 3", "--to, --kernel: halo has no such option"),
+                        ("shift --shape 3,4", "takes one number, the bytes"), ("halo --json none/x.json", "no such folder")):
+        with pytest.raises(SystemExit):
+            read(wrong.split())
+        assert told in capsys.readouterr().err
+    assert (read(["halo"]).width, read(["halo", "--width", "0"]).width, read(["conv"]).kernel) == (1, 0, 3)
 
 
 def test_bfloat16_and_complex_sizes():

@@ -153,15 +153,32 @@ def test_hyperparameters_come_back(tmp_path):
         optimizer = kind([{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.125}], **options)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         checkpoint.save(tmp_path / "x", *checkpoint.state(model, optimizer))
         other = kind([{"params": [model.weight]}, {"params": [model.bias]}], **{**options, "lr": options["lr"] * 2})
         assert checkpoint.restore(tmp_path / "x", model, other) == {}
         old, new = optimizer.state_dict(), other.state_dict()
         assert old["param_groups"] == new["param_groups"] and type(new["param_groups"][0]["lr"]) is type(options["lr"])
+        torch.optim.lr_scheduler.ExponentialLR(other, 0.5, last_epoch=0)  # one that goes on: it asks for the initial rates
         assert old["state"].keys() == new["state"].keys()
         for i, values in old["state"].items():
             assert values.keys() <= new["state"][i].keys() | {k for k, v in values.items() if v is None}
             assert all(torch.equal(v, new["state"][i][k]) for k, v in values.items() if v is not None)
+
+
+@pytest.mark.parametrize("saved, now", [(True, False), (False, True), (True, True)])
+def test_a_devices_generator(tmp_path, monkeypatch, saved, now):
+    """It comes back also where nothing has run on the device yet; a file of a run without a device has none, and is no error."""
+    model, found = torch.nn.Linear(1, 1), []
+    row = torch.arange(16, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: row)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: found.append(state))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: saved)
+    checkpoint.save(tmp_path / "x", *checkpoint.state(model, rng=True))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: now)
+    checkpoint.restore(tmp_path / "x", model, rng=True)
+    assert len(found) == saved and all(torch.equal(state, row) for state in found)
 
 
 def test_own_modules_with_layouts(tmp_path):

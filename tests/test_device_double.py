@@ -9,7 +9,7 @@ from fake_device import Boxes, Elsewhere, notes, on_device
 from fuzzing import BUILDERS, KINDS, draw, seed_of
 
 import distdl as dd
-from distdl import exchange
+from distdl import exchange, side_stream
 from distdl.transport.local import NullTransport
 
 DTYPES = (torch.float32, torch.bool, torch.bfloat16, torch.complex64, torch.complex128, torch.int16)
@@ -211,6 +211,19 @@ def test_split_phase_runs_on_a_side_stream(monkeypatch):
     assert type(exchange.start((plan,), [x], transport)) is exchange.Pending, "where the engine itself waits on the host"
     monkeypatch.setattr(exchange.LocalTransport, "device_types", ("cuda",))
     assert type(exchange.start((plan,), [torch.rand(L.local_shape(0))], transport)) is exchange.Pending
+
+
+def test_a_bucket_of_several_streams(monkeypatch):
+    """Gradients come on the streams on which their parameters were used; what is beside waits for all of these."""
+    fake_device.install(monkeypatch)
+    with fake_device.Cuda.stream(fake_device.Stream("other")):
+        side_stream.attend(fake_device.CUDA)
+    notes.clear()
+    with side_stream.Beside(fake_device.CUDA):
+        assert {("side", "waits for", "other"), ("side", "waits for", "current")} <= set(notes)
+    side_stream._sides.clear()
+    side_stream.attend(torch.device("cpu"))
+    assert not side_stream._sides
 
 
 def test_nothing_else_is_copied_first(monkeypatch):

@@ -19,6 +19,10 @@ from .timing import environment
 OPS = ("halo", "repartition", *cases.COLLECTIVES, "linear", "conv", *cases.NORMS)
 SHAPES = {"halo": (1024, 1024), "repartition": (1024, 1024), "linear": (512, 512, 512), "conv": (1, 16, 128, 128),
           "layer_norm": (512, 512), "rms_norm": (512, 512)}
+USES = {"halo": ("shape", "grid", "width", "boundary"), "repartition": ("shape", "grid", "to"), "linear": ("shape", "grid"),
+        "conv": ("shape", "grid", "kernel", "channels"), **dict.fromkeys(cases.NORMS, ("shape", "grid")),
+        **dict.fromkeys(cases.COLLECTIVES, ("shape",))}  # which of an operator's options it has
+DEFAULTS = {"width": 1, "boundary": "none", "kernel": 3, "channels": 16}
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -34,10 +38,10 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--shape", type=numbers, help="global shape, as 512,512; linear: tokens, out, in; a collective: the bytes")
     top.add_argument("--grid", type=numbers, help="the partition; default: as square as it goes (repartition: dim 0 only)")
     top.add_argument("--to", type=numbers, help="repartition: the partition of the result (default: dim 1 only)")
-    top.add_argument("--width", type=int, default=1, help="halo: its width")
-    top.add_argument("--boundary", default="none", help="halo: none, zeros, circular, ...")
-    top.add_argument("--kernel", type=int, default=3, help="conv: its size, padded by half of it")
-    top.add_argument("--channels", type=int, default=16, help="conv: of the output")
+    top.add_argument("--width", type=int, help="halo: its width (default: 1)")
+    top.add_argument("--boundary", help="halo: none (the default), zeros, circular, ...")
+    top.add_argument("--kernel", type=int, help="conv: its size, padded by half of it (default: 3)")
+    top.add_argument("--channels", type=int, help="conv: of the output (default: 16)")
     top.add_argument("--dtype", default="float32", choices=("float32", "float64", "bfloat16", "float16", "complex64"))
     top.add_argument("--rounds", type=int, default=41)
     top.add_argument("--json", type=Path, help="a file for the samples, with the environment")
@@ -50,8 +54,17 @@ def read(argv=None) -> argparse.Namespace:
     options = top.parse_args(argv)
     if min(options.n, options.rounds) < 1:
         top.error(f"-n {options.n} --rounds {options.rounds}: both are at least 1")
-    if options.op is None and (options.shape or options.grid or options.to):
-        top.error("--shape, --grid and --to: of which operator?")
+    given = [name for name in dict.fromkeys(sum(USES.values(), ())) if getattr(options, name) is not None]
+    foreign = [f"--{name}" for name in given if name not in USES.get(options.op, ())]
+    if foreign:
+        top.error(f"{', '.join(foreign)}: " + (f"{options.op} has no such option" if options.op else "of which operator?"))
+    if options.op in cases.COLLECTIVES and options.shape and len(options.shape) != 1:
+        top.error(f"--shape {','.join(map(str, options.shape))}: a collective takes one number, the bytes")
+    for name, value in DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.json and not options.json.parent.is_dir():
+        top.error(f"--json {options.json}: no such folder")
     return options
 
 

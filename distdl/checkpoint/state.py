@@ -127,8 +127,8 @@ def restore(path, model, optimizer=None, *, rng=False, layouts=None, P=None) -> 
     Args:
         path, layouts, P: as for :func:`load`; layouts of ``dd.nn`` modules are known.
         model, optimizer: changed in place. Values are cast to the model's dtype, as ``load_state_dict`` does.
-        rng: set the generators too. Where they were equal on all ranks, every rank gets that state; where they differed, the
-            number of ranks must be the same.
+        rng: set the generators that the file has, too. Where they were equal on all ranks, every rank gets that state; where they
+            differed, the number of ranks must be the same.
 
     Returns:
         The metadata that was given to :func:`state`.
@@ -143,12 +143,14 @@ def restore(path, model, optimizer=None, *, rng=False, layouts=None, P=None) -> 
     own, layouts = model.state_dict(), layouts_of(model) | (layouts or {})
     named = {} if optimizer is None else _named(model, optimizer)
     drops = _dropouts(model) if rng else {}
-    mine = set(named.values())
+    mine, kinds = set(named.values()), []
 
     def choose(names):
         chosen = [*own, *drops]
         chosen += [n for n in names if n.startswith(_OPTIMIZER) and n[len(_OPTIMIZER) :].rpartition(".")[0] in mine]
-        return [*chosen, *(_generators() if rng else ())]
+        if rng:  # a device's generator where the file has one, whether or not something has run there yet
+            kinds.extend([f"{_RNG}cpu", *[f"{_RNG}cuda"] * (f"{_RNG}cuda" in names and torch.cuda.is_available())])
+        return [*chosen, *kinds]
 
     def layout_of(name, shape):
         if name.startswith(_OPTIMIZER):
@@ -169,7 +171,7 @@ def restore(path, model, optimizer=None, *, rng=False, layouts=None, P=None) -> 
                 raise ValueError(f"{name!r} has shape {tuple(own[name].shape)}, and {tuple(tensors[name].shape)} in the file")
         if optimizer is not None and (groups is None or len(groups) != len(optimizer.param_groups)):
             raise ValueError(f"the optimizer has {len(optimizer.param_groups)} groups, the file {groups and len(groups)}")
-        rows.update({kind: _row(tensors[kind], group) for kind in (_generators() if rng else ())})
+        rows.update({kind: _row(tensors[kind], group) for kind in kinds})
 
     rows: dict[str, torch.Tensor] = {}
     group.step(check)
@@ -206,7 +208,7 @@ def _restore_optimizer(optimizer, groups, named, layouts, tensors) -> None:
     held = {i: found[name] for i, name in enumerate(named.values())
             if name in found and (layouts.get(name) is None or layouts[name].active)}  # fmt: skip
     old = optimizer.state_dict()["param_groups"]
-    new = [{**a, **{k: _like(v, a[k]) for k, v in b.items() if k in a}} for a, b in zip(old, groups)]
+    new = [{**a, **{k: _like(v, a.get(k)) for k, v in b.items()}} for a, b in zip(old, groups)]
     optimizer.load_state_dict({"state": held, "param_groups": new})
 
 

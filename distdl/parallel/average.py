@@ -8,6 +8,7 @@ from .. import _torch
 from .. import functional as F
 from ..agree import partition_of
 from ..errors import DistdlError
+from .topology import wide
 
 __all__ = ["average_due", "average_parameters"]
 
@@ -20,7 +21,8 @@ def average_parameters(params, P, dims=None, *, weight=None):
         weight: this rank's weight, a number (its samples since the last mean, say); default: all alike.
 
     Returns:
-        The (weighted) mean: invariant along ``dims``. Messages: one all-reduce of the parameters, one element more with ``weight``.
+        The (weighted) mean: invariant along ``dims``. Messages: one all-reduce of the parameters, one element more with ``weight``;
+        weighted halves go in float32.
     """
     leaves, tree = _torch.flatten(params)
     where = partition_of(P)
@@ -30,9 +32,10 @@ def average_parameters(params, P, dims=None, *, weight=None):
             copies *= where.shape[d]
         means = [s / copies for s in F.invariant_sum(leaves, where, dims)]
     else:
-        own = weight if isinstance(weight, torch.Tensor) else torch.full((), weight, dtype=leaves[0].dtype, device=leaves[0].device)
-        *sums, total = F.invariant_sum([leaf * own.to(leaf.dtype) for leaf in leaves] + [own], where, dims)
-        means = [s / total.to(s.dtype) for s in sums]
+        dtype = wide(leaves[0]).dtype  # weights are counts, which halves do not hold
+        own = weight.to(dtype) if isinstance(weight, torch.Tensor) else torch.full((), weight, dtype=dtype, device=leaves[0].device)
+        *sums, total = F.invariant_sum([wide(leaf) * own for leaf in leaves] + [own], where, dims)
+        means = [(s / total).to(leaf.dtype) for s, leaf in zip(sums, leaves)]
     return _torch.unflatten(means, tree)
 
 

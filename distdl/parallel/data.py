@@ -16,6 +16,7 @@ from .. import functional as F
 from ..agree import partition_of
 from ..functional.reduce import summed
 from .hooks import all_reduce
+from .topology import wide
 
 __all__ = ["LIMITS", "accumulate", "bucketed", "global_mean", "reduce_gradients", "replicas", "replicate"]
 
@@ -29,15 +30,14 @@ def bucketed(leaves, limits=LIMITS) -> list[list[int]]:
     others. Tensors of one dtype and device share buckets (Li et al., arXiv:2006.15704, section 4.2).
     """
     opened: dict = {}
-    done, counts = [], {}
+    done, counts, nbytes = [], {}, {}
     for i in reversed(range(len(leaves))):
         kind = leaves[i].dtype, leaves[i].device
-        bucket = opened.setdefault(kind, [])
-        bucket.append(i)
-        limit = limits[min(counts.get(kind, 0), len(limits) - 1)]
-        if sum(leaves[j].numel() * leaves[j].dtype.itemsize for j in bucket) >= limit:
+        opened.setdefault(kind, []).append(i)
+        nbytes[kind] = nbytes.get(kind, 0) + leaves[i].numel() * leaves[i].dtype.itemsize
+        if nbytes[kind] >= limits[min(counts.get(kind, 0), len(limits) - 1)]:
             done.append(opened.pop(kind))
-            counts[kind] = counts.get(kind, 0) + 1
+            counts[kind], nbytes[kind] = counts.get(kind, 0) + 1, 0
     return sorted([*done, *opened.values()], key=lambda bucket: -bucket[0])
 
 
@@ -86,10 +86,13 @@ def global_mean(total, count, P, dims=None):
         total: this rank's sum of losses (zero where it has no sample), any shape.
         count: how many there were.
 
+    Returns:
+        The mean, in ``total``'s dtype; of halves the sum and the count are taken in float32, since float16 ends at 65504.
+
     Messages: one all-reduce of one element more than ``total`` has. None backward.
     """
-    value, n = summed(total, count, partition_of(P), dims)
-    return value / n
+    value, n = summed(wide(total), count, partition_of(P), dims)
+    return (value / n).to(total.dtype)
 
 
 def reduce_gradients(grads, P, dims=None, *, hook=None, states=None, limits=LIMITS):
@@ -129,7 +132,7 @@ def accumulate(loss, params, batches, P, dims=None, *, hook=None, states=None, l
     """
     leaves, tree = _torch.flatten(params)
     like = next(leaf for leaf in leaves if _smooth(leaf))
-    total, count, grads = like.new_zeros(()), 0, [torch.zeros_like(leaf) for leaf in leaves]
+    total, count, grads = wide(like.new_zeros(())), 0, [torch.zeros_like(leaf) for leaf in leaves]
 
     def counted(leaves, batch):
         value, n = loss(_torch.unflatten(leaves, tree), batch)
@@ -141,4 +144,4 @@ def accumulate(loss, params, batches, P, dims=None, *, hook=None, states=None, l
         total, count, grads = total + value, count + n, [a + b for a, b in zip(grads, found)]
     mean = summed(total, count, partition_of(P), dims)
     reduced, states = reduce_gradients(grads, P, dims, hook=hook, states=states, limits=limits)
-    return mean[0] / mean[1], _torch.unflatten([g / mean[1] for g in reduced], tree), states
+    return mean[0] / mean[1], _torch.unflatten([(g / mean[1]).to(g.dtype) for g in reduced], tree), states

@@ -2,7 +2,8 @@
 
 A bucket is a list of tensors of one dtype, this rank's gradients; the result is their sum over the ranks, or what stands for it,
 equal on every rank. ``state`` is ``None`` on the first call. Lossy hooks feed their error back: what a step leaves out is added
-to the next step's gradients, so that nothing is lost, only late.
+to the next step's gradients, so that nothing is lost, only late. A step whose sum is not finite (mixed precision skips it) leaves
+the state as it was: an infinity in there would come again for ever.
 """
 
 from __future__ import annotations
@@ -13,11 +14,9 @@ import torch
 
 from .. import functional as F
 from ..errors import DistdlError
-from .topology import along
+from .topology import HALVES, along, wide
 
 __all__ = ["all_reduce", "cast", "power_sgd", "top_k"]
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def all_reduce(P, dims=None):
@@ -27,6 +26,12 @@ def all_reduce(P, dims=None):
 
 def _flat(bucket):
     return torch.cat([g.reshape(-1) for g in bucket]) if len(bucket) > 1 else bucket[0].reshape(-1)
+
+
+def _unless_infinite(sums, new, old):
+    """``new`` where all of ``sums``, equal on every rank, are finite, else ``old``; the device alone decides."""
+    finite = torch.stack([s.isfinite().all() for s in sums]).all()
+    return [torch.where(finite, a, b) for a, b in zip(new, old)]
 
 
 def _like(flat, bucket):
@@ -64,10 +69,12 @@ def top_k(P, share: float = 0.01, dims=None):
         places = flat.abs().topk(k).indices
         shape = (line.size * k,)
         values, where = F.all_gather([flat[places], places], line, shape=shape)
-        total = torch.zeros_like(flat)
+        total = torch.zeros_like(wide(flat))
         for some, at in zip(values.split(k), where.split(k)):
-            total = total.index_add(0, at, some)
-        return _like(total, bucket), flat.index_fill(0, places, 0)
+            total = total.index_add(0, at, some.to(total.dtype))
+        before = torch.zeros_like(flat) if state is None else state
+        (error,) = _unless_infinite([total], [flat.index_fill(0, places, 0)], [before])
+        return _like(total.to(flat.dtype), bucket), error
 
     return hook
 
@@ -96,15 +103,18 @@ def power_sgd(P, rank: int = 4, dims=None, seed: int = 0):
         if state is None:
             draw = torch.Generator().manual_seed(seed)  # the same first guess on every rank
             guess = [torch.randn(M.shape[1], rank, dtype=M.dtype, generator=draw, device="cpu").to(M.device) for M in matrices]
+            errors = [torch.zeros_like(M) for M in matrices]
         else:
-            guess = state[0]
-            matrices = [M + error for M, error in zip(matrices, state[1])]
+            guess, errors = state
+            matrices = [M + error for M, error in zip(matrices, errors)]
         left = F.all_sum_reduce([M @ Q for M, Q in zip(matrices, guess)], P, dims)
-        left = [torch.linalg.qr(A.float() if A.dtype in _HALVES else A).Q.to(A.dtype) for A in left]
+        left = [torch.linalg.qr(A.float() if A.dtype in HALVES else A).Q.to(A.dtype) for A in left]
         right = F.all_sum_reduce([M.mT @ A for M, A in zip(matrices, left)], P, dims)
         approximate = [A @ B.mT for A, B in zip(left, right)]
         for i, Y in zip(small, approximate):
             done[i] = Y.view(bucket[i].shape)
-        return done, (right, [M - Y / copies for M, Y in zip(matrices, approximate)])
+        left_out = [M - Y / copies for M, Y in zip(matrices, approximate)]
+        kept = _unless_infinite(approximate, [*right, *left_out], [*guess, *errors])
+        return done, (kept[: len(right)], kept[len(right) :])
 
     return hook

@@ -23,7 +23,7 @@ from torch.func import vjp
 from torch.utils._pytree import tree_map
 
 from .. import _torch, maps
-from ..errors import PartitionError
+from ..errors import PartitionError, ShapeError
 from ..functional import invariant_sum, nothing, start, tie, wait
 from ..partition import Layout, Partition
 from ..world import world
@@ -62,10 +62,10 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None)
 
     Raises:
         PartitionError: the table is no schedule, never ends, or does not fit P and stages; params of other stages than this
-            rank's. ShapeError: an output of another shape.
+            rank's; more or fewer inputs than micro-batches. ShapeError: an output of another shape or dtype.
     """
     order, p, last = simulate(table).order, P.size, len(stages) - 1
-    planned = len(table), 1 + max(t.stage for t in order)
+    planned, count = (len(table), 1 + max(t.stage for t in order)), 1 + max(t.micro for t in order)
     if planned != (p, last + 1):
         raise PartitionError("the schedule does not fit", op="pipeline", partitions=P, expected=f"{p} devices, {last + 1} stages",
                              actual=f"{planned[0]} devices, {planned[1]} stages", next_step="schedule(kind, P.size, m)")
@@ -91,12 +91,16 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None)
             raise PartitionError("params are not those of this rank's stages", op="pipeline", partitions=P, rank=rank,
                                  expected=f"stages {sorted(mine)}", actual=f"stages {sorted(params)}",
                                  next_step="pass {stage: parameters} for the stages of this rank: rank r of p has r, r + p, ...")
+        if 0 in mine and (inputs is None or len(inputs) != count):
+            raise PartitionError("one input for each micro-batch", op="pipeline", partitions=P, rank=rank,
+                                 expected=f"{count} inputs", actual="None" if inputs is None else len(inputs),
+                                 next_step="split the batch: x.split(sizes)")
         params = {k: w if pure else tree_map(torch.Tensor.detach, w) for k, w in params.items()}
         leaves = _torch.flatten(params)[0]
         if leaves:
             anchor = nothing((0,), *leaves, dtype=dtype)
         else:
-            anchor = torch.empty(0, dtype=dtype, device=inputs[0].device if device is None and inputs and 0 in mine else device)
+            anchor = torch.empty(0, dtype=dtype, device=inputs[0].device if device is None and 0 in mine else device)
         total = anchor.sum().to(torch.promote_types(anchor.dtype, torch.float32))
         pulls: dict[tuple[int, int], Any] = {}  # the pullback of each stage and micro-batch that is live
         grads: dict = {}
@@ -137,6 +141,9 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None)
                 box, key = (inbox, to) if home(to.stage) == rank else (outbox, home(to.stage))
                 if key in outbox:
                     unused.append(take(outbox, key))
+                if y is not None and y.dtype != anchor.dtype:
+                    raise ShapeError("a stage's output has another dtype", op="pipeline", partitions=P, rank=rank, actual=y.dtype,
+                                     expected=anchor.dtype, next_step=f"let stage {task.stage} return it, or pass dtype=")
                 sent = nothing((0,), anchor) if y is None else y
                 # In derivatives independent transfers come in autograd's order: by numbers that each thread counts for itself, so
                 # not in one order on all ranks where a device's thread takes part. So none of them is independent.

@@ -15,6 +15,9 @@ from .topology import along
 __all__ = ["LossScale", "Precision", "select", "spread_overflow"]
 
 
+_LARGEST = torch.finfo(torch.float32).max
+
+
 def _cast(tree, dtype):
     """Floating-point leaves in ``dtype`` (None: as they are)."""
     leaves, structure = _torch.flatten(tree)
@@ -59,8 +62,8 @@ class Precision:
 def _all_finite(leaves):
     """This rank's verdict: 0 where every gradient is finite, 1 where not (a float32 scalar)."""
     found = [g.detach() for g in leaves if g.numel()]
-    if not found:
-        return torch.zeros((), device=leaves[0].device)
+    if not found:  # a pipeline's stage without parameters has no tensor at all
+        return torch.zeros((), device=leaves[0].device if leaves else None)
     return 1 - torch.isfinite(torch.nn.utils.get_total_norm(found, torch.inf)).float()  # one kernel for many gradients
 
 
@@ -77,7 +80,8 @@ class LossScale:
         scale: what losses are multiplied by: a number, or a float32 tensor of no dim on the gradients' device. Then the next scale
             is worked out there, and no step waits for the device.
         good: finite steps since it last changed; beside a tensor ``scale`` an integer tensor after the first step.
-        growth, backoff, interval: times ``growth`` after ``interval`` finite steps in a row, times ``backoff`` after any other.
+        growth, backoff, interval: times ``growth`` after ``interval`` finite steps in a row, as long as float32 holds it, times
+            ``backoff`` after any other.
     """
 
     scale: float | torch.Tensor = 2.0**16
@@ -104,14 +108,16 @@ class LossScale:
         if isinstance(self.scale, torch.Tensor):
             good = torch.ones_like(finite, dtype=torch.int64) + self.good
             grown = finite & (good >= self.interval)
-            factor = torch.ones_like(self.scale).masked_fill(grown, self.growth).masked_fill(~finite, self.backoff)
-            good = good.masked_fill(~finite | grown, 0)
-            return replace(self, scale=self.scale * factor, good=good)
+            larger = self.scale * self.growth
+            scale = torch.where(grown & larger.isfinite(), larger, self.scale)
+            scale = torch.where(finite, scale, self.scale * self.backoff)
+            return replace(self, scale=scale, good=good.masked_fill(~finite | grown, 0))
         if not bool(finite):
             return replace(self, scale=self.scale * self.backoff, good=0)
         if self.good + 1 < self.interval:
             return replace(self, good=self.good + 1)
-        return replace(self, scale=self.scale * self.growth, good=0)
+        grows = self.scale * self.growth <= _LARGEST
+        return replace(self, scale=self.scale * self.growth if grows else self.scale, good=0)
 
 
 def select(condition, yes, no):

@@ -23,7 +23,7 @@ from .. import functional as F
 from ..errors import DistdlError, ShapeError
 from ..partition import Layout
 from ..remat import remat as _remat
-from .topology import along
+from .topology import HALVES, along, wide
 
 __all__ = ["Sharding", "chain", "clip_by_norm", "global_norm"]
 
@@ -88,33 +88,44 @@ class Sharding:
 
 
 def _gathered_again(layer, tree, whole):
-    """``layer(tree(flat), x)`` of ``flat = whole(block)``, without keeping ``flat``: when a gradient of the result comes, on every
-    rank, ``whole`` brings it again for what backward saved of it."""
+    """``layer(tree(flats), x)`` of ``flats = whole(blocks)``, without keeping ``flats``: when a gradient of the result comes, on
+    every rank, ``whole`` brings them again for what backward saved of them."""
 
-    def call(block, x):
-        flat, again = whole(block), []
-        if not flat.requires_grad or not flat.numel():
-            return layer(tree(flat), x)
-        memory, dtype = flat.untyped_storage().data_ptr(), flat.dtype
+    def call(blocks, x):
+        flats, again = whole(blocks), []
+        if not any(flat.requires_grad and flat.numel() for flat in flats):
+            return layer(tree(flats), x)
+        memory = {(flat.untyped_storage().data_ptr(), flat.dtype): k for k, flat in enumerate(flats) if flat.numel()}
 
         def ask(*_):
             if not again:
                 with torch.no_grad():
-                    again.append(whole(block))
+                    again.extend(whole(blocks))
 
         def pack(t):
-            ours = t.untyped_storage().data_ptr() == memory and t.dtype == dtype
-            return (t.size(), t.stride(), t.storage_offset()) if ours else t
+            k = memory.get((t.untyped_storage().data_ptr(), t.dtype))
+            return t if k is None else (k, t.size(), t.stride(), t.storage_offset())
 
         def unpack(kept):
             if isinstance(kept, torch.Tensor):
                 return kept
             ask()
-            return again[0].as_strided(*kept)
+            return again[kept[0]].as_strided(*kept[1:])
 
-        params = tree(flat)
-        cut = _torch.flatten(params)[0][0].grad_fn.next_functions[0][0]  # its backward comes last, and has all gradients
-        cut.register_prehook(lambda _: again.clear())
+        params = tree(flats)
+        # Where a flat vector is cut into parameters: that node's backward comes last, and has all their gradients.
+        cuts = {p.grad_fn.next_functions[0][0] for p in _torch.flatten(params)[0] if p.requires_grad}
+        numbers = range(len(cuts))
+        left = set(numbers)
+
+        def done(k):
+            left.discard(k)
+            if not left:
+                again.clear()
+                left.update(numbers)  # for another backward of a graph that is kept
+
+        for k, cut in enumerate(cuts):
+            cut.register_prehook(lambda _, k=k: done(k))
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             y = layer(params, x)
         for t in _torch.flatten(y)[0]:
@@ -125,12 +136,17 @@ def _gathered_again(layer, tree, whole):
     return call
 
 
+def _parts(one_or_several) -> tuple:
+    return one_or_several if isinstance(one_or_several, tuple) else (one_or_several,)
+
+
 def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True):
     """A sequence of layers whose parameters are gathered when they are needed: ``run(blocks, x)``.
 
     Args:
         layers: functions ``layer(params, x) -> x``; the last may return the loss.
-        shardings: one for each layer.
+        shardings: one for each layer; or a tuple of them, where an optimizer treats parts of a layer differently (decayed weights
+            and other parameters, say). Then a layer's blocks, and what it gets, are tuples too.
         remat: free a layer's parameters and activations after its forward, and gather and compute them again in backward (ZeRO-3,
             FSDP with activation checkpointing). ``"parameters"``: gather these again, and keep the activations (FSDP alone); what a
             layer makes of its parameters, a cast say, counts among these. Both not inside torch.func. ``False``: keep both
@@ -153,37 +169,54 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
             raise DistdlError("parameters are gathered again on .backward(), not inside torch.func", op="chain",
                               expected="eager mode", actual="a torch.func transform",
                               next_step="use remat=False inside grad, vjp, jvp and vmap")
-        under_way: dict[int, Any] = {}
+        parts, under_way = [_parts(s) for s in shardings], {}
+        found, planned = ([len(_parts(one)) for one in several] for several in (blocks, shardings))
+        if found != planned:
+            raise DistdlError("not this chain's blocks", op="chain", expected=f"{planned} blocks of the layers", actual=found,
+                              next_step="pass sharding.block(params) of each layer, in tuples where its shardings are one")
 
         def ahead(i):
             if prefetch and 0 <= i < len(layers) and i not in under_way:
-                under_way[i] = shardings[i].start(blocks[i])
+                under_way[i] = [s.start(b) for s, b in zip(parts[i], _parts(blocks[i]), strict=True)]
 
         def gathered(i):
             step = 1  # in backward the layers come in reverse
 
-            def whole(block):
+            def whole(mine):
                 nonlocal step
                 pending = under_way.pop(i, None)
-                flat = F.all_gather(block, shardings[i].layout) if pending is None else F.wait(pending)
+                if pending is None:
+                    flats = [F.all_gather(b, s.layout) for s, b in zip(parts[i], mine, strict=True)]
+                else:
+                    flats = [F.wait(p) for p in pending]
                 ahead(i + step)
                 step = -1
-                return flat
+                return flats
 
-            tree = shardings[i]._tree
+            def tree(flats):
+                trees = tuple(s._tree(flat) for s, flat in zip(parts[i], flats))
+                return trees if isinstance(shardings[i], tuple) else trees[0]
+
             if remat == "parameters":
                 return _gathered_again(layers[i], tree, whole)
 
-            def call(block, x):
-                return layers[i](tree(whole(block)), x)
+            def call(mine, x):
+                return layers[i](tree(whole(mine)), x)
 
             return _remat(call) if remat else call
 
         for i in range(len(layers)):
-            x = gathered(i)(blocks[i], x)
+            x = gathered(i)(_parts(blocks[i]), x)
         return x
 
     return run
+
+
+def _norm(g, order):
+    """The norm of a tensor, zero of an empty one; halves in float32."""
+    if not g.numel():
+        return wide(g.new_zeros(())).abs()
+    return torch.linalg.vector_norm(g, order, dtype=torch.float32 if g.dtype in HALVES else None)
 
 
 def global_norm(grads, P, dims=None, *, norm_type: float = 2.0):
@@ -194,12 +227,19 @@ def global_norm(grads, P, dims=None, *, norm_type: float = 2.0):
         norm_type: the order; ``inf`` for the largest entry.
 
     Returns:
-        An invariant scalar. Norms of several groups combine as norms do: ``(a**2 + b**2) ** 0.5``.
+        An invariant scalar; float32 where gradients are float16 or bfloat16, whose own range 256 squared leaves. Norms of several
+        groups combine as norms do: ``(a**2 + b**2) ** 0.5``.
 
     Messages: one all-reduce of one element (``inf``: an all-gather).
+
+    Raises:
+        ShapeError: no tensor at all, which has neither dtype nor device: pass a zero on a rank that has no gradients.
     """
     leaves, _ = _torch.flatten(grads)
-    norms = torch.stack([torch.linalg.vector_norm(g, norm_type) if g.numel() else g.new_zeros(()).abs() for g in leaves])
+    if not leaves:
+        raise ShapeError("no gradients", op="global_norm", partitions=P, expected="one tensor or more on every rank", actual=grads,
+                         next_step="pass torch.zeros(()), of the other ranks' dtype and device, where a rank has none")
+    norms = torch.stack([_norm(g, norm_type) for g in leaves])
     line = along(P, dims)
     if math.isinf(norm_type):
         return F.all_gather(norms.max().reshape(1), line, shape=(line.size,)).max()

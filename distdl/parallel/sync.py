@@ -9,7 +9,7 @@ import torch
 
 from .. import functional as F
 from ..errors import DistdlError
-from ..side_stream import Beside
+from ..side_stream import Beside, attend
 from .data import LIMITS, bucketed
 from .hooks import all_reduce
 from .topology import along
@@ -62,6 +62,7 @@ class GradientSync:
             raise DistdlError("a second gradient before finish()", op="GradientSync", actual=f"parameter {i}",
                               expected="one backward", next_step="call finish() after backward, or accumulate in no_sync()",
                               partitions=self.P)
+        attend(self.params[i].device)  # each gradient comes on the stream on which its parameter was used
         self._left[self._bucket_of[i]].discard(i)
         while len(self._under_way) < len(self.buckets) and not self._left[len(self._under_way)]:
             self._start()
@@ -77,8 +78,11 @@ class GradientSync:
                                   partitions=self.P)
             if grad is not None and i in self._summed and grad is self._summed[i]():
                 raise DistdlError("this gradient was summed over the ranks before", op="GradientSync", actual=f"parameter {i}",
-                                  expected="a gradient of this rank", next_step="optimizer.zero_grad() after each step",
-                                  partitions=self.P)
+                                  expected="a gradient of this rank", partitions=self.P,
+                                  next_step="optimizer.zero_grad() after each step; with set_to_none=True, its default")
+            if grad is not None and grad.layout != torch.strided:
+                raise DistdlError("a sparse gradient", op="GradientSync", actual=f"{grad.layout} for parameter {i}",
+                                  expected="a dense one", next_step="make the layer with sparse=False", partitions=self.P)
             grads.append(torch.zeros_like(self.params[i]) if grad is None else grad.detach())
         with Beside(grads[0].device, grads) as beside:
             reduced, self.states[number] = self.hook(grads, self.states[number])

@@ -9,8 +9,15 @@ from .. import functional as F
 from ..agree import partition_of
 from ..errors import PartitionError
 from ..partition import Partition
+from ..world import world as world_of
 
 __all__ = ["along", "block_mapping", "cyclic_mapping", "hierarchical_all_reduce"]
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def wide(x):
+    """Halves in float32, in which sums, norms and counts of them are taken; everything else as it is."""
+    return x.float() if x.dtype in HALVES else x
 
 
 def along(P, dims=None) -> Partition:
@@ -51,7 +58,8 @@ def hierarchical_all_reduce(x, nodes, *, world: str = "default"):
         nodes: the ranks of each node, as ``Topology.discover().nodes``; every node in the same order on all ranks.
 
     Messages, for n bytes and N equal nodes: n·(G-1)/G sent in the node, an all-reduce of n/G across, n·(G-1)/G in the node
-    again. Backward the same.
+    again. Backward the same. float16 and bfloat16 travel in float32 and are rounded once, as by the flat sum
+    (not so in a world with ``half_sums="native"``).
     """
     nodes = tuple(tuple(ranks) for ranks in nodes)
     mine = [ranks for ranks in nodes if Partition((len(ranks),), ranks, world).active]
@@ -62,9 +70,10 @@ def hierarchical_all_reduce(x, nodes, *, world: str = "default"):
     (place,) = node.index()
     leaves, tree = _torch.flatten(x)
     summed: list = [None] * len(leaves)
+    once = world_of(world).host.wide and sum(map(len, nodes)) > 2  # round halves once, as the flat sum does
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
         some = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        flat = torch.cat([leaves[i].reshape(-1) for i in some])
+        flat = torch.cat([(wide(leaves[i]) if once else leaves[i]).reshape(-1) for i in some])
         if len({len(ranks) for ranks in nodes}) == 1:
             across = Partition((len(nodes),), tuple(ranks[place] for ranks in nodes), world)
             part = F.all_sum_reduce(F.reduce_scatter(flat, node), across)
@@ -77,5 +86,5 @@ def hierarchical_all_reduce(x, nodes, *, world: str = "default"):
                 part = F.all_sum_reduce(part, leaders)
             flat = F.broadcast(part, first, node, shape=flat.shape)
         for i, y in zip(some, flat.split([leaves[i].numel() for i in some])):
-            summed[i] = y.view(leaves[i].shape)
+            summed[i] = y.view(leaves[i].shape).to(dtype)
     return _torch.unflatten(summed, tree)

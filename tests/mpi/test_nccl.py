@@ -1,11 +1,15 @@
 """The NCCL engine on a fake of its library: how communicators come and go, and what happens where NCCL cannot be used."""
 
+import sys
+import types
+
 import fake_nccl
 import pytest
 import torch
 
 import distdl as dd
 import distdl.functional as F
+from distdl.transport import nccl
 from distdl.transport.nccl import NcclEngines
 
 pytestmark = pytest.mark.mpi(2)
@@ -96,6 +100,32 @@ def test_one_rank_without_the_library():
             assert engines.get(ranks) is None
     else:
         assert engines.get(ranks) is None
+
+
+def test_two_libraries_in_one_process(monkeypatch):
+    """CuPy's NCCL beside another one of torch's, on one rank: an error on every rank, which says whose it is."""
+    cupy, n = types.ModuleType("cupy"), dd.world().size
+    cupy.cuda = types.ModuleType("cupy.cuda")
+    cupy.cuda.nccl = fake_nccl  # version 1
+    for name, module in (("cupy", cupy), ("cupy.cuda", cupy.cuda), ("cupy.cuda.nccl", fake_nccl)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(nccl, "Cuda", lambda index: fake_nccl.Host(index))
+    clashing = nccl.engines_on(dd.world(), 0)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (0, 0, 1))
+    assert nccl.load() is fake_nccl
+    engines = clashing if dd.world().rank == 0 else nccl.engines_on(dd.world(), 0)
+    told = r"rank 0:.*different NCCL libraries(.|\n)*22809 \(torch's\)(.|\n)*1 \(CuPy's\)"
+    with pytest.raises(dd.errors.TransportError, match=told):
+        engines.get(tuple(range(n)))
+
+
+def test_ranks_whose_tensors_live_elsewhere():
+    """One rank's tensor is on another kind of device: an error on every rank, before anything is sent."""
+    n = dd.world().size
+    x = torch.ones(1, 2, device="meta" if dd.world().rank == n - 1 else "cpu")
+    with pytest.raises(dd.errors.AgreementError, match=rf"device kind.*rank {n - 1}"):
+        F.repartition(x, dd.Partition((n, 1)), dd.Partition((1, n)))
 
 
 def test_a_graph_keeps_its_communicators(engines):

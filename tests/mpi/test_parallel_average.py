@@ -49,6 +49,17 @@ def test_weights():
     assert len(sent) == (n > 1)
 
 
+def test_weights_of_halves():
+    """70000 samples are more than float16 knows, and 257 than bfloat16."""
+    n, r, P = world()
+    weights = [70000, 257, 3, 5][:n] + [1] * (n - 4)
+    for dtype in (torch.float16, torch.bfloat16):
+        found = dp.average_parameters({"w": torch.full((2,), float(1000 * r), dtype=dtype)}, P, weight=weights[r])["w"]
+        wanted = sum(1000 * q * w for q, w in enumerate(weights)) / sum(weights)
+        assert found.dtype == dtype
+        check(found.double(), torch.full((2,), wanted, dtype=torch.float64), str(dtype), rtol=torch.finfo(dtype).eps)
+
+
 @needs(4)
 def test_hierarchical():
     """Two nodes of two: in the node every 2 steps, over all every 6."""

@@ -96,6 +96,19 @@ def test_accumulation_with_one_reduction(hook):
     check([loss, grads], [serial, serial_grads], "accumulated")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_counts_of_halves(dtype):
+    """Neither dtype holds 70001: counts and their sums are kept in float32."""
+    n, r, P = world()
+    mean = dp.global_mean(torch.tensor(1000.0 * (r + 1), dtype=dtype), 70001, P)
+    check(mean.double(), torch.tensor(500.0 * (n + 1) / 70001, dtype=torch.float64), "mean", rtol=torch.finfo(dtype).eps)
+    total = lambda p, x: ((p * x).sum(), 70001)
+    loss, grads, _ = dp.accumulate(total, torch.ones((), dtype=dtype), [torch.full((), 1024.0 * (r + 1), dtype=dtype)] * 2, P)
+    wanted = torch.tensor(512.0 * (n + 1) / 70001, dtype=torch.float64)
+    check([loss.double(), grads.double()], [wanted, wanted], "accumulated", rtol=torch.finfo(dtype).eps)
+    assert grads.dtype == mean.dtype == dtype
+
+
 # ---------------------------------------------------------------- modules and torch.optim
 
 
@@ -186,8 +199,12 @@ def test_bad_use_is_an_error():
         a.sum().backward()
     b.sum().backward()
     sync.finish()
-    with pytest.raises(dd.errors.DistdlError, match=r"summed over the ranks before.*zero_grad"):
+    with pytest.raises(dd.errors.DistdlError, match=r"summed over the ranks before.*zero_grad.*set_to_none=True"):
         (a.sum() + b.sum()).backward()
+    words = torch.nn.Embedding(3, 2, sparse=True)
+    dp.GradientSync(words.parameters(), P)
+    with pytest.raises(dd.errors.DistdlError, match=r"a sparse gradient.*sparse=False"):
+        words(torch.tensor([1])).sum().backward()
     outside = dd.Partition((1,), (n,))
     with pytest.raises(dd.errors.PartitionError, match="not part of the grid"):
         dp.GradientSync([a], outside)

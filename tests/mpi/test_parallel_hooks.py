@@ -74,6 +74,25 @@ def test_error_feedback_loses_nothing(name):
     check(applied + kept, wanted, "applied + kept")
 
 
+@pytest.mark.parametrize("name", ["top_k", "power_sgd"])
+def test_an_infinite_step_leaves_the_state(name):
+    """Overflow on one rank, at the first step and later: every rank sees it, and none keeps it."""
+    n, r, P = world()
+    hook = dp.hooks.top_k(P, 0.1) if name == "top_k" else dp.hooks.power_sgd(P, 2)
+    states = None
+    for step, bad in enumerate((True, False, True, False)):
+        grads = gradients(step, r)
+        if bad and r == n - 1:
+            grads[0] = torch.full_like(grads[0], torch.inf)
+        before = states
+        got, states = dp.reduce_gradients(grads, P, hook=hook, states=states)
+        assert bool(flat(got).isfinite().all()) != bad
+        kept = torch.utils._pytree.tree_leaves(states)
+        assert all(bool(t.isfinite().all()) for t in kept if t is not None)
+        if bad and before is not None:
+            assert all(torch.equal(a, b) for a, b in zip(kept, torch.utils._pytree.tree_leaves(before)))
+
+
 def test_everything_is_the_exact_sum():
     n, r, P = world()
     check(run(dp.hooks.top_k(P, 1.0))[0], summed(0, n), "all entries")

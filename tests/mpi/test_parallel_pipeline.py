@@ -235,6 +235,14 @@ def test_errors():
     if P.active:
         with pytest.raises(dd.errors.PartitionError, match="this rank's stages"):
             parallel.pipeline(table, [None] * SIZE, None, P, None)({RANK + 1: {}})
+    if RANK == 0:  # before anything is sent
+        ready = parallel.pipeline(table, [lambda p, x: x.half()] * SIZE, lambda y, i: y.sum(), P, lambda k, i: (3,), torch.float64)
+        for inputs in (None, [HERE], [HERE] * 3):
+            with pytest.raises(dd.errors.PartitionError, match="one input for each micro-batch; expected 2 inputs"):
+                ready({0: {}}, inputs)
+        if SIZE > 1:
+            with pytest.raises(dd.errors.ShapeError, match=r"another dtype; expected torch\.float64, got torch\.float16.*stage 0"):
+                ready({0: {}}, [torch.ones(3)] * 2)
     if SIZE > 1:
         with pytest.raises(dd.errors.PartitionError, match="never ends"):
             parallel.pipeline([row[::-1] for row in table], [None] * SIZE, None, P, None)

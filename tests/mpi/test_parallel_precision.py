@@ -75,6 +75,24 @@ def test_the_scale_follows_torchs(on_device):
     assert isinstance(mine.scale, torch.Tensor) == on_device
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_scale_stays_within_float32(on_device):
+    """torch's scaler does not grow into infinity either: it would never come back."""
+    scale = dp.LossScale(torch.tensor(2.0**126) if on_device else 2.0**126, interval=1)
+    found = []
+    for finite in (True, True, True, False):
+        scale = scale.updated(torch.tensor(finite))
+        found.append(float(scale.scale))
+    assert found == [2.0**127, 2.0**127, 2.0**127, 2.0**126]
+
+
+def test_no_gradients_are_finite():
+    """A pipeline's stage without parameters takes part in the verdict."""
+    n, r, P = world()
+    grads, finite = dp.LossScale(2.0).unscaled([torch.tensor([torch.inf])] if r == n - 1 else [], P)
+    assert not finite and len(grads) == (r == n - 1)
+
+
 def test_twenty_steps_skip_together():
     """float16 training whose scale overflows at first, on one rank's share: parameters stay equal, and the loss falls."""
     n, r, P = world()

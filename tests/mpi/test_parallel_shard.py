@@ -1,9 +1,14 @@
 """Sharded training (ZeRO-1, 2, 3) equals unsharded Adam, whatever the sizes; what each rank holds, and what it sends."""
 
+import os
+import shutil
+import tempfile
+
 import pytest
 import torch
 import torch.nn.functional as local
 from registry import needs
+from serial import randn
 from torch.func import grad, grad_and_value, jvp
 from training import STEPS, batch, carried, check, faults_of, initial, layer, leaves, loss_sum, mapped, mean_loss, share, world
 
@@ -217,6 +222,108 @@ def test_norms_are_torchs(norm_type):
     check(whole, expected, "whole gradients")
 
 
+@pytest.mark.parametrize("remat", [True, False, "parameters"])
+def test_groups_of_an_optimizer(remat):
+    """Weights decay, biases have a rate of their own, one layer is frozen, the ends share their weights, rates are scheduled."""
+    n, r, P = world()
+    serial = [mapped(torch.clone, initial()[0]), {"w": randn(13, 13, seed=7) / 4, "b": randn(13, seed=8)}]
+    parts = [tuple(dp.Sharding.of(t, P) for t in leaves(p)) for p in serial]
+    blocks = [tuple(s.block(t) for s, t in zip(pair, leaves(p))) for pair, p in zip(parts, serial)]
+    for t in (*leaves(serial[0]), *blocks[0]):
+        t.requires_grad_()
+
+    def trained(w, b):
+        optimizer = torch.optim.AdamW([{"params": [w], "weight_decay": 0.1}, {"params": [b], "lr": 0.02}], lr=0.05, weight_decay=0)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    (ours, schedule), (theirs, expected) = trained(*blocks[0]), trained(serial[0]["w"], serial[0]["b"])
+    first, middle = (lambda p, x: local.linear(x, *p).tanh()), (lambda p, h: local.linear(h, *p).sin())
+    for step in range(4):
+        x = share(step, batch(step))[0]
+        last = lambda p, h, x=x: F.invariant_sum((h @ p[0] - x).square().sum() / 17, P)
+        dp.chain([first, middle, last], [*parts, parts[0]], remat=remat)([*blocks, blocks[0]], x).backward()
+        a, b = (tuple(p.values()) for p in serial)
+        ((middle(b, first(a, batch(step)[0])) @ a[0] - batch(step)[0]).square().sum() / 17).backward()
+        for optimizer in (ours, schedule, theirs, expected):
+            optimizer.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+        check([s.gather(t.detach()) for s, t in zip(parts[0], blocks[0])], list(serial[0].values()), f"step {step}")
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_hybrid_sharding(dim):
+    """HSDP: blocks along one dim of a grid, copies along the other; what crosses along the latter is a block."""
+    n, r, _ = world()
+    P = dd.Partition((2, 2) if n == 4 else (n, 1))
+    if not P.active:
+        return
+    params, outer = initial(), 1 - dim
+    shardings = [dp.Sharding.of(p, P, dim) for p in params]
+    blocks = [s.block(p).requires_grad_() for s, p in zip(shardings, params)]
+    marked = [dp.replicate(b, P, outer) for b in blocks]
+    with count_messages() as sent:
+        dp.global_mean(*loss_sum([s.gather(b) for s, b in zip(shardings, marked)], share(1, batch(1), P.size, r)), P).backward()
+    serial = grad(lambda p: mean_loss(p, batch(1)))(params)
+    check([b.grad for b in blocks], [s.block(g) for s, g in zip(shardings, serial)], "gradients")
+    sums = sorted(m[2] for m in sent.of("all_reduce"))
+    assert sums == sorted([16] * (n > 1) + [D * b.numel() for b in blocks if P.shape[outer] > 1]), sums
+
+
+def test_restarts_on_fewer_ranks():
+    """Blocks and moments are saved as what they are, blocks of flat vectors; any number of ranks goes on from there."""
+    n, r, P = world()
+    path = os.path.join(dd.testing.gather_objects(tempfile.mkdtemp() if r == 0 else None)[0], "x.safetensors")
+
+    def start(Q):
+        shardings = [*(dp.Sharding.of(p, Q) for p in initial()), dp.Sharding.of(torch.ones(2, dtype=torch.float64), Q)]
+        blocks = torch.nn.ParameterList(s.block(p) for s, p in zip(shardings, [*initial(), torch.ones(2, dtype=torch.float64)]))
+        return shardings, blocks, torch.optim.AdamW(blocks, lr=0.02), {str(i): s.layout for i, s in enumerate(shardings)}
+
+    def train(Q, shardings, blocks, optimizer, first, last):
+        losses = []
+        for step in range(first, last):
+            k = Q.index()[0]
+            x, y = share(step, batch(step), Q.size, k)
+            scaled = lambda p, h: layer(p, h) * shardings[3].gather(blocks[3])[0]
+            logp = lambda p, h: local.linear(h, p["w"], p["b"]).log_softmax(1)
+            top = lambda p, h, y=y: dp.global_mean(-logp(p, h).gather(1, y[:, None]).sum(), len(y), Q)
+            loss = dp.chain([layer, scaled, top], shardings[:3])(list(blocks)[:3], x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    shardings, blocks, optimizer, layouts = start(P)
+    train(P, shardings, blocks, optimizer, 0, 3)
+    dd.checkpoint.save(path, *dd.checkpoint.state(blocks, optimizer, layouts=layouts))
+    expected = train(P, shardings, blocks, optimizer, 3, 6)
+    for size in range(1, n + 1):
+        Q, found = dd.Partition((size,)), expected
+        if Q.active:
+            shardings, blocks, optimizer, layouts = start(Q)
+            with torch.no_grad():
+                for b in blocks:
+                    b.fill_(7)
+            dd.checkpoint.restore(path, blocks, optimizer, layouts=layouts, P=Q)
+            found = train(Q, shardings, blocks, optimizer, 3, 6)
+        check(torch.tensor(found), torch.tensor(expected), f"{size} ranks")
+    if r == 0:
+        shutil.rmtree(os.path.dirname(path))
+
+
+def test_norms_of_halves():
+    """float16 ends at 65504: a norm of 500 is no infinity. A rank without any gradient says so."""
+    n, r, P = world()
+    block = dp.Sharding.of(torch.ones(10000), P).block(torch.full((10000,), 5.0, dtype=torch.float16))
+    norm = dp.global_norm([block], P)
+    assert norm.dtype == torch.float32 and abs(float(norm) - 500) < 1e-3
+    assert torch.allclose(dp.clip_by_norm([block], norm, 50.0)[0], block / 10)
+    with pytest.raises(dd.errors.ShapeError, match=r"no gradients.*torch\.zeros"):
+        dp.global_norm([], P)
+
+
 def peak_bytes(call):
     """The most that was allocated at once during the call, by torch's own allocator."""
     if torch.get_default_device().type == "cuda":
@@ -273,3 +380,5 @@ def test_bad_use_is_an_error():
         dp.chain([layer], [s], remat="activations")
     with pytest.raises(dd.errors.DistdlError, match="one sharding for each layer"):
         dp.chain([layer], [s, s])
+    with pytest.raises(dd.errors.DistdlError, match="not this chain's blocks"):
+        dp.chain([layer], [(s, s)])([s.block(torch.ones(3))], torch.ones(3))

@@ -52,6 +52,18 @@ def test_discovered():
     assert dd.Topology.discover() == t
 
 
+def test_devices_that_the_launcher_shared_out(monkeypatch):
+    """Two for each process by CUDA_VISIBLE_DEVICES: both are its own. Where all see the same ones, these are shared out."""
+    r, n = dd.world().rank, dd.world().size
+    node = dd.Topology.discover()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{2 * r},GPU-{r}")
+    assert dd.Topology.discover().devices == (0, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    shared = dd.Topology.place([0] * n, 2)[r].devices
+    assert dd.Topology.discover().devices == shared or node.num_nodes > 1
+
+
 # Nodes as they could be; the ranks of this job stand for them.
 NODES = {1: [((0,),)], 2: [((0, 1),), ((0,), (1,))], 3: [((0, 1), (2,)), ((0,), (2, 1)), ((2, 0, 1),)],
          4: [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((3, 1, 0), (2,)), ((0,), (1,), (2,), (3,))]}
@@ -77,6 +89,15 @@ def test_hierarchical_all_reduce():
         collective_assert(torch.allclose(g, e, rtol=1e-10, atol=1e-12), (nodes, "gradient"))
         t, s = (jvp(grad(lambda x, f=f: loss(f, x, w)), (tree["a"],), (w,))[1] for f in (ours, flat))
         collective_assert(torch.allclose(t, s, rtol=1e-10, atol=1e-12), (nodes, "second derivative"))
+
+
+def test_hierarchical_sums_of_halves():
+    """256 + 1 + 1 + 1 rounds to 260 in bfloat16, and to 256 step by step: rounded once, as by the flat sum."""
+    n, r = dd.world().size, dd.world().rank
+    x = torch.tensor([256.0 if r == 0 else 1.0] * 3, dtype=torch.bfloat16)
+    for nodes in NODES.get(n, ()):
+        found, flat = dp.hierarchical_all_reduce(x, nodes), F.all_sum_reduce(x, dd.Partition((n,)))
+        collective_assert(found.dtype == flat.dtype and torch.equal(found, flat), (nodes, found, flat))
 
 
 @needs(4)
