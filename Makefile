@@ -1,6 +1,8 @@
 # Every target works in a fresh clone: .venv is made, and made again when the pinned requirements change.
 PYTHON ?= python3
 PY := .venv/bin/python
+# Python compiles modules when it first imports them: most of torch's never are.
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 RANKS := 1 2 3 4 8
 LIMIT := 900
 NCCL_FILES := $(addprefix tests/mpi/test_,$(addsuffix .py,value adjoints dtypes overlap))
@@ -78,11 +80,11 @@ clean:
 
 .venv/ready: requirements/dev.txt requirements/data.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/data.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(PIP) -r requirements/dev.txt
+	$(PIP) --no-deps -r requirements/data.txt
+	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
 .venv/docs: .venv/ready requirements/docs.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	$(PIP) -r requirements/docs.txt
 	touch $@
