@@ -1,10 +1,14 @@
 # Every target works in a fresh clone: .venv is made, and made again when the pinned requirements change.
 PYTHON ?= python3
 PY := .venv/bin/python
+# Python compiles modules when it first imports them: most of torch's never are.
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 RANKS := 1 2 3 4 8
 LIMIT := 900
 NCCL_FILES := $(addprefix tests/mpi/test_,$(addsuffix .py,value adjoints dtypes overlap))
 PYTEST_MPI := -m pytest tests/mpi -p no:cacheprovider -q
+# Tests of one process, two at a time. A worker that has nothing left takes over some of the other's.
+TWO := -n 2 --dist worksteal
 
 .PHONY: demo test test-all lint unit mpi nccl check soak mutation bench docs format clean
 .NOTPARALLEL:
@@ -14,12 +18,13 @@ demo: .venv/ready
 
 test: lint unit mpi nccl
 
-# Slow sweeps too, whole models on 16 ranks, and more ranks than this machine has cores.
+# Slow sweeps too (one at a time: they print what they counted), whole models on 16 ranks, and more ranks than this machine has cores.
 test-all: .venv/ready
-	$(MAKE) lint unit mpi nccl MARKS='-m ""' LIMIT=3000
+	$(MAKE) lint unit mpi nccl MARKS='-m ""' LIMIT=3000 TWO=
 	$(MAKE) check
 	timeout -k 10 1800 $(PY) -m distdl run -n 16 -m pytest tests/mpi/test_neon_many.py -p no:cacheprovider -q -m ""
 	timeout -k 10 1800 $(PY) -m distdl run -n 20 $(PYTEST_MPI)
+	timeout -k 10 600 $(PY) -m distdl run -n 20 -m pytest tests/mpi/test_many_ranks.py -p no:cacheprovider -q -m ""
 	timeout -k 10 1800 $(PY) -m distdl run -n 4 tests/soak.py 20000
 
 # A million mixed operations on 4 ranks: hours where the ranks share two cores.
@@ -44,9 +49,12 @@ lint: .venv/ready
 	$(PY) -m mypy
 
 unit: .venv/ready
-	timeout -k 10 $(LIMIT) $(PY) -m pytest tests --ignore=tests/mpi -q $(MARKS)
+	timeout -k 10 $(LIMIT) $(PY) -m pytest tests --ignore=tests/mpi -q $(TWO) $(MARKS)
 
 mpi: $(RANKS:%=mpi-%)
+
+mpi-1: .venv/ready
+	timeout -k 10 $(LIMIT) $(PY) -m distdl run -n 1 $(PYTEST_MPI) $(TWO) $(MARKS)
 
 mpi-%: .venv/ready
 	timeout -k 10 $(LIMIT) $(PY) -m distdl run -n $* $(PYTEST_MPI) $(MARKS)
@@ -72,11 +80,11 @@ clean:
 
 .venv/ready: requirements/dev.txt requirements/data.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/data.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(PIP) -r requirements/dev.txt
+	$(PIP) --no-deps -r requirements/data.txt
+	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
 .venv/docs: .venv/ready requirements/docs.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	$(PIP) -r requirements/docs.txt
 	touch $@

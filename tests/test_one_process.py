@@ -240,7 +240,7 @@ def test_wrong_input_is_refused():
     (lambda P, L: dd.maps.broadcast(dd.Partition((2, 3)), dd.Partition((2, 2)), (1,)), "do not broadcast"),
     (lambda P, L: dd.maps.shift(P, 0, 1.5, shape=(1,)), "must be an integer"),
     (lambda P, L: dd.maps.shift(P, 1, shape=(1,)), "no dim 1"),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_maps_that_cannot_be(make, words):
     P = dd.Partition((2,))
     with pytest.raises(PartitionError, match=words) as caught:

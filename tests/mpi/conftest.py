@@ -1,7 +1,7 @@
 """The engine that a launch tests, and one report for all its ranks."""
 
-import gc
 import tempfile
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,21 +14,44 @@ from distdl import run
 from distdl.plan import View
 from distdl.transport.nccl import NcclTransport
 
-# Layers are compositions: 1 to 4 ranks show every way of splitting them. More ranks are for the movements.
-LAYERS = ("checkpoint", "conv", "dropout_init", "embedding", "expert", "fuzz_layers", "interpolate", "linear", "local", "loss",
-          "neon", "networks", "nn", "norm", "overlap", "parallel_average", "parallel_data", "parallel_grid", "parallel_hooks",
-          "parallel_pipeline", "parallel_precision", "parallel_shard", "parallel_topology", "pool", "reduce", "remat", "rendezvous",
-          "transition")
-# Trainings of whole models and their like take long: `make test` runs them on 2 and 4 ranks, `make test-all` on 1 to 4.
+# Layers are compositions: 1, 3 and 4 ranks show every way of splitting them (uneven, empty, some of the ranks, grids).
+LAYERS = ("conv", "dropout_init", "expert", "fuzz_layers", "interpolate", "linear", "loss", "nn", "norm", "parallel_topology",
+          "reduce", "remat", "transition")
+# Those whose serial twins are slow.
+SLOW_TWINS = ("local", "networks", "overlap", "pool")
+# Trainings of whole models and their like take long.
 LONG = ("checkpoint", "neon", "parallel_average", "parallel_data", "parallel_grid", "parallel_hooks", "parallel_pipeline",
         "parallel_precision", "parallel_shard", "rendezvous")
+# What more than 4 ranks would not change: how torch traces and compiles, and differentiates where ranks do not do the same.
+SMALL = ("divergence", "embedding", "ties", "tracing")
+# On how many ranks `make test` runs them; `make test-all` runs them on 1 to 4. All else, the movements, runs on any number.
+WORLDS = (dict.fromkeys(LAYERS, (1, 3, 4)) | dict.fromkeys(SLOW_TWINS, (1, 4)) | dict.fromkeys(LONG, (2, 4))
+          | dict.fromkeys(SMALL, (1, 2, 3, 4)))
 
 
 def pytest_ignore_collect(collection_path, config):
     name, n = collection_path.stem.removeprefix("test_"), dd.world().size
-    if any(collection_path == config.invocation_params.dir / str(arg) for arg in config.args):  # asked for by name
-        return None
-    return True if (name in LAYERS and n > 4) or (name in LONG and n in (1, 3) and config.option.markexpr) else None
+    if name not in WORLDS or any(collection_path == config.invocation_params.dir / str(arg) for arg in config.args):
+        return None  # or asked for by name
+    return True if n not in (WORLDS[name] if config.option.markexpr else range(5)) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if any(dd.world().size not in marker.args for marker in item.iter_markers("worlds")):
+            item.add_marker("slow")
+
+
+VIEWS = weakref.WeakSet()  # all that were made
+
+
+def _noted(self, *args, init=View.__init__, **named):
+    init(self, *args, **named)
+    VIEWS.add(self)
+
+
+View.__init__ = _noted
 
 
 @pytest.hookimpl(trylast=True)  # after the terminal reporter is there
@@ -44,7 +67,7 @@ def fresh_programs():
     """Programs are worked out anew for this test, and again after it: for tests that change what an engine can do."""
 
     def forget():
-        for view in (found for found in gc.get_objects() if type(found) is View):  # isinstance would wake lazy objects
+        for view in VIEWS:
             view.programs.clear()
 
     forget()
