@@ -7,7 +7,7 @@ RANKS := 1 2 3 4 8
 LIMIT := 900
 NCCL_FILES := $(addprefix tests/mpi/test_,$(addsuffix .py,value adjoints dtypes overlap))
 PYTEST_MPI := -m pytest tests/mpi -p no:cacheprovider -q
-# Tests of one process, two at a time. A worker that has nothing left takes over some of the other's.
+# Tests without MPI, two at a time. A worker that has nothing left takes over some of the other's.
 TWO := -n 2 --dist worksteal
 
 .PHONY: demo test test-all lint unit mpi nccl check soak mutation bench docs format clean
@@ -52,9 +52,6 @@ unit: .venv/ready
 	timeout -k 10 $(LIMIT) $(PY) -m pytest tests --ignore=tests/mpi -q $(TWO) $(MARKS)
 
 mpi: $(RANKS:%=mpi-%)
-
-mpi-1: .venv/ready
-	timeout -k 10 $(LIMIT) $(PY) -m distdl run -n 1 $(PYTEST_MPI) $(TWO) $(MARKS)
 
 mpi-%: .venv/ready
 	timeout -k 10 $(LIMIT) $(PY) -m distdl run -n $* $(PYTEST_MPI) $(MARKS)
