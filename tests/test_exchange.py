@@ -92,6 +92,8 @@ def test_other_boxes_are_packed_once():
     assert [part.size for part in program_of(to_columns, x, 0).packs] == [(3, 2, 2)], "and so are three"
     narrow = Plan(Side.of(dd.Layout(ROWS.partition, (8, 4))), Side.of(dd.Layout(COLUMNS.partition, (8, 4))))
     assert [part.size for part in program_of(narrow, torch.ones(2, 4), 0).packs] == [(3, 2, 1)], "one element apart"
+    both = program_of(Plan(Side.of(COLUMNS), Side.of(ROWS)), torch.ones(8, 2, 2)[..., 0], 0)
+    assert [[part.size for part in parts] for parts in (both.packs, [to for to, _ in both.late])] == [[(3, 2, 2)]] * 2
     assert not any(within(a, x) for _, a, _ in transport.sends)
     assert all(within(a, y) for _, a, _ in transport.receives) and program.late == []
     assert len({a for _, a, _ in transport.sends}) == 3 and all(a % 64 == transport.sends[0][1] % 64 for _, a, _ in transport.sends)
@@ -127,6 +129,24 @@ def test_an_engine_that_packs_single_boxes(name, kind, monkeypatch):
                 plan.view(r).programs.clear()
 
 
+@pytest.mark.parametrize("boundary", ["zeros", "circular", "reflect"])
+@pytest.mark.parametrize("small", [0, 2**16])
+def test_what_arrives_at_once_stays(boundary, small, monkeypatch):
+    """Zeros, and what the rank has itself, are in their places before the first message can be."""
+    L = dd.Layout(dd.Partition((2, 2)), (6, 5))
+    X, plan = torch.randint(9, (6, 5)), dd.HaloSpec(L, (2, 1), boundary=boundary).plan()
+    blocks = [L.shard(X, r) for r in range(4)]
+    wanted = plan.simulate(blocks)
+    monkeypatch.setattr(exchange, "LocalTransport", Typed)
+    monkeypatch.setattr(exchange, "_SMALL", small)
+    monkeypatch.setattr(exchange, "_empty_like", lambda like: torch.full(like.shape, -1, dtype=like.dtype))
+    for order in (1, -1):  # the first and the last to send, in turn
+        ranks = range(4)[::order]
+        P = dd.Layout(dd.Partition((2, 2), tuple(ranks)), (6, 5))
+        plan = dd.HaloSpec(P, (2, 1), boundary=boundary).plan()
+        assert all(torch.equal(a, b) for a, b in zip(plan.simulate(blocks), wanted))
+
+
 def test_what_stays_is_copied_in_the_cheapest_way():
     """One run of memory by one move, anything else before messages arrive; sums after."""
     x = torch.ones(2, 8)
@@ -142,25 +162,25 @@ def test_what_stays_is_copied_in_the_cheapest_way():
     assert program_of(dd.HaloSpec(ROWS, 1, boundary="zeros").plan(), x).zeroed == [0], "a window with gaps starts as zeros"
 
 
-def test_small_staging_stays_with_its_program_and_large_goes_back(monkeypatch):
+@pytest.mark.parametrize("size, small", [(1, True), (5000, False)])
+def test_small_staging_stays_with_its_program_and_large_goes_back(size, small, monkeypatch):
     to_columns = Plan(Side.of(ROWS), Side.of(COLUMNS))
     pool = exchange._staging
-    for size, small in ((1, True), (5000, False)):
-        x = torch.ones(size, 2, 8)
-        program = program_of(to_columns, x)
-        assert (program.staging <= 2**16) == small and not program.spare
-        if small:
-            monkeypatch.setattr(exchange, "_SMALL", program.staging)
-        kept = pool.kept
-        first, second = (exchange.start((to_columns,), [x], Posting(1)) for _ in range(2))
-        assert first.staging[0].data_ptr() != second.staging[0].data_ptr(), "both are under way"
-        first.finish(), second.finish()
-        assert len(program.spare) == int(small) and first.staging is second.staging is None
-        assert pool.kept == sum(b.numel() for blocks in pool.free.values() for b in blocks) >= kept
-        assert len(pool.free[_size(program.staging)]) >= (1 if small else 2)
-        again = exchange.start((to_columns,), [x], Posting(1))
-        assert not program.spare
-        again.finish()
+    x = torch.ones(size, 2, 8)
+    program = program_of(to_columns, x)
+    assert (program.staging <= 2**16) == small and not program.spare
+    if small:
+        monkeypatch.setattr(exchange, "_SMALL", program.staging)
+    kept = pool.kept
+    first, second = (exchange.start((to_columns,), [x], Posting(1)) for _ in range(2))
+    assert first.staging[0].data_ptr() != second.staging[0].data_ptr(), "both are under way"
+    first.finish(), second.finish()
+    assert len(program.spare) == int(small) and first.staging is second.staging is None
+    assert pool.kept == sum(b.numel() for blocks in pool.free.values() for b in blocks) >= kept
+    assert len(pool.free[_size(program.staging)]) >= (1 if small else 2)
+    again = exchange.start((to_columns,), [x], Posting(1))
+    assert not program.spare
+    again.finish()
 
 
 def test_memory_of_what_was_dropped_stays_until_its_messages_are_through():
@@ -215,6 +235,15 @@ def test_wrong_shapes_are_refused_before_anything_is_sent():
         with pytest.raises(dd.errors.ShapeError) as caught:
             exchange.run((gather,), [torch.ones(shape)], Posting(1))
         assert (caught.value.expected, caught.value.actual, caught.value.rank) == ((2, 8), shape, 1)
+
+
+def test_programs_differ_by_what_the_engine_has():
+    """One plan may be run by several: simulated, and by MPI."""
+    plan, x = dd.maps.all_sum_reduce(ROWS.partition, (3,)).plan, torch.ones(3)
+    for xs in ([x], [x, x]):
+        engines = (NullTransport(1, 4), LocalTransport(1, 4), NullTransport(1, 4))
+        kinds = [exchange._cached_program((plan,) * len(xs), xs, engine)[0].kind for engine in engines]
+        assert kinds == ["all_reduce", None, "all_reduce"]
 
 
 def test_all_reduces_read_the_input_itself(monkeypatch):

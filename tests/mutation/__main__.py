@@ -152,6 +152,8 @@ def main() -> int:
         if mine["killed"] < options.least / 100 * mine["all"]:
             wrong.append(module)
     print(f"all: {_shares(counts)}, in {time.monotonic() - began:.0f} s, {_worked():.0f} s of work")
+    if options.lines:
+        return 0
     if wrong and not options.argued:
         print(f"less than {options.least:g} % killed: {', '.join(wrong)}")
     return int(counts["killed"] > 0 if options.argued else bool(wrong))
