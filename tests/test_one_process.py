@@ -675,6 +675,37 @@ def test_integers_beside_differentiable_tensors():
     assert returned(every_rank(2, program, rounds=4)) == [([0, 1], 3.0, 4)] * 2
 
 
+def test_a_tangent_beside_tensors_without():
+    """torch's own forward mode: the tangent travels, in whichever place, and the others get none, or zero."""
+    import torch.autograd.forward_ad as fwAD
+
+    def program():
+        L, x, found = dd.Layout(line(2), (4,)), torch.arange(2.0) + rank(), []
+        for place in range(2):
+            with fwAD.dual_level():
+                pair = [x, x + 1]
+                pair[place] = fwAD.make_dual(x, x * x)
+                tangents = [fwAD.unpack_dual(y).tangent for y in F.all_gather(tuple(pair), L)]
+                other = tangents[1 - place]
+                found.append((tangents[place].tolist(), other is None or not other.any()))
+        return found
+
+    assert returned(every_rank(2, program, rounds=4)) == [[([0.0, 1.0, 1.0, 4.0], True)] * 2] * 2
+
+
+def test_the_older_vmap_is_refused():
+    """It would hand tensors without memory to the movement."""
+
+    def program():
+        x = torch.ones(2, requires_grad=True)
+        y = F.all_gather(x, dd.Layout(line(2), (4,)))
+        with pytest.raises(dd.errors.DistdlError, match=r"torch\.func\.vmap") as caught:
+            torch.autograd.grad(y, x, torch.eye(4), is_grads_batched=True)
+        return caught.value.next_step is not None, "all_gather" in str(caught.value) or "reduce_scatter" in str(caught.value)
+
+    assert returned(every_rank(2, program)) == [(True, True)] * 2
+
+
 def test_broadcast_of_shapes_that_differ_by_rank():
     def program():
         x = torch.full((1 + rank(),), float(rank()))

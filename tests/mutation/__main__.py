@@ -117,7 +117,7 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", default=MODULES)
     parser.add_argument("--lines", help="mutants of line N, or of lines N-M, only, with what killed them")
     parser.add_argument("--every", type=int, default=1, help="every n-th mutant only")
-    parser.add_argument("--jobs", "-j", type=int, default=1, help="mutants judged at the same time")
+    parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count(), help="mutants judged at the same time")
     parser.add_argument("--least", type=float, default=95, help="percentage that must be killed, of each module")
     parser.add_argument("--argued", action="store_true", help="judge only the mutants that are argued to change no result")
     options = parser.parse_args()
