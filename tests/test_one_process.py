@@ -675,6 +675,18 @@ def test_integers_beside_differentiable_tensors():
     assert returned(every_rank(2, program, rounds=4)) == [([0, 1], 3.0, 4)] * 2
 
 
+def test_only_the_batch_that_some_rank_has_is_sent():
+    """Of two vmaps around a movement, one that batches the operand of one rank, and one that batches nobody's."""
+
+    def program():
+        A, x = dd.maps.all_gather(dd.Layout(line(2), (4,))), torch.arange(2.0) + rank()
+        with dd.testing.count_messages() as sent:
+            y = vmap(lambda a: vmap(lambda b: A(x if rank() else a * x) + b)(torch.arange(5.0)))(torch.arange(3.0))
+        return y[2, 4].tolist(), tuple(y.shape), [n for kind, _, n in sent if kind == "send"]
+
+    assert returned(every_rank(2, program)) == [([4.0, 6.0, 5.0, 6.0], (3, 5, 4), [24])] * 2
+
+
 def test_a_tangent_beside_tensors_without():
     """torch's own forward mode: the tangent travels, in whichever place, and the others get none, or zero."""
     import torch.autograd.forward_ad as fwAD
@@ -701,6 +713,9 @@ def test_the_older_vmap_is_refused():
         y = F.all_gather(x, dd.Layout(line(2), (4,)))
         with pytest.raises(dd.errors.DistdlError, match=r"torch\.func\.vmap") as caught:
             torch.autograd.grad(y, x, torch.eye(4), is_grads_batched=True)
+        with pytest.raises(dd.errors.DistdlError, match=r"torch\.func\.vmap"):
+            gather = dd.maps.all_gather(dd.Layout(line(2), (4,)))
+            torch.autograd.functional.jacobian(gather, torch.ones(2), vectorize=True, strategy="forward-mode")
         return caught.value.next_step is not None, "all_gather" in str(caught.value) or "reduce_scatter" in str(caught.value)
 
     assert returned(every_rank(2, program)) == [(True, True)] * 2

@@ -30,6 +30,8 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
             "0 -> 1": "a tie has no value that anything reads: only what it depends on matters"},
         "xs = args[: len(maps)]": {
             "without its stop": "what follows takes as many operands as there are maps, and the ties come after them"},
+        "*ys, s = apply(maps, args[:n], args[n:], pending, tied)": {
+            "without its stop": "what follows takes as many operands as there are maps, and the ties come after them"},
         "ctx.set_materialize_grads(False)  # the tie's own would be made every time, for nothing": {
             "call removed": "a missing cotangent comes as zeros instead of being made zeros here: time and memory only",
             "False -> True": "a missing cotangent comes as zeros instead of being made zeros here: time and memory only"},
@@ -55,5 +57,9 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
             "0 -> 1": "nothing is reckoned from it where nothing is staged"},
         "pending[rank] = Pending((plan,), [x], LocalTransport(rank, max(ranks) + 1, mailboxes))": {
             "1 -> 2": "how many ranks a simulated world has besides those of the plan"},
+    },
+    "maps": {
+        "_cached = lru_cache(maxsize=1024)": {
+            "1024 -> 1025": "how many maps are remembered: memory and time only"},
     },
 }  # fmt: skip
