@@ -242,6 +242,7 @@ def test_wrong_input_is_refused():
     (lambda P, L: dd.maps.broadcast(dd.Partition((2, 3)), dd.Partition((2, 2)), (1,)), "do not broadcast"),
     (lambda P, L: dd.maps.shift(P, 0, 1.5, shape=(1,)), "must be an integer"),
     (lambda P, L: dd.maps.shift(P, 1, shape=(1,)), "no dim 1"),
+    (lambda P, L: dd.maps.halo_exchange(L), "not a HaloSpec"),
 ], ids=str)  # fmt: skip
 def test_maps_that_cannot_be(make, words):
     P = dd.Partition((2,))
@@ -713,8 +714,8 @@ def test_the_older_vmap_is_refused():
         y = F.all_gather(x, dd.Layout(line(2), (4,)))
         with pytest.raises(dd.errors.DistdlError, match=r"torch\.func\.vmap") as caught:
             torch.autograd.grad(y, x, torch.eye(4), is_grads_batched=True)
+        gather = dd.maps.all_gather(dd.Layout(line(2), (4,)))
         with pytest.raises(dd.errors.DistdlError, match=r"torch\.func\.vmap"):
-            gather = dd.maps.all_gather(dd.Layout(line(2), (4,)))
             torch.autograd.functional.jacobian(gather, torch.ones(2), vectorize=True, strategy="forward-mode")
         return caught.value.next_step is not None, "all_gather" in str(caught.value) or "reduce_scatter" in str(caught.value)
 

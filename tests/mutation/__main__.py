@@ -129,6 +129,8 @@ def main() -> int:
     began, counts, wrong = time.monotonic(), Counter(), []
     for module in options.modules:
         argued = EQUIVALENT.get(module, {})
+        if options.argued and not argued:
+            continue
         path = PACKAGE / f"{module}.py"
         unchanged, took = verdict(*begin(module, codes[f"distdl.{module}"]))
         if unchanged:
@@ -146,7 +148,8 @@ def main() -> int:
                 print(f"survived  {module}.py:{line}: {what}: {text}", flush=True)
             elif options.lines or options.argued:
                 print(f"killed    {module}.py:{line}: {what}: {': '.join(killer)[:200]}", flush=True)
-        mine = Counter(all=len(chosen), argued=0 if options.argued else sum(listed), killed=len(judge) - alive)
+        all_of, left_out = (judge, 0) if options.argued else (chosen, sum(listed))
+        mine = Counter(all=len(all_of), argued=left_out, killed=len(judge) - alive)
         print(f"{module}: {_shares(mine)}, {time.monotonic() - began:.0f} s ({_worked():.0f} s of work) so far", flush=True)
         counts += mine
         if mine["killed"] < options.least / 100 * mine["all"]:
