@@ -67,12 +67,11 @@ class _Part:
         """The box inside the staging memory."""
         return staging.view(self.dtype).as_strided(self.size, self.dense, self.place // self.dtype.itemsize)
 
-    def factor(self, shape, strides, most: int) -> int:
-        """How many elements can be copied as one word of at most 16 bytes, in a tensor of this shape and strides."""
-        if self.add or self.cast or not self.size or self.stride[-1] != 1 or strides[-1] != 1:
+    def factor(self, shape, most: int) -> int:
+        """How many elements can be copied as one word of at most 16 bytes, in a tensor of this shape."""
+        if self.add or self.cast or not self.size or self.stride[-1] != 1:
             return 1
-        numbers = (shape[-1], self.size[-1], self.offset, *self.stride[:-1], *strides[:-1])
-        return math.gcd(most, *numbers)
+        return math.gcd(most, shape[-1], self.size[-1], self.offset, *self.stride[:-1])
 
     def in_words(self, k: int) -> _Part:
         """The same box, ``k`` elements at a time."""
@@ -120,23 +119,22 @@ class _Program:
         early += [fused.packing(part) for part in self.packs if fused.small(part)]
         if len(early) > 1:
             self.fused_early = fused.Boxes(early, itemsize, device)
-            self.early, self.packs = [pair for pair in self.early if leave(pair[0])], [p for p in self.packs if leave(p)]
-        if not any(source or to.add for to, source in self.late):  # the order does not matter then
-            late = [fused.unpacking(to) for to, _ in self.late if fused.small(to)]
-            if len(late) > 1:
-                self.fused_late = fused.Boxes(late, itemsize, device)
-                self.late = [(to, None) for to, _ in self.late if leave(to)]
+            self.early = [(to, source) for to, source in self.early if leave(to)]
+            self.packs = [part for part in self.packs if leave(part)]
+        late = [fused.unpacking(to) for to, _ in self.late if fused.small(to)]
+        if len(late) > 1:  # no sums then: they add to one box at most that is copied, the first
+            self.fused_late = fused.Boxes(late, itemsize, device)
+            self.late = [(to, None) for to, _ in self.late if leave(to)]
 
     def widen(self, xs) -> None:
         """Copy large boxes in words of up to 16 bytes: a device copies strided memory element by element."""
         def factor(part, x):
             size = part.dtype.itemsize
-            if fused.small(part) or not part.size:
+            if fused.small(part):
                 return 1
             if x is None:
-                shape = self.likes[part.leaf].shape
-                return part.factor(shape, _dense(shape), 16 // size)
-            return part.factor(x.shape, x.stride(), max(math.gcd(16, x.data_ptr(), x.storage_offset() * size) // size, 1))
+                return part.factor(self.likes[part.leaf].shape, 16 // size)
+            return part.factor(x.shape, max(math.gcd(16, x.data_ptr(), x.storage_offset() * size) // size, 1))
 
         for i, (to, source) in enumerate(self.early):
             k = math.gcd(factor(to, None), factor(source, xs[source.leaf]))
@@ -176,8 +174,7 @@ def _dense(shape):
 
 def _like(shape, dtype, device):
     """A tensor of this shape with one element's memory: ``empty_like`` of it is the fastest way to a fresh dense tensor."""
-    with torch.inference_mode(False):  # it outlives the mode
-        return torch.empty((1,) * len(shape), dtype=dtype, device=device).expand(shape)
+    return torch.empty((1,) * len(shape), dtype=dtype, device=device).expand(shape)
 
 
 def _parts(message, leaf, lead, dtype, strides, **how):
@@ -274,11 +271,11 @@ def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> _Program:
         small = _parts(next(m for m in view.received if m.peer == rank), *about, _dense(shape))
         blocks = [_parts(boxes[r], *about, stride)[0] for r in group]
     n, itemsize, end = small[0].nbytes, dtype.itemsize, 0
-    ready = all(b.contiguous and b.offset == blocks[0].offset + i * n // itemsize for i, b in enumerate(blocks))
+    ready = all(b.contiguous and b.offset == i * n // itemsize for i, b in enumerate(blocks))
     ends = []
     for parts, direct in ((small, small[0].contiguous), (blocks, ready)):
         if direct:
-            ends.append((0, parts[0].offset * itemsize))
+            ends.append((0, 0))  # both the own block and the first of all begin where their tensor does
         else:
             ends.append((-1, end))
             for part in parts:
@@ -328,9 +325,9 @@ def _program(plans, leads, strides, dtypes, transport, device) -> _Program:
             early.append((to, source))
     send_messages, end = _messages(sends, 0, transport)
     receive_messages, end = _messages(receives, end, transport)
-    packs = _joined([part for _, parts in sorted(sends.items()) for part in parts if not part.direct])
+    packs = _joined(sorted((part for parts in sends.values() for part in parts if not part.direct), key=lambda part: part.place))
     late = [(to, source) for to, source in late if source is not None or not to.direct]
-    if not any(source or to.add for to, source in late):  # the order does not matter then
+    if not any(to.add for to, _ in late):  # the order does not matter then
         late = [(to, None) for to in _joined(sorted((to for to, _ in late), key=lambda part: part.place))]
     casts = list(dtypes) if any(like.dtype != d for like, d in zip(likes, dtypes)) else None
     travels = bool(send_messages or receive_messages)
@@ -489,7 +486,7 @@ def _cached_program(plans, xs, transport):
         key = (x.shape, x.stride(), x.dtype, x.is_cpu or _place(x), collectives)
     else:
         xs = [_torch.plain(x) for x in xs]
-        key = (*((x.shape, x.stride(), x.dtype, x.is_cpu or _place(x)) for x in xs), collectives, plans[1:])
+        key = (*((x.shape, x.stride(), x.dtype, x.is_cpu or _place(x)) for x in xs), collectives, plans)
     program = cache.get(key)
     if program is None:
         leads = []

@@ -328,7 +328,7 @@ def _have_tangents(*groups) -> bool:
     return any(_torch.has_tangent(t) for tensors in groups for t in tensors)
 
 
-def _run(maps, xs, pending=None, recorded=False):
+def _run(maps, xs, pending, recorded):
     """The movement itself, on plain tensors; ``recorded``: a graph holds its adjoint."""
     if pending is not None:
         return pending.finish()

@@ -90,6 +90,31 @@ def test_one_kernel_copies_the_small_boxes(monkeypatch):
     assert fused[1] + len(some.late) == len(alone.late)
 
 
+def test_every_box_is_copied_once(monkeypatch):
+    """By the kernel what is small, where there are two such boxes or more; alone what is large."""
+    plan, L = halo((9, 13, 17), (1, 2, 3), (2, 2, 2), "zeros")
+    x, seen = on_device(torch.ones(L.local_shape(0))), set()
+
+    def copied(**how):
+        fake_device.install(monkeypatch, **how)
+        program = exchange._program((plan,), [()], [x.stride()], [x.dtype], NullTransport(0, 8), x.device)
+        program.fuse(x.device)
+        alone = [[to for to, _ in program.early] + program.packs, [to for to, _ in program.late]]
+        together = [[copy[2] for copy in boxes.copies] if boxes else [] for boxes in (program.fused_early, program.fused_late)]
+        return [[part.size for part in parts] for parts in alone], together
+
+    whole, none = copied(kernel=False)
+    assert none == [[], []]
+    nbytes = [4 * torch.Size(size).numel() for sizes in whole for size in sizes]
+    for large in {0, *nbytes}:
+        for all_of, alone, together in zip(whole, *copied(large=large)):
+            small = [size for size in all_of if 4 * torch.Size(size).numel() <= large]
+            assert sorted(together) == (sorted(small) if len(small) > 1 else [])
+            assert sorted(alone + together) == sorted(all_of)
+            seen.add((min(len(small), 3), len(small) < len(all_of)))
+    assert {(1, True), (2, True), (3, True), (3, False)} <= seen
+
+
 def test_a_single_box_needs_no_kernel(monkeypatch):
     fake_device.install(monkeypatch)
     L = dd.Layout(dd.Partition((4,)), (8,))

@@ -1,16 +1,19 @@
 """The executor's economy, which results do not show: what is copied, what is kept, and what is given back."""
 
+import ctypes
 import mmap
 import os
+import random
 from pathlib import Path
 
 import pytest
 import torch
+from fuzzing import BUILDERS, KINDS, draw, seed_of
 
 import distdl as dd
 from distdl import exchange, pages
 from distdl.plan import Plan, Side
-from distdl.transport.local import NullTransport
+from distdl.transport.local import LocalTransport, NullTransport
 
 ROWS, COLUMNS = dd.Layout(dd.Partition((4, 1)), (8, 8)), dd.Layout(dd.Partition((1, 4)), (8, 8))
 
@@ -20,14 +23,45 @@ class Posting(NullTransport):
 
     def __init__(self, rank):
         super().__init__(rank, 4)
-        self.sends, self.receives = [], []
+        self.sends, self.receives, self.abandoned = [], [], []
 
     def post(self, sends, receives):
         self.sends, self.receives = sends, receives
+        return sends, receives
+
+    def abandon(self, handle, memory):
+        self.abandoned.append((handle, memory))
 
 
 def within(address, tensor):
     return tensor.data_ptr() <= address < tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+class Typed(LocalTransport):
+    """Packs and unpacks single boxes itself, as MPI's datatypes let it; and it reads and writes as early as it may."""
+
+    def strided(self, sizes, strides, itemsize):
+        return sizes, strides, itemsize
+
+    @staticmethod
+    def memory(address, message):
+        sizes, strides, itemsize = message if isinstance(message, tuple) else ((message,), (1,), 1)
+        span = sum((n - 1) * s for n, s in zip(sizes, strides)) + itemsize
+        flat = torch.frombuffer((ctypes.c_char * span).from_address(address), dtype=torch.uint8)
+        return flat.as_strided((*sizes, itemsize), (*strides, 1))
+
+    def post(self, sends, receives):
+        for peer, address, message in sends:
+            assert peer < self.size
+            self.mailboxes[self.rank, peer].append(self.memory(address, message).flatten().clone())
+        self.wait([one for one in receives if self.mailboxes[one[0], self.rank]])
+        return receives
+
+    def wait(self, receives):
+        for peer, address, message in receives:
+            if sent := self.mailboxes[peer, self.rank]:
+                memory = self.memory(address, message)
+                memory.copy_(sent.popleft().view(memory.shape))
 
 
 def program_of(plan, x, rank=1):
@@ -55,12 +89,62 @@ def test_other_boxes_are_packed_once():
     (y,) = exchange.run((to_columns,), [x], transport)
     program = program_of(to_columns, x)
     assert [part.size for part in program.packs] == [(2, 2, 2), (2, 2)], "two of them are one copy"
+    assert [part.size for part in program_of(to_columns, x, 0).packs] == [(3, 2, 2)], "and so are three"
+    narrow = Plan(Side.of(dd.Layout(ROWS.partition, (8, 4))), Side.of(dd.Layout(COLUMNS.partition, (8, 4))))
+    assert [part.size for part in program_of(narrow, torch.ones(2, 4), 0).packs] == [(3, 2, 1)], "one element apart"
+    both = program_of(Plan(Side.of(COLUMNS), Side.of(ROWS)), torch.ones(8, 2, 2)[..., 0], 0)
+    assert [[part.size for part in parts] for parts in (both.packs, [to for to, _ in both.late])] == [[(3, 2, 2)]] * 2
     assert not any(within(a, x) for _, a, _ in transport.sends)
     assert all(within(a, y) for _, a, _ in transport.receives) and program.late == []
     assert len({a for _, a, _ in transport.sends}) == 3 and all(a % 64 == transport.sends[0][1] % 64 for _, a, _ in transport.sends)
     summing = to_columns.T
     program = program_of(summing, torch.ones(8, 2))
     assert len(program.late) == 2 and len(program.moves) + len(program.early) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BUILDERS)
+def test_an_engine_that_packs_single_boxes(name, kind, monkeypatch):
+    """Values as without it, also from strided memory; a message of one box that is not added is never packed."""
+    seed = seed_of(name, kind, "typed")
+    case, numbers = draw(name, kind, random.Random(seed), 4), torch.Generator().manual_seed(seed)
+    for plan in (case.map.plan, case.map.plan.T):
+        xs = [torch.randint(9, (*plan.held.local_shape(r), 2), generator=numbers) for r in plan.held.partition.ranks]
+        for blocks in ([x[..., 0] for x in xs], [torch.stack([x[..., 0], x[..., 1]]) for x in xs]):
+            wanted = plan.simulate(blocks)
+            with monkeypatch.context() as patch:
+                patch.setattr(exchange, "LocalTransport", Typed)
+                for r in plan.ranks:
+                    plan.view(r).programs.clear()
+                assert all(torch.equal(a, b) for a, b in zip(plan.simulate(blocks), wanted))
+                for r in plan.ranks:
+                    view = plan.view(r)
+                    (program,) = view.programs.values()
+                    added = [view.adds and not (i == 0 and view.covered) for i in range(len(view.received))]
+                    assert {peer: leaf for peer, leaf, _, _ in program.sends} == {
+                        m.peer: -1 if len(m.boxes) > 1 else 0 for m in view.sends}
+                    assert {peer: leaf for peer, leaf, _, _ in program.receives} == {
+                        m.peer: -1 if len(m.boxes) > 1 or add else 0 for m, add in zip(view.received, added) if m.peer != r}
+            for r in plan.ranks:
+                plan.view(r).programs.clear()
+
+
+@pytest.mark.parametrize("boundary", ["zeros", "circular", "reflect"])
+@pytest.mark.parametrize("small", [0, 2**16])
+def test_what_arrives_at_once_stays(boundary, small, monkeypatch):
+    """Zeros, and what the rank has itself, are in their places before the first message can be."""
+    L = dd.Layout(dd.Partition((2, 2)), (6, 5))
+    X, plan = torch.randint(9, (6, 5)), dd.HaloSpec(L, (2, 1), boundary=boundary).plan()
+    blocks = [L.shard(X, r) for r in range(4)]
+    wanted = plan.simulate(blocks)
+    monkeypatch.setattr(exchange, "LocalTransport", Typed)
+    monkeypatch.setattr(exchange, "_SMALL", small)
+    monkeypatch.setattr(exchange, "_empty_like", lambda like: torch.full(like.shape, -1, dtype=like.dtype))
+    for order in (1, -1):  # the first and the last to send, in turn
+        ranks = range(4)[::order]
+        P = dd.Layout(dd.Partition((2, 2), tuple(ranks)), (6, 5))
+        plan = dd.HaloSpec(P, (2, 1), boundary=boundary).plan()
+        assert all(torch.equal(a, b) for a, b in zip(plan.simulate(blocks), wanted))
 
 
 def test_what_stays_is_copied_in_the_cheapest_way():
@@ -78,23 +162,43 @@ def test_what_stays_is_copied_in_the_cheapest_way():
     assert program_of(dd.HaloSpec(ROWS, 1, boundary="zeros").plan(), x).zeroed == [0], "a window with gaps starts as zeros"
 
 
-def test_small_staging_stays_with_its_program_and_large_goes_back():
+@pytest.mark.parametrize("size, small", [(1, True), (5000, False)])
+def test_small_staging_stays_with_its_program_and_large_goes_back(size, small, monkeypatch):
     to_columns = Plan(Side.of(ROWS), Side.of(COLUMNS))
     pool = exchange._staging
-    for size, small in ((1, True), (5000, False)):
-        x = torch.ones(size, 2, 8)
-        program = program_of(to_columns, x)
-        assert (program.staging <= 2**16) == small and not program.spare
-        kept = pool.kept
-        first, second = (exchange.start((to_columns,), [x], Posting(1)) for _ in range(2))
-        assert first.staging[0].data_ptr() != second.staging[0].data_ptr(), "both are under way"
-        first.finish(), second.finish()
-        assert len(program.spare) == int(small) and first.staging is second.staging is None
-        assert pool.kept == sum(b.numel() for blocks in pool.free.values() for b in blocks) >= kept
-        assert len(pool.free[_size(program.staging)]) >= (1 if small else 2)
-        again = exchange.start((to_columns,), [x], Posting(1))
-        assert not program.spare
-        again.finish()
+    x = torch.ones(size, 2, 8)
+    program = program_of(to_columns, x)
+    assert (program.staging <= 2**16) == small and not program.spare
+    if small:
+        monkeypatch.setattr(exchange, "_SMALL", program.staging)
+    kept = pool.kept
+    first, second = (exchange.start((to_columns,), [x], Posting(1)) for _ in range(2))
+    assert first.staging[0].data_ptr() != second.staging[0].data_ptr(), "both are under way"
+    first.finish(), second.finish()
+    assert len(program.spare) == int(small) and first.staging is second.staging is None
+    assert pool.kept == sum(b.numel() for blocks in pool.free.values() for b in blocks) >= kept
+    assert len(pool.free[_size(program.staging)]) >= (1 if small else 2)
+    again = exchange.start((to_columns,), [x], Posting(1))
+    assert not program.spare
+    again.finish()
+
+
+def test_memory_of_what_was_dropped_stays_until_its_messages_are_through():
+    """All that is sent from and received into: the engine gets it, and nobody else."""
+    to_columns = Plan(Side.of(ROWS), Side.of(COLUMNS))
+    for plan, shape in ((to_columns, (2, 8)), (to_columns.T, (8, 2)), (to_columns, (5000, 2, 8))):
+        transport = Posting(1)
+        exchange.start((plan,), [torch.ones(shape)], transport).finish()
+        assert not transport.abandoned
+        exchange.start((plan,), [torch.ones(shape)], transport)  # and dropped
+        ((handle, (xs, ys, staging)),) = transport.abandoned
+        assert handle == (transport.sends, transport.receives)
+        ours = [*xs, *ys, staging[0]]
+        assert all(any(within(at, t) for t in ours) for messages in handle for _, at, _ in messages)
+        assert any(within(at, staging[0]) for messages in handle for _, at, _ in messages)
+        others = [exchange.start((plan,), [xs[0]], Posting(1)) for _ in range(2)]
+        assert len({staging[0].data_ptr(), *(other.staging[0].data_ptr() for other in others)}) == 3, "it is used again"
+        [other.finish() for other in others]
 
 
 def _size(nbytes):
@@ -105,6 +209,7 @@ def test_the_pool_keeps_what_it_is_allowed():
     pool = exchange._Staging()
     block = pool.take(1000)
     assert block.numel() == 1024 and pool.take(1).numel() == 256 and pool.take(1024).numel() == 1024
+    assert pool.take(1025).numel() == 2048
     pool.give(block)
     assert pool.kept == 1024 and pool.take(900) is block and pool.kept == 0
     pool.limit = 1024
@@ -132,6 +237,28 @@ def test_wrong_shapes_are_refused_before_anything_is_sent():
         assert (caught.value.expected, caught.value.actual, caught.value.rank) == ((2, 8), shape, 1)
 
 
+def test_programs_differ_by_what_the_engine_has():
+    """One plan may be run by several: simulated, and by MPI."""
+    plan, x = dd.maps.all_sum_reduce(ROWS.partition, (3,)).plan, torch.ones(3)
+    for xs in ([x], [x, x]):
+        engines = (NullTransport(1, 4), LocalTransport(1, 4), NullTransport(1, 4))
+        kinds = [exchange._cached_program((plan,) * len(xs), xs, engine)[0].kind for engine in engines]
+        assert kinds == ["all_reduce", None, "all_reduce"]
+
+
+def test_all_reduces_read_the_input_itself(monkeypatch):
+    """Unless its memory has gaps, or the sum is taken in a wider type; and they write the result itself."""
+    told = []
+    monkeypatch.setattr(Posting, "collective", lambda self, kind, source, target, *rest: told.append((source, target)))
+    plan = dd.maps.all_sum_reduce(ROWS.partition, (2, 3)).plan
+    for x, itself in ((torch.ones(2, 3), True), (torch.ones(3, 2).T, False), (torch.ones(2, 3).bfloat16(), False)):
+        (y,) = exchange.run((plan,), [x], Posting(1))
+        source, target = told.pop()
+        assert (source == x.data_ptr()) == itself and source == (x.data_ptr() if itself else target)
+        assert target == y.data_ptr() or x.dtype == torch.bfloat16
+    assert not told
+
+
 def test_programs_of_several_leaves_differ_by_every_leaf():
     p, q, x = dd.maps.all_gather(ROWS).plan, Plan(Side.of(ROWS), Side.of(COLUMNS)), torch.ones(2, 8)
 
@@ -156,6 +283,12 @@ def test_only_the_gaps_of_large_windows_are_zeroed(widths, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(plan.simulate(xs), wanted))
     programs = [next(iter(plan.view(r).programs.values())) for r in range(6)]
     assert not any(p.zeroed for p in programs) and any(p.blanks for p in programs)
+    view, nbytes = plan.view(0), 4 * torch.Size(plan.view(0).out_shape).numel()
+    for small in (nbytes, nbytes + 1):
+        view.programs.clear()
+        monkeypatch.setattr(exchange, "_SMALL", small)
+        program = program_of(plan, xs[0], 0)
+        assert (program.zeroed, bool(program.blanks)) == (([0], False) if nbytes < small and view.gaps else ([], bool(view.gaps)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex64, torch.complex128])

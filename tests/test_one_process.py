@@ -64,16 +64,18 @@ def spread(x, how):
     """x with other strides."""
     if how == "rows" and x.dim() == 2:
         return x.T.contiguous().T
+    if how == "gaps":
+        return torch.cat([x, x], -1)[..., : x.shape[-1]]
     return torch.stack([x, x], -1)[..., 0] if how == "apart" else x
 
 
-@pytest.mark.parametrize("how", ["dense", "rows", "apart"])
+@pytest.mark.parametrize("shape, how", [((4, 6), "dense"), ((4, 6), "rows"), ((4, 6), "apart"), ((2, 3), "rows"), ((2, 6), "gaps")])
 @pytest.mark.parametrize("dims", [0, 1, (0, 1)])
-def test_equal_blocks_are_one_collective(dims, how):
+def test_equal_blocks_are_one_collective(dims, shape, how):
     """In the order of the blocks, staged only where memory is not as the engine needs it; also batched, and of every dtype."""
     P = dd.Partition((2, 3), (3, 5, 1, 0, 4, 2))
-    L = dd.Layout(P, (4, 6))
-    X = torch.arange(24.0).reshape(4, 6)
+    L = dd.Layout(P, shape)
+    X = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
 
     def program():
         A = dd.maps.all_gather(L, dims)
@@ -240,6 +242,7 @@ def test_wrong_input_is_refused():
     (lambda P, L: dd.maps.broadcast(dd.Partition((2, 3)), dd.Partition((2, 2)), (1,)), "do not broadcast"),
     (lambda P, L: dd.maps.shift(P, 0, 1.5, shape=(1,)), "must be an integer"),
     (lambda P, L: dd.maps.shift(P, 1, shape=(1,)), "no dim 1"),
+    (lambda P, L: dd.maps.halo_exchange(L), "not a HaloSpec"),
 ])  # fmt: skip
 def test_maps_that_cannot_be(make, words):
     P = dd.Partition((2,))
@@ -498,6 +501,31 @@ def test_traces():
     assert make_fx(own)(x)(torch.arange(3.0)).tolist() == [0.0, 2.0, 4.0]
 
 
+@pytest.mark.parametrize("dims", [(0, None), (None, 1), (1, 0)])
+def test_traces_under_vmap(dims):
+    """The batch is one more axis of the recorded movement: in any place, and of any of its tensors."""
+
+    def program():
+        L = dd.Layout(line(), (6,))
+        graph = make_fx(lambda x, y: F.all_gather((x, y), L))(torch.ones(2), torch.ones(2))
+        args = [torch.arange(8.0).reshape(4, 2) + 10 * rank() + i for i in range(2)]
+        args = [a[0] if d is None else a.T if d else a for a, d in zip(args, dims)]
+        found = vmap(graph, in_dims=dims)(*args)
+        each = [tuple(a if d is None else a.select(d, k) for a, d in zip(args, dims)) for k in range(4)]
+        return [f.tolist() for f in found], [torch.stack(rows).tolist() for rows in zip(*(F.all_gather(pair, L) for pair in each))]
+
+    for found, wanted in returned(every_rank(3, program, rounds=3)):
+        assert found == wanted
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.qint8)])
+def test_only_dense_memory_is_moved(make):
+    """A sparse tensor's values, or a quantized one's integers, alone are no tensor: refused on every rank."""
+    for found in every_rank(3, lambda: F.all_sum_reduce(make(torch.eye(3)), line())):
+        assert isinstance(found, ShapeError) and "only dense" in str(found) and found.next_step and found.op
+
+
 # ---------------------------------------------------------------- the executor
 
 
@@ -519,13 +547,53 @@ def test_half_precision_is_summed_in_single(dtype):
     def program():
         x = torch.full((1,), 1.0 if rank() else 256.0, dtype=dtype)
         P = dd.Partition((5,))
-        return (F.all_sum_reduce(x, P), F.sum_reduce(x, P, dd.Partition((1,), (2,)), shape=(1,)), dd.maps.all_sum_reduce(P, (1,)))
+        return (F.all_sum_reduce(x, P), F.sum_reduce(x, P, dd.Partition((1,), (2,)), shape=(1,)), dd.maps.all_sum_reduce(P, (1,)),
+                F.all_sum_reduce((x, x.double()), P), F.reduce_scatter((x.expand(5), x.expand(5).double()), P))
 
-    results = returned(every_rank(5, program))
-    assert [y.item() for y, _, _ in results] == [260.0] * 5 and results[2][1].item() == 260.0
-    assert all(y.dtype == dtype for y, _, _ in results)
+    results = returned(every_rank(5, program, rounds=4))
+    assert [y.item() for y, *_ in results] == [260.0] * 5 and results[2][1].item() == 260.0
+    assert all(y.dtype == dtype for y, *_ in results)
+    for _, _, _, *pairs in results:  # beside what needs no wider type
+        assert [(y.item(), y.dtype) for pair in pairs for y in pair] == [(260.0, dtype), (260.0, torch.float64)] * 2
     simulated = results[0][2].plan.simulate([torch.full((1,), v, dtype=dtype) for v in (256.0, 1, 1, 1, 1)])
     assert [y.item() for y in simulated] == [260.0] * 5 and simulated[0].dtype == dtype
+
+
+# a number from which the next one that the type has is 2 away: with 1 added twice, one after the other, it stays as it is
+LACKING = {"float8_e4m3fn": 16, "float8_e4m3fnuz": 16, "float8_e5m2": 8, "float8_e5m2fnuz": 8, "float8_e8m0fnu": 2,
+           "complex32": 2048, "uint16": 40000, "uint32": 2**31, "uint64": 2**40}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("name, first", [pair for pair in LACKING.items() if hasattr(torch, pair[0])])
+def test_sums_that_torch_lacks(name, first):
+    """Exact where the sum itself can be represented."""
+    dtype = getattr(torch, name)
+
+    def program():
+        x = torch.full((2,), 1.0 if rank() else first, dtype=torch.float64).to(dtype)
+        y = F.all_sum_reduce(x, line()), dd.maps.broadcast(dd.Partition((1,)), line(), (2,)).T(x)
+        return [t.to(torch.complex64 if dtype.is_complex else torch.float64).tolist() for t in y], {t.dtype for t in y}
+
+    for r, (values, dtypes) in enumerate(returned(every_rank(3, program))):
+        assert dtypes == {dtype} and values == [[first + 2.0] * 2, [] if r else [first + 2.0] * 2]
+
+
+@pytest.mark.parametrize("how", ["dense", "rows", "gaps", "apart"])
+def test_all_reduces(how):
+    """Alone and beside others, wherever the memory lies; inputs stay as they are; nothing is sent for nothing."""
+
+    def program():
+        x = spread((1.0 + rank()) * torch.arange(6.0).reshape(2, 3), how)
+        before = x.clone()
+        with dd.testing.count_messages() as sent:
+            found = [F.all_sum_reduce(x, line()), *F.all_sum_reduce((x, x.int(), x[1], -x), line())]
+            found.append(F.all_sum_reduce(x[:0], line()))
+        return [f.tolist() for f in found], torch.equal(x, before), [n for kind, _, n in sent if kind == "all_reduce"]
+
+    total = 6 * torch.arange(6.0).reshape(2, 3)
+    wanted = [t.tolist() for t in (total, total, total.int(), total[1], -total, total[:0])]
+    assert returned(every_rank(3, program)) == [(wanted, True, [24, 60, 24])] * 3
 
 
 def test_lazy_tensors_and_odd_strides():
@@ -606,6 +674,52 @@ def test_integers_beside_differentiable_tensors():
         return j.tolist(), x.grad.item(), sent.bytes
 
     assert returned(every_rank(2, program, rounds=4)) == [([0, 1], 3.0, 4)] * 2
+
+
+def test_only_the_batch_that_some_rank_has_is_sent():
+    """Of two vmaps around a movement, one that batches the operand of one rank, and one that batches nobody's."""
+
+    def program():
+        A, x = dd.maps.all_gather(dd.Layout(line(2), (4,))), torch.arange(2.0) + rank()
+        with dd.testing.count_messages() as sent:
+            y = vmap(lambda a: vmap(lambda b: A(x if rank() else a * x) + b)(torch.arange(5.0)))(torch.arange(3.0))
+        return y[2, 4].tolist(), tuple(y.shape), [n for kind, _, n in sent if kind == "send"]
+
+    assert returned(every_rank(2, program)) == [([4.0, 6.0, 5.0, 6.0], (3, 5, 4), [24])] * 2
+
+
+def test_a_tangent_beside_tensors_without():
+    """torch's own forward mode: the tangent travels, in whichever place, and the others get none, or zero."""
+    import torch.autograd.forward_ad as fwAD
+
+    def program():
+        L, x, found = dd.Layout(line(2), (4,)), torch.arange(2.0) + rank(), []
+        for place in range(2):
+            with fwAD.dual_level():
+                pair = [x, x + 1]
+                pair[place] = fwAD.make_dual(x, x * x)
+                tangents = [fwAD.unpack_dual(y).tangent for y in F.all_gather(tuple(pair), L)]
+                other = tangents[1 - place]
+                found.append((tangents[place].tolist(), other is None or not other.any()))
+        return found
+
+    assert returned(every_rank(2, program, rounds=4)) == [[([0.0, 1.0, 1.0, 4.0], True)] * 2] * 2
+
+
+def test_the_older_vmap_is_refused():
+    """It would hand tensors without memory to the movement."""
+
+    def program():
+        x = torch.ones(2, requires_grad=True)
+        y = F.all_gather(x, dd.Layout(line(2), (4,)))
+        with pytest.raises(dd.errors.DistdlError, match=r"torch\.func\.vmap") as caught:
+            torch.autograd.grad(y, x, torch.eye(4), is_grads_batched=True)
+        gather = dd.maps.all_gather(dd.Layout(line(2), (4,)))
+        with pytest.raises(dd.errors.DistdlError, match=r"torch\.func\.vmap"):
+            torch.autograd.functional.jacobian(gather, torch.ones(2), vectorize=True, strategy="forward-mode")
+        return caught.value.next_step is not None, "all_gather" in str(caught.value) or "reduce_scatter" in str(caught.value)
+
+    assert returned(every_rank(2, program)) == [(True, True)] * 2
 
 
 def test_broadcast_of_shapes_that_differ_by_rank():

@@ -181,3 +181,11 @@ def test_inactive_blocks_and_other_numbers_of_dims():
         L.with_shape((5, 3, 2))
     assert dd.Layout(L.partition, (5, 3), (None, (0, 3))).local_shape(0) == (0, 0), "the first block is empty"
     assert not L.active and dd.Layout(dd.Partition((2,)), (5,)).active
+
+
+def test_dims_are_named_once():
+    P = dd.Partition((2, 3))
+    assert P.dims(None) == (0, 1) and P.dims(-1) == (1,) and P.dims((1, 0)) == (0, 1)
+    for dims in ((0, 0), (1, -1)):
+        with pytest.raises(dd.errors.PartitionError, match="named twice"):
+            P.dims(dims)

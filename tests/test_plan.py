@@ -425,3 +425,13 @@ def test_gathered_asks_every_axis():
     assert Plan(Side(P, (pairs, held)), Side(P, (pairs, wanted))).gathered is None
     hole = Axis(None, (((0, 1, 0), (2, 3, 2)),), (3,))
     assert Plan(Side(P, (held, hole)), Side(P, (wanted, hole))).gathered is None
+
+
+def test_arrivals_of_one_size_come_in_grid_order():
+    """However Python's sets order coordinates: sums are taken in this order, on every rank that wants the same box."""
+    fine = dd.Layout(dd.Partition((10,)), (20,))
+    plan = Plan(Side.of(fine), Side.of(dd.Layout(dd.Partition((3,)), (20,), ((14, 4, 2),))))
+    assert [[m.peer for m in plan.view(r).received] for r in range(3)] == [list(range(7)), [7, 8], [9]]
+    for width in range(1, 9):  # a window over the blocks after this one
+        window = dd.HaloSpec(fine, 0, 2 * width).plan()
+        assert all([m.peer for m in window.view(r).received] == list(range(r, r + width + 1)) for r in range(10 - width))

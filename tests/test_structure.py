@@ -163,3 +163,14 @@ def test_ranks_share_no_temporary_folder_of_pytest():
     """Its clean-up at exit fails where several ranks do it at once: tests of a launch use the fixture ``folder``."""
     asking = [path.name for path in (Path(__file__).parent / "mpi").glob("*.py") if "tmp_path" in path.read_text()]
     assert not asking
+
+
+def test_mutants_that_change_nothing_exist(monkeypatch):
+    """Each that is argued to change no result is a mutant of today's code."""
+    monkeypatch.syspath_prepend(Path(__file__).parent / "mutation")
+    from equivalent import EQUIVALENT
+    from mutate import named
+
+    for module, lines in EQUIVALENT.items():
+        found = {(text, what) for _, text, what, _ in named((PACKAGE / f"{module}.py").read_text())}
+        assert found >= {(text, what) for text, whats in lines.items() for what in whats}, module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections import Counter
 from collections.abc import Iterator
 
 COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -101,3 +102,13 @@ def mutants(source: str) -> Iterator[tuple[int, str, ast.Module]]:
                 yield from walk(node)
 
     yield from walk(tree)
+
+
+def named(source: str) -> Iterator[tuple[int, str, str, ast.Module]]:
+    """(line, its text, name, tree) of every mutant: what was done, numbered where it is done again to lines of that text
+    ("0 -> 1 (2)")."""
+    seen: Counter = Counter()
+    for line, what, tree in mutants(source):
+        text = source.splitlines()[line - 1].strip()
+        seen[text, what] += 1
+        yield line, text, what if seen[text, what] == 1 else f"{what} ({seen[text, what]})", tree

@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import resource
+import signal
 import sys
+import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,12 +24,13 @@ SKIP = {"test_digest_is_equal_in_every_process", "test_planning_4096_ranks", "te
         "test_blocks_cover_exactly_once", "test_balanced", "test_many_of_every_cell", "test_a_few_of_every_cell",
         "test_random_movement", "test_random_movement_by_collectives", "test_one_rank_alone_is_nonlinear"}  # fmt: skip
 ONE_RANK = ["value", "split_phase", "inputs", "dtypes", "tracing"]  # of tests/mpi, as a world of one rank
+LIMIT = 8  # seconds of processor time for one test, which takes one or two; what needs more never ends
 
 
 def calls(function):
     """The calls that pytest would make of a test function; none where it needs fixtures or more ranks."""
     marks = getattr(function, "pytestmark", [])
-    if any(m.name in ("slow", "gpu", "skipif") or (m.name == "mpi" and m.args[0] > 1) for m in marks):
+    if any(m.name in ("slow", "gpu") or (m.name == "skipif" and m.args[0]) or (m.name == "mpi" and m.args[0] > 1) for m in marks):
         return
     choices = []
     for mark in marks:
@@ -46,33 +51,40 @@ def calls(function):
             yield arguments
 
 
-def run_module(name):
+def call(function, arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        if "monkeypatch" in inspect.signature(function).parameters:
+            arguments = {**arguments, "monkeypatch": patch}
+        function(**arguments)
+
+
+def of_module(name):
+    """(name, test) for every call of a module's tests."""
     module = importlib.import_module(name)
     for test, function in list(vars(module).items()):
         ours = test.startswith("test_") and test not in SKIP
         if ours and callable(function) and not hasattr(function, "hypothesis"):
-            for arguments in calls(function):
-                with pytest.MonkeyPatch.context() as patch:
-                    if "monkeypatch" in inspect.signature(function).parameters:
-                        arguments["monkeypatch"] = patch
-                    function(**arguments)
+            for i, arguments in enumerate(calls(function)):
+                yield f"{name}.{test}[{i}]", partial(call, function, arguments)
 
 
 def fuzz(share):
-    """One case of each operator and kind, with pairs in turn; all of them where ``share`` is 1."""
+    """One case of each operator and kind, with pairs in turn; those whose number modulo 3 is in ``share``."""
     import random
 
     from fuzzing import BUILDERS, KINDS, PAIRS, Simulated, compare, draw, seed_of
     from torch import float64
 
-    cells = list(itertools.product(BUILDERS, KINDS))
-    for i, (name, kind) in enumerate(cells):
+    def one(i, name, kind):
+        pair = list(PAIRS)[i % len(PAIRS)]
+        seed = seed_of(name, kind, pair)
+        case = draw(name, kind, random.Random(seed), 4 + i % 3)
+        faults = compare(case, pair, Simulated(case), float64, seed)
+        assert not faults, (name, kind, pair, faults)
+
+    for i, (name, kind) in enumerate(itertools.product(BUILDERS, KINDS)):
         if i % 3 in share:
-            pair = list(PAIRS)[i % len(PAIRS)]
-            seed = seed_of(name, kind, pair)
-            case = draw(name, kind, random.Random(seed), 4 + i % 3)
-            faults = compare(case, pair, Simulated(case), float64, seed)
-            assert not faults, (name, kind, pair, faults)
+            yield f"fuzz.{name}[{kind}]", partial(one, i, name, kind)
 
 
 def examples(count):
@@ -85,8 +97,8 @@ def examples(count):
 
     import distdl as dd
 
-    rng = random.Random(5)
-    for i in range(count):
+    def one(i):
+        rng = random.Random(i)
         L = _layout(rng, 6, KINDS[i % 3], ndim=1 + i % 3, least=1)
         M = _layout(rng, 6, KINDS[(i + 1) % 3], ndim=L.ndim, least=1)
         M = dd.Layout(M.partition, L.shape)
@@ -96,26 +108,54 @@ def examples(count):
         test_plan.test_repartition.hypothesis.inner_test((L, L))
         test_plan.test_transpose_is_the_matrix_transpose.hypothesis.inner_test((L, M))
 
+    for i in range(count):
+        yield f"examples[{i}]", partial(one, i)
 
-def run(module):
-    """Every test that judges mutants of ``module``; raises at the first that fails."""
-    warnings.simplefilter("ignore")
-    import forked
 
-    forked.limit = 5.0  # a peer that has gone does not come back
+def tests(module):
+    """(name, test) of every test that judges mutants of ``module``."""
     for name in FIRST[module]:
-        run_module(name)
-    examples(6)
-    fuzz([0])
+        yield from of_module(name)
+    yield from examples(6)
+    yield from fuzz([0])
     for name in ["test_partition", "test_plan", "test_one_process"]:
         if name not in FIRST[module]:
-            run_module(name)
-    fuzz([1, 2])
+            yield from of_module(name)
+    yield from fuzz([1, 2])
     if module == "linear_map":
-        importlib.import_module("test_forked").test_one_rank_alone_is_nonlinear(0)
+        yield "nonlinear", partial(importlib.import_module("test_forked").test_one_rank_alone_is_nonlinear, 0)
     for name in ONE_RANK:
-        run_module(f"test_{name}")
+        yield from of_module(f"test_{name}")
     one_process = importlib.import_module("test_one_process")
     for name in ("repartition", "mark_varying", "halo_exchange"):
-        one_process.test_random_movement(name)
-    one_process.test_random_movement_by_collectives("all_gather")
+        yield f"random {name}", partial(one_process.test_random_movement, name)
+    yield "random all_gather by collectives", partial(one_process.test_random_movement_by_collectives, "all_gather")
+
+
+class Endless(BaseException):
+    """A test took too long."""
+
+
+def _end(*_):
+    raise Endless
+
+
+def run(module, worth=None):
+    """Every test that judges mutants of ``module``, the ``worth``-iest first: the name of the first that fails and how it did,
+    or ``None``; and the seconds that each took."""
+    warnings.simplefilter("ignore")
+    signal.signal(signal.SIGXCPU, _end)
+    name, took = "import", {}
+    try:
+        import forked
+
+        forked.limit = 5.0  # a peer that has gone does not come back
+        for name, test in sorted(tests(module), key=lambda found: -(worth or {}).get(found[0], 0)):
+            began = time.process_time()
+            resource.setrlimit(resource.RLIMIT_CPU, (int(began) + LIMIT, resource.RLIM_INFINITY))
+            signal.alarm(8 * LIMIT)  # where it sleeps, or cannot be interrupted
+            test()
+            took[name] = time.process_time() - began
+    except BaseException as error:
+        return (name, f"{type(error).__name__}: {error}"), took
+    return None, took
