@@ -7,7 +7,7 @@ import contextlib
 
 import torch
 
-from distdl import _torch, exchange, fused, side_stream
+from distdl import _torch, exchange, fused, program, side_stream
 
 CUDA = torch.device("cuda", 0)
 
@@ -136,11 +136,12 @@ def install(monkeypatch, large=2**20, kernel=True):
     notes.clear()
     living.clear()
     Boxes.kernels = 0
-    monkeypatch.setattr(exchange, "torch", Torch())
+    for module in (program, exchange):
+        monkeypatch.setattr(module, "torch", Torch())
     monkeypatch.setattr(side_stream, "torch", Torch())
     monkeypatch.setattr(_torch, "capturing", lambda: False)
     monkeypatch.setattr(_torch, "current_stream", lambda index: here[-1].cuda_stream)
-    monkeypatch.setattr(exchange, "_like", _like)
+    monkeypatch.setattr(program, "_like", _like)
     monkeypatch.setattr(exchange, "_empty_like", _empty_like)
     monkeypatch.setattr(fused, "Boxes", Boxes)
     monkeypatch.setattr(fused, "available", lambda: kernel)

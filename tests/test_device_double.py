@@ -10,6 +10,7 @@ from fuzzing import BUILDERS, KINDS, draw, seed_of
 
 import distdl as dd
 from distdl import exchange, side_stream
+from distdl import program as programs
 from distdl.transport.local import NullTransport
 
 DTYPES = (torch.float32, torch.bool, torch.bfloat16, torch.complex64, torch.complex128, torch.int16)
@@ -61,7 +62,7 @@ def halo(shape=(8, 12, 16), widths=(1, 1, 1), grid=(2, 2, 1), boundary="circular
 
 
 def program_of(plan, xs, rank=0):
-    return exchange._cached_program((plan,) * len(xs), xs, NullTransport(rank, 4))[0]
+    return programs.program_of((plan,) * len(xs), xs, NullTransport(rank, 4))[0]
 
 
 def test_one_kernel_copies_the_small_boxes(monkeypatch):
@@ -79,8 +80,8 @@ def test_one_kernel_copies_the_small_boxes(monkeypatch):
     plan.view(0).programs.clear()
     fake_device.install(monkeypatch, large=x[0, 0].numel() * 4 * 8)
     some = program_of(plan, [x])
-    assert some.fused_early and some.early and all(to.nbytes > exchange.fused.LARGE for to, _ in some.early)
-    assert all(part.nbytes > exchange.fused.LARGE for part in (*some.packs, *(to for to, _ in some.late)))
+    assert some.fused_early and some.early and all(to.nbytes > programs.fused.LARGE for to, _ in some.early)
+    assert all(part.nbytes > programs.fused.LARGE for part in (*some.packs, *(to for to, _ in some.late)))
     plan.view(0).programs.clear()
     fake_device.install(monkeypatch, kernel=False)
     alone = program_of(plan, [x])
@@ -97,7 +98,7 @@ def test_every_box_is_copied_once(monkeypatch):
 
     def copied(**how):
         fake_device.install(monkeypatch, **how)
-        program = exchange._program((plan,), [()], [x.stride()], [x.dtype], NullTransport(0, 8), x.device)
+        program = programs._program((plan,), [()], [x.stride()], [x.dtype], NullTransport(0, 8), x.device)
         program.fuse(x.device)
         alone = [[to for to, _ in program.early] + program.packs, [to for to, _ in program.late]]
         together = [[copy[2] for copy in boxes.copies] if boxes else [] for boxes in (program.fused_early, program.fused_late)]
@@ -258,7 +259,7 @@ def test_nothing_else_is_copied_first(monkeypatch):
     assert program_of(gather, [torch.ones(2)]).moves and not program_of(gather, [on_device(torch.ones(2))]).moves
     plan, L = halo()
     x = on_device(torch.rand(L.local_shape(0)))
-    pool = exchange._staging
+    pool = programs._staging
     kept = pool.kept
     first, second = (exchange.Pending((plan,), [x], NullTransport(0, 4)) for _ in range(2))
     assert type(first.staging[0]) is Elsewhere and first.staging[0].numel() == first.program.staging

@@ -12,6 +12,7 @@ from fuzzing import BUILDERS, KINDS, draw, seed_of
 
 import distdl as dd
 from distdl import exchange, pages
+from distdl import program as programs
 from distdl.plan import Plan, Side
 from distdl.transport.local import LocalTransport, NullTransport
 
@@ -65,7 +66,7 @@ class Typed(LocalTransport):
 
 
 def program_of(plan, x, rank=1):
-    return exchange._cached_program((plan,), [x], NullTransport(rank, 4))[0]
+    return programs.program_of((plan,), [x], NullTransport(rank, 4))[0]
 
 
 def test_contiguous_boxes_are_neither_packed_nor_unpacked():
@@ -138,7 +139,7 @@ def test_what_arrives_at_once_stays(boundary, small, monkeypatch):
     blocks = [L.shard(X, r) for r in range(4)]
     wanted = plan.simulate(blocks)
     monkeypatch.setattr(exchange, "LocalTransport", Typed)
-    monkeypatch.setattr(exchange, "_SMALL", small)
+    monkeypatch.setattr(programs, "_SMALL", small)
     monkeypatch.setattr(exchange, "_empty_like", lambda like: torch.full(like.shape, -1, dtype=like.dtype))
     for order in (1, -1):  # the first and the last to send, in turn
         ranks = range(4)[::order]
@@ -165,12 +166,12 @@ def test_what_stays_is_copied_in_the_cheapest_way():
 @pytest.mark.parametrize("size, small", [(1, True), (5000, False)])
 def test_small_staging_stays_with_its_program_and_large_goes_back(size, small, monkeypatch):
     to_columns = Plan(Side.of(ROWS), Side.of(COLUMNS))
-    pool = exchange._staging
+    pool = programs._staging
     x = torch.ones(size, 2, 8)
     program = program_of(to_columns, x)
     assert (program.staging <= 2**16) == small and not program.spare
     if small:
-        monkeypatch.setattr(exchange, "_SMALL", program.staging)
+        monkeypatch.setattr(programs, "_SMALL", program.staging)
     kept = pool.kept
     first, second = (exchange.start((to_columns,), [x], Posting(1)) for _ in range(2))
     assert first.staging[0].data_ptr() != second.staging[0].data_ptr(), "both are under way"
@@ -206,7 +207,7 @@ def _size(nbytes):
 
 
 def test_the_pool_keeps_what_it_is_allowed():
-    pool = exchange._Staging()
+    pool = programs._Staging()
     block = pool.take(1000)
     assert block.numel() == 1024 and pool.take(1).numel() == 256 and pool.take(1024).numel() == 1024
     assert pool.take(1025).numel() == 2048
@@ -242,7 +243,7 @@ def test_programs_differ_by_what_the_engine_has():
     plan, x = dd.maps.all_sum_reduce(ROWS.partition, (3,)).plan, torch.ones(3)
     for xs in ([x], [x, x]):
         engines = (NullTransport(1, 4), LocalTransport(1, 4), NullTransport(1, 4))
-        kinds = [exchange._cached_program((plan,) * len(xs), xs, engine)[0].kind for engine in engines]
+        kinds = [programs.program_of((plan,) * len(xs), xs, engine)[0].kind for engine in engines]
         assert kinds == ["all_reduce", None, "all_reduce"]
 
 
@@ -263,7 +264,7 @@ def test_programs_of_several_leaves_differ_by_every_leaf():
     p, q, x = dd.maps.all_gather(ROWS).plan, Plan(Side.of(ROWS), Side.of(COLUMNS)), torch.ones(2, 8)
 
     def program(plans, xs):
-        return exchange._cached_program(plans, xs, NullTransport(1, 4))[0]
+        return programs.program_of(plans, xs, NullTransport(1, 4))[0]
 
     pair = program((p, p), [x, x])
     assert program((p, p), [x, x]) is pair and program((p, q), [x, x]) is not pair
@@ -278,15 +279,15 @@ def test_only_the_gaps_of_large_windows_are_zeroed(widths, monkeypatch):
     wanted = plan.simulate(xs)
     for r in range(6):
         plan.view(r).programs.clear()
-    monkeypatch.setattr(exchange, "_SMALL", 0)
+    monkeypatch.setattr(programs, "_SMALL", 0)
     monkeypatch.setattr(exchange, "_empty_like", lambda like: torch.full(like.shape, torch.nan, dtype=like.dtype))
     assert all(torch.equal(a, b) for a, b in zip(plan.simulate(xs), wanted))
-    programs = [next(iter(plan.view(r).programs.values())) for r in range(6)]
-    assert not any(p.zeroed for p in programs) and any(p.blanks for p in programs)
+    made = [next(iter(plan.view(r).programs.values())) for r in range(6)]
+    assert not any(p.zeroed for p in made) and any(p.blanks for p in made)
     view, nbytes = plan.view(0), 4 * torch.Size(plan.view(0).out_shape).numel()
     for small in (nbytes, nbytes + 1):
         view.programs.clear()
-        monkeypatch.setattr(exchange, "_SMALL", small)
+        monkeypatch.setattr(programs, "_SMALL", small)
         program = program_of(plan, xs[0], 0)
         assert (program.zeroed, bool(program.blanks)) == (([0], False) if nbytes < small and view.gaps else ([], bool(view.gaps)))
 
@@ -295,7 +296,7 @@ def test_only_the_gaps_of_large_windows_are_zeroed(widths, monkeypatch):
 @pytest.mark.parametrize("shape", [(8, 12, 32), (8, 12, 20), (7, 5, 9)])
 def test_boxes_in_words(shape, dtype, monkeypatch):
     """As a device copies them: several elements at a time, where sizes, strides and addresses allow."""
-    L, make, widened = dd.Layout(dd.Partition((2, 2, 1)), shape), exchange._program, []
+    L, make, widened = dd.Layout(dd.Partition((2, 2, 1)), shape), programs._program, []
     current: list = []
 
     def in_words(plans, leads, strides, dtypes, transport, device):
@@ -312,11 +313,11 @@ def test_boxes_in_words(shape, dtype, monkeypatch):
         for r in range(4):
             plan.view(r).programs.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(exchange, "_program", in_words)
-            patch.setattr(exchange.fused, "small", lambda part: False)
+            patch.setattr(programs, "_program", in_words)
+            patch.setattr(programs.fused, "small", lambda part: False)
             for r, x in enumerate(xs):
                 current[:] = [x]
-                exchange._cached_program((plan,), [x], exchange.LocalTransport(r, 4))
+                programs.program_of((plan,), [x], exchange.LocalTransport(r, 4))
         assert all(torch.equal(a, b) for a, b in zip(plan.simulate(xs), wanted))
     assert bool(widened) == (dtype != torch.complex128)
 
@@ -324,8 +325,8 @@ def test_boxes_in_words(shape, dtype, monkeypatch):
 def test_boxes_of_widened_sums_are_not_fused(monkeypatch):
     """The input's elements and the output's differ in size there."""
     made = []
-    monkeypatch.setattr(exchange.fused, "available", lambda: True)
-    monkeypatch.setattr(exchange.fused, "Boxes", lambda copies, itemsize, device: made.append(itemsize))
+    monkeypatch.setattr(programs.fused, "available", lambda: True)
+    monkeypatch.setattr(programs.fused, "Boxes", lambda copies, itemsize, device: made.append(itemsize))
     plan = dd.maps.halo_exchange(dd.HaloSpec(dd.Layout(dd.Partition((2, 2)), (6, 6)), 2, boundary="circular")).T.plan
     for dtype, sizes in ((torch.bfloat16, []), (torch.int16, []), (torch.float32, [4])):
         program_of(plan, torch.ones(plan.view(1).in_shape, dtype=dtype)).fuse(torch.device("cpu"))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import distdl as dd
-from distdl import exchange, fused
+from distdl import fused
+from distdl import program as programs
 from distdl.transport.local import LocalTransport
 
 
@@ -32,7 +33,7 @@ def test_table(rank):
     plan = dd.maps.halo_exchange(dd.HaloSpec(L, (1, 2, 1), boundary="circular")).plan
     shape = plan.view(rank).in_shape
     x = torch.arange(float(torch.Size(shape).numel())).reshape(shape).transpose(0, 2).contiguous().transpose(0, 2)
-    program = exchange._program((plan,), [()], [x.stride()], [x.dtype], LocalTransport(rank, 8), x.device)
+    program = programs._program((plan,), [()], [x.stride()], [x.dtype], LocalTransport(rank, 8), x.device)
     assert all(fused.small(part) for part in (*program.packs, *(to for to, _ in program.late)))
     whole, staged, out = x.transpose(0, 2).reshape(-1), torch.zeros(program.staging // 4), torch.zeros(plan.view(rank).out_shape)
     wanted, y = torch.zeros(program.staging, dtype=torch.uint8), torch.zeros(plan.view(rank).out_shape)

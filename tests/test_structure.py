@@ -73,6 +73,7 @@ ORDER = [set(line.split()) for line in """
     plan
     halo _torch
     transport fused side_stream pages
+    program
     exchange
     world ties
     run

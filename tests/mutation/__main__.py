@@ -32,7 +32,7 @@ from equivalent import EQUIVALENT  # noqa: E402
 from mutate import named  # noqa: E402
 from torch.fx.experimental import proxy_tensor  # noqa: E402
 
-MODULES = ("partition", "plan", "ties", "run", "linear_map", "exchange", "maps")
+MODULES = ("partition", "plan", "ties", "run", "linear_map", "program", "exchange", "maps")
 PACKAGE = HERE.parents[1] / "distdl"
 codes: dict = {}  # of distdl and the tests, by the names they are imported by
 loaded = (hypothesis, numpy, pytest, proxy_tensor)

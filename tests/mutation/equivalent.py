@@ -36,7 +36,7 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
             "call removed": "a missing cotangent comes as zeros instead of being made zeros here: time and memory only",
             "False -> True": "a missing cotangent comes as zeros instead of being made zeros here: time and memory only"},
     },
-    "exchange": {
+    "program": {
         "_SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then": {
             "16 -> 17": "a size from which memory is kept apart: time and memory only"},
         "place: int = 0  # bytes": {
@@ -53,13 +53,15 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
         "limit = 2**30  # bytes kept for later": {
             "2 -> 3": "how much memory is kept for later: time and memory only",
             "30 -> 31": "how much memory is kept for later: time and memory only"},
+    },
+    "exchange": {
         "base = 0": {
             "0 -> 1": "nothing is reckoned from it where nothing is staged"},
         "pending[rank] = Pending((plan,), [x], LocalTransport(rank, max(ranks) + 1, mailboxes))": {
             "1 -> 2": "how many ranks a simulated world has besides those of the plan"},
     },
     "maps": {
-        "_cached = lru_cache(maxsize=1024)": {
+        "_cached = lru_cache(maxsize=1024, typed=True)  # dim True is an error, also after dim 1": {
             "1024 -> 1025": "how many maps are remembered: memory and time only"},
     },
 }  # fmt: skip

@@ -18,6 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "mpi"))
 FIRST = {"partition": ["test_partition"], "plan": ["test_plan"], "linear_map": ["test_one_process", "test_forked"],
          "ties": ["test_one_process", "test_forked"], "run": ["test_one_process", "test_forked"],
+         "program": ["test_exchange", "test_fused", "test_device_double", "test_plan"],
          "exchange": ["test_exchange", "test_fused", "test_device_double", "test_plan"], "maps": []}
 SKIP = {"test_digest_is_equal_in_every_process", "test_planning_4096_ranks", "test_many_ranks_are_quick", "test_repartition",
         "test_transpose_is_the_matrix_transpose", "test_transpose_of_halos_is_the_matrix_transpose",

@@ -1,0 +1,392 @@
+"""Programs: everything about one rank's part of some plans that shapes, strides and dtypes decide, worked out once.
+
+Which boxes lie in one run of memory and travel as they are, which are packed, in which memory arrivals wait, and in what order and
+dtype they are added; or that all of it is one collective of the engine. :mod:`exchange` runs them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+
+from . import _torch, fused, pages
+from .errors import ShapeError
+
+_SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
+_ALIGN = 64  # each part of a message starts at such an offset, on both ends
+# Sums of more than two of these are taken in the wider dtype (the sum of two is rounded only once in any case), and so are
+# those that the engine lacks.
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
+# torch itself cannot add these: all their sums are taken in another dtype (those of uint64 modulo 2^64, as int64 wraps).
+NO_SUMS = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64, torch.complex32: torch.complex64}
+NO_SUMS |= {dtype: torch.float32 for dtype in vars(torch).values()
+             if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize == 1 and "x2" not in str(dtype)}
+_WIDER |= NO_SUMS
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+@dataclass(eq=False)
+class Part:
+    """One box of one tensor (``leaf``): as strided memory, and where it waits inside the staging memory."""
+
+    leaf: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # elements, from the tensor's own first one
+    dtype: torch.dtype
+    add: bool = False  # arrivals: add to what is there
+    cast: bool = False  # arrivals: the output is worked out in another dtype
+    place: int = 0  # bytes
+    dense: tuple[int, ...] = ()  # strides in the staging memory
+    words: bool = False  # whether ``dtype`` stands for several elements of the tensor's own
+
+    def __post_init__(self):
+        self.dense = self.dense or _dense(self.size)
+        self.nbytes = math.prod(self.size) * self.dtype.itemsize
+        self.contiguous = all(n == 1 or s == d for n, s, d in zip(self.size, self.stride, self.dense))
+        self.direct = self.contiguous and not self.add and not self.cast  # travels from, or to, where it lies
+
+    def of(self, tensor):
+        """The box inside ``tensor``."""
+        if self.words:
+            tensor = tensor.view(self.dtype)
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+    def staged(self, staging):
+        """The box inside the staging memory."""
+        return staging.view(self.dtype).as_strided(self.size, self.dense, self.place // self.dtype.itemsize)
+
+    def factor(self, shape, most: int) -> int:
+        """How many elements can be copied as one word of at most 16 bytes, in a tensor of this shape."""
+        if self.add or self.cast or not self.size or self.stride[-1] != 1:
+            return 1
+        return math.gcd(most, shape[-1], self.size[-1], self.offset, *self.stride[:-1])
+
+    def in_words(self, k: int) -> Part:
+        """The same box, ``k`` elements at a time."""
+        def shrink(numbers):
+            return tuple(n // k for n in numbers[:-1])
+
+        return replace(self, size=(*self.size[:-1], self.size[-1] // k), stride=(*shrink(self.stride), 1), offset=self.offset // k,
+                       dense=(*shrink(self.dense), 1), dtype=_WORDS[k * self.dtype.itemsize], words=True)
+
+
+@dataclass
+class Program:
+    """Everything about one rank's part of some plans that shapes, strides and dtypes decide.
+
+    Messages are (peer, leaf, byte offset, bytes), inside a tensor's own memory, or inside the staging memory (leaf -1).
+    """
+
+    likes: list[torch.Tensor]  # for each output a tensor without memory, of its shape and working dtype
+    zeroed: list[int]  # the outputs that start as zeros,
+    blanks: list[Part]  # and the boxes of large ones that do
+    casts: list[torch.dtype] | None  # dtypes of the results, where the working ones differ
+    sends: list[tuple[int, int, int, int]]
+    receives: list[tuple[int, int, int, int]]
+    moves: list[tuple[int, int, int, int]]  # kept boxes that are runs of memory: (leaf, to, from, bytes)
+    early: list[tuple[Part, Part]]  # other kept boxes (to, from), copied before anything arrives
+    packs: list[Part]  # what goes into the staging memory before it is sent
+    late: list[tuple[Part, Part | None]]  # what follows, in summing order (to, from; None: from the staging memory)
+    staging: int  # bytes
+    kind: str | None  # "all_reduce", "all_gather" or "reduce_scatter" where all of this is one collective,
+    group: tuple[int, ...]  # and its ranks, in the order of their blocks
+    travels: bool  # whether there is any message
+    spare: list  # small staging memory that is free, with the parts' views of it
+    fused_early: fused.Boxes | None = None  # on a device: small boxes of ``early`` and ``packs``, which one kernel copies,
+    fused_late: fused.Boxes | None = None  # and those of ``late``
+
+    def __post_init__(self):
+        self.large = [i for i, like in enumerate(self.likes) if pages.wanted and like.is_cpu and like.nbytes >= pages.LARGE]
+
+    def fuse(self, device) -> None:
+        """Let one kernel copy many small boxes."""
+        if len(self.likes) > 1 or self.casts or not fused.available():
+            return
+        itemsize, leave = self.likes[0].dtype.itemsize, lambda part: not fused.small(part)
+        early = [fused.keeping(to, source) for to, source in self.early if fused.small(to)]
+        early += [fused.packing(part) for part in self.packs if fused.small(part)]
+        if len(early) > 1:
+            self.fused_early = fused.Boxes(early, itemsize, device)
+            self.early = [(to, source) for to, source in self.early if leave(to)]
+            self.packs = [part for part in self.packs if leave(part)]
+        late = [fused.unpacking(to) for to, _ in self.late if fused.small(to)]
+        if len(late) > 1:  # no sums then: they add to one box at most that is copied, the first
+            self.fused_late = fused.Boxes(late, itemsize, device)
+            self.late = [(to, None) for to, _ in self.late if leave(to)]
+
+    def widen(self, xs) -> None:
+        """Copy large boxes in words of up to 16 bytes: a device copies strided memory element by element."""
+        def factor(part, x):
+            size = part.dtype.itemsize
+            if fused.small(part):
+                return 1
+            if x is None:
+                return part.factor(self.likes[part.leaf].shape, 16 // size)
+            return part.factor(x.shape, max(math.gcd(16, x.data_ptr(), x.storage_offset() * size) // size, 1))
+
+        for i, (to, source) in enumerate(self.early):
+            k = math.gcd(factor(to, None), factor(source, xs[source.leaf]))
+            self.early[i] = (to.in_words(k), source.in_words(k)) if k > 1 else (to, source)
+        for i, part in enumerate(self.packs):
+            self.packs[i] = part.in_words(k) if (k := factor(part, xs[part.leaf])) > 1 else part
+        for i, (to, source) in enumerate(self.late):
+            if source is None and (k := factor(to, None)) > 1:
+                self.late[i] = to.in_words(k), None
+
+    def take_staging(self, device):
+        """Staging memory, with views of it for ``packs`` and for ``late`` (None where nothing is staged)."""
+        if device.type != "cpu":  # torch's own pool knows the streams on which this memory is still in use
+            return self._views(torch.empty(self.staging, dtype=torch.uint8, device=device))
+        if self.spare:
+            return self.spare.pop()
+        with torch.inference_mode(False):  # it outlives the mode
+            return self._views(_staging.take(self.staging))
+
+    def _views(self, block):
+        late = [to.staged(block) if source is None else None for to, source in self.late]
+        return block, [part.staged(block) for part in self.packs], late
+
+    def give_staging(self, staging) -> None:
+        if not staging[0].is_cpu:
+            return
+        if self.staging <= _SMALL and not self.spare:
+            self.spare.append(staging)
+        else:
+            _staging.give(staging[0])
+
+
+def _dense(shape):
+    """Strides of a contiguous tensor."""
+    return tuple(accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1))[::-1] if shape else ()
+
+
+def _like(shape, dtype, device):
+    """A tensor of this shape with one element's memory: ``empty_like`` of it is the fastest way to a fresh dense tensor."""
+    return torch.empty((1,) * len(shape), dtype=dtype, device=device).expand(shape)
+
+
+def _parts(message, leaf, lead, dtype, strides, **how):
+    """The boxes of a message inside a tensor with these strides."""
+    return [_box(leaf, lead, starts, sizes, strides, dtype, **how) for starts, sizes in message.boxes]
+
+
+def _box(leaf, lead, starts, sizes, strides, dtype, **how):
+    return Part(leaf, (*lead, *sizes), strides, sum(a * s for a, s in zip(starts, strides[len(lead) :])), dtype, **how)
+
+
+def _messages(by_peer, end: int, transport):
+    """One message for each peer: a single part as it lies in the tensor, where that is one run of memory or the engine takes it
+    so; else its parts laid out from ``end`` on in the staging memory. And where that then ends."""
+    messages = []
+    for peer, parts in sorted(by_peer.items()):
+        part = parts[0]
+        if len(parts) == 1 and part.direct:
+            messages.append((peer, part.leaf, part.offset * part.dtype.itemsize, part.nbytes))
+            continue
+        if len(parts) == 1 and (strided := _strided(part, transport)) is not None:
+            messages.append((peer, part.leaf, part.offset * part.dtype.itemsize, strided))
+            part.direct = True
+            continue
+        place = end
+        for part in parts:
+            part.direct, part.place = False, end
+            stop = end + part.nbytes
+            end += -(-part.nbytes // _ALIGN) * _ALIGN
+        messages.append((peer, -1, place, stop - place))
+    return messages, end
+
+
+def _strided(part, transport):
+    """A part as a message that the engine packs or unpacks while it travels, or ``None``."""
+    itemsize = part.dtype.itemsize
+    return None if part.add or part.cast else transport.strided(part.size, tuple(s * itemsize for s in part.stride), itemsize)
+
+
+def _joined(parts):
+    """Equal boxes that follow one another at equal steps, in the tensor and in the staging memory, as one box with one more
+    axis: one copy instead of many."""
+    done: list[list[Part]] = []
+    for part in parts:
+        run = done[-1] if done else []
+        if run and all(getattr(part, k) == getattr(run[0], k) for k in ("leaf", "size", "stride", "dtype", "add", "cast")):
+            step = part.offset - run[-1].offset, part.place - run[-1].place
+            if min(step) > 0 and (len(run) == 1 or step == (run[1].offset - run[0].offset, run[1].place - run[0].place)):
+                run.append(part)
+                continue
+        done.append([part])
+    return [run[0] if len(run) == 1 else _stacked(run) for run in done]
+
+
+def _stacked(run) -> Part:
+    a, b = run[:2]
+    return replace(a, size=(len(run), *a.size), stride=(b.offset - a.offset, *a.stride),
+                   dense=((b.place - a.place) // a.dtype.itemsize, *a.dense))
+
+
+def _widens(view, dtype, kind, transport) -> bool:
+    """Whether a sum is taken in the wider dtype."""
+    lacking = kind is not None and dtype not in transport.sums
+    return view.adds and dtype in _WIDER and (dtype in NO_SUMS or lacking or (view.piles and transport.wide))
+
+
+def _collective(plans, leads, dtypes, transport):
+    """(kind, ranks) where these plans are one collective that the engine has, the same on all of its ranks; else (None, ())."""
+    rank, engine = transport.rank, (transport.collectives, transport.wide)
+    if "all_reduce" in collectives:
+        groups = {plan.summing_group(rank) for plan in plans}
+        group = groups.pop()
+        if group and not groups:
+            return "all_reduce", group
+    plan = plans[0]
+    if len(plans) == 1 and plan.held.partition.index(rank) is not None and math.prod(leads[0]):
+        widens = _widens(plan.view(rank), dtypes[0], "reduce_scatter", transport)  # then its blocks go as messages
+        for kind, dims in (("all_gather", plan.gathered), ("reduce_scatter", None if widens else plan.T.gathered)):
+            if dims and kind in collectives and plan.volume(rank):
+                return kind, plan.held.partition.along(dims, rank).ranks
+    return None, ()
+
+
+def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> Program:
+    """The program of an all-gather or a reduce-scatter: equal blocks, in the order of ``group``, on the side that is whole."""
+    view, about = plan.view(rank), (0, lead, dtype)
+    shape = likes[0].shape
+    if kind == "all_gather":
+        boxes = {m.peer: m for m in view.received}
+        small = _parts(view.kept, *about, stride)
+        blocks = [_parts(boxes[r], *about, _dense(shape))[0] for r in group]
+    else:
+        boxes = {m.peer: m for m in view.sends} | {rank: view.kept}
+        small = _parts(next(m for m in view.received if m.peer == rank), *about, _dense(shape))
+        blocks = [_parts(boxes[r], *about, stride)[0] for r in group]
+    n, itemsize, end = small[0].nbytes, dtype.itemsize, 0
+    ready = all(b.contiguous and b.offset == i * n // itemsize for i, b in enumerate(blocks))
+    ends = []
+    for parts, direct in ((small, small[0].contiguous), (blocks, ready)):
+        if direct:
+            ends.append((0, 0))  # both the own block and the first of all begin where their tensor does
+        else:
+            ends.append((-1, end))
+            for part in parts:
+                part.place, end = end, end + n
+            end = -(-end // _ALIGN) * _ALIGN
+    staged_small, staged_blocks = ([] if at[0] == 0 else _joined(parts) for at, parts in zip(ends, (small, blocks)))
+    sends, receives = [[(rank, *at, n)] for at in (ends if kind == "all_gather" else ends[::-1])]
+    packs, unpacks = (staged_small, staged_blocks) if kind == "all_gather" else (staged_blocks, staged_small)
+    return Program(likes, [], [], None, sends, receives, [], [], packs, [(to, None) for to in unpacks], end, kind, group, True, [])
+
+
+def _program(plans, leads, strides, dtypes, transport, device) -> Program:
+    rank = transport.rank
+    sends, receives, kept, likes, zeroed, blanks = defaultdict(list), defaultdict(list), [], [], [], []
+    late: list[tuple[Part, Part | None]] = []
+    kind, group = _collective(plans, leads, dtypes, transport)
+    for leaf, (plan, lead, stride, dtype) in enumerate(zip(plans, leads, strides, dtypes)):
+        view = plan.view(rank)
+        work = _WIDER.get(dtype, dtype) if _widens(view, dtype, kind, transport) else dtype
+        shape = (*lead, *view.out_shape)
+        likes.append(_like(shape, work, device))
+        if view.gaps is None or (view.gaps and math.prod(shape) * work.itemsize < _SMALL):
+            zeroed.append(leaf)
+        else:
+            blanks += [_box(leaf, lead, starts, sizes, _dense(shape), work) for starts, sizes in view.gaps]
+        if kind or not math.prod(lead):
+            continue
+
+        about = leaf, lead, dtype
+        for message in view.sends:
+            sends[message.peer] += _parts(message, *about, stride)
+        for position, message in enumerate(view.received):
+            add = view.adds and not (position == 0 and view.covered)
+            targets = _parts(message, *about, _dense(shape), add=add, cast=work != dtype)
+            if message.peer == rank:
+                (late if add else kept).extend(zip(targets, _parts(view.kept, *about, stride)))
+            else:
+                receives[message.peer] += targets
+                late += [(target, None) for target in targets]
+    if kind and kind != "all_reduce":
+        return _gathering(plans[0], rank, leads[0], strides[0], dtypes[0], kind, group, likes)
+    moves, early = [], []
+    for to, source in kept:
+        if device.type == "cpu" and to.direct and source.contiguous:
+            moves.append((to.leaf, to.offset * to.dtype.itemsize, source.offset * to.dtype.itemsize, to.nbytes))
+        else:
+            early.append((to, source))
+    send_messages, end = _messages(sends, 0, transport)
+    receive_messages, end = _messages(receives, end, transport)
+    packs = _joined(sorted((part for parts in sends.values() for part in parts if not part.direct), key=lambda part: part.place))
+    late = [(to, source) for to, source in late if source is not None or not to.direct]
+    if not any(to.add for to, _ in late):  # the order does not matter then
+        late = [(to, None) for to in _joined(sorted((to for to, _ in late), key=lambda part: part.place))]
+    casts = list(dtypes) if any(like.dtype != d for like, d in zip(likes, dtypes)) else None
+    travels = bool(send_messages or receive_messages)
+    return Program(likes, zeroed, blanks, casts, send_messages, receive_messages, moves, early, packs, late, end, kind, group,
+                    travels, [])
+
+
+class _Staging:
+    """Scratch memory that is given back and used again: fresh large blocks would cost a page fault for every 4 KiB."""
+
+    limit = 2**30  # bytes kept for later
+
+    def __init__(self):
+        self.free = defaultdict(deque)
+        self.kept = 0
+
+    def take(self, nbytes: int):
+        size = max(256, 1 << (nbytes - 1).bit_length())
+        blocks = self.free[size]
+        if not blocks:
+            return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
+        self.kept -= size
+        return blocks.pop()
+
+    def give(self, block) -> None:
+        if self.kept + block.numel() <= self.limit:
+            self.kept += block.numel()
+            self.free[block.numel()].append(block)
+
+
+_staging = _Staging()
+
+
+def _place(x):
+    """Where a device tensor lies: words of 16 bytes need a place that they divide."""
+    return x.device, x.data_ptr() % 16, x.storage_offset() % 16
+
+
+def program_of(plans, xs, transport):
+    """The program for these tensors, and the tensors as plain memory."""
+    rank, engine = transport.rank, (transport.collectives, transport.wide)
+    cache = plans[0].view(rank).programs
+    x = xs[0]
+    if len(xs) == 1:
+        if x.is_conj() or x.is_neg() or x._is_zerotensor():
+            xs = [x] = [_torch.plain(x)]
+        key = (x.shape, x.stride(), x.dtype, x.is_cpu or _place(x), engine)
+    else:
+        xs = [_torch.plain(x) for x in xs]
+        key = (*((x.shape, x.stride(), x.dtype, x.is_cpu or _place(x)) for x in xs), engine, plans)
+    program = cache.get(key)
+    if program is None:
+        leads = []
+        for plan, x in zip(plans, xs):
+            local = plan.view(rank).in_shape
+            n = x.dim() - len(local)
+            if n < 0 or x.shape[n:] != local:
+                raise ShapeError("the local tensor has another shape than planned", op="exchange", rank=rank,
+                                 expected=local, actual=tuple(x.shape), partitions=(plan.held.partition, plan.wanted.partition),
+                                 next_step="pass this rank's block, with any batch axes before its own dims")
+            leads.append(tuple(x.shape[:n]))
+        if len(cache) >= 64:  # strides and batch sizes may vary without end
+            cache.clear()
+        strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
+        program = cache[key] = _program(plans, leads, strides, dtypes, transport, xs[0].device)
+        if not xs[0].is_cpu:
+            program.fuse(xs[0].device)
+            program.widen(xs)
+    return program, xs
