@@ -236,7 +236,7 @@ def _widens(view, dtype, kind, transport) -> bool:
 
 def _collective(plans, leads, dtypes, transport):
     """(kind, ranks) where these plans are one collective that the engine has, the same on all of its ranks; else (None, ())."""
-    rank, engine = transport.rank, (transport.collectives, transport.wide)
+    rank, collectives = transport.rank, transport.collectives
     if "all_reduce" in collectives:
         groups = {plan.summing_group(rank) for plan in plans}
         group = groups.pop()
