@@ -21,7 +21,7 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 # A tensor of a transform that has ended (a pullback's memory, say) as the plain tensor that it now is.
 unwrap_if_dead = _functorch.unwrap_if_dead
-
+of_torch_func = _functorch.is_functorch_wrapped_tensor  # whether a tensor belongs to a transform, active or ended
 
 # Address of torch's current stream on a CUDA device, the current device, and whether a graph is being captured: torch.cuda's own
 # functions cost several times as much. Absent in builds without CUDA.
@@ -203,6 +203,15 @@ def batch_mask(level: int, size: int, device):
     while _functorch.is_functorch_wrapped_tensor(mask):  # made under an inner grad: levels must nest outwards
         mask = _functorch.get_unwrapped(mask)
     return _functorch._add_batch_dim(mask, 0, level)
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_ordinary = torch.Tensor.__torch_dispatch__
+
+
+def wrapped(tensors) -> bool:
+    """Whether some of the tensors are of a class with operators of its own (DTensor, FakeTensor): their memory is not theirs."""
+    return any(type(t) not in _PLAIN and type(t).__torch_dispatch__ is not _ordinary for t in tensors)
 
 
 def plain(tensor):
