@@ -10,6 +10,8 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from .errors import DistdlError
+
 _Kind = _functorch.TransformType
 # True while any torch.func transform (grad, vjp, jvp, vmap, ...) is being evaluated.
 transforms_active = torch._C._are_functorch_transforms_active
@@ -127,7 +129,8 @@ class Transform:
         interpreter = self._interpreter = _functorch.peek_interpreter_stack()  # the pointer does not keep it alive
         kind = interpreter.key()
         if kind not in _POINTERS:
-            raise NotImplementedError(f"movements inside torch.func's transform {kind.name}")
+            raise DistdlError(f"no movement can run inside torch.func's {kind.name.lower()}", op="torch.func", actual=kind.name,
+                              expected="grad, vjp, jvp or vmap", next_step="trace with make_fx or torch.func.linearize, without it")
         pointer = self._pointer = _POINTERS[kind](interpreter)
         self.level, self.batch_size, self.forward_mode, self._modes = pointer.level(), None, False, None
         if kind == _Kind.Vmap:
