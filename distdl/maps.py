@@ -164,7 +164,7 @@ def gathering(P: Partition, shape, pairs: dict[int, int], sizes=None) -> LinearM
         pairs: {tensor dim: partition dim} that it is gathered along.
         sizes: {tensor dim: block sizes}; default balanced.
     """
-    return _gathering(P, tuple(shape), tuple(pairs.items()), sizes and tuple(sizes.items()))
+    return _gathering(P, tuple(shape), tuple(pairs.items()), tuple(sizes.items()) if sizes else None)
 
 
 @_cached

@@ -186,6 +186,9 @@ def _dims(where, dims, op):
 
 def _summing(factory, x, P, dims):
     op = factory.__name__
+    if isinstance(dims, dict):
+        raise PartitionError("these are dims of the partition", op=op, partitions=P, expected="an int, or several", actual=dims,
+                             next_step="name the partition dims to sum over; tensor dims stay as they are")
     dims = _dims(partition_of(P, op), tuple(dims) if isinstance(dims, (list, set)) else dims, op)
     if isinstance(P, Layout):
         xs, tree = _torch.flatten(x)
@@ -311,7 +314,7 @@ def permute(x, P, pairs):
     """
     where = partition_of(P, "permute")
     try:
-        pairs = tuple((a, b) for a, b in pairs)
+        pairs = tuple((as_int(a), as_int(b)) for a, b in pairs)
     except (TypeError, ValueError):
         raise PartitionError("not pairs of ranks", op="permute", partitions=P, expected="[(source, destination), ...]",
                              actual=pairs, next_step="for example [(0, 1), (1, 0)]") from None

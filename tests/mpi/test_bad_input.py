@@ -50,6 +50,8 @@ BAD = {
     "two worlds": (PartitionError, lambda n, P, Q, L: F.repartition(BLOCK, L, dd.Partition((1, n), world="another"))),
     "two devices": (ShapeError, lambda n, P, Q, L: F.invariant_sum([BLOCK, BLOCK.to("meta")], dd.Partition((n, 1, 1)))),
     "a tensor dim named twice": (PartitionError, lambda n, P, Q, L: F.all_gather(BLOCK, P, {0: 0, -2: 1})),
+    "dims of a sum as a dict": (PartitionError, lambda n, P, Q, L: F.all_sum_reduce(BLOCK, P, {0: 0})),
+    "pairs of no ranks": (PartitionError, lambda n, P, Q, L: F.permute(BLOCK, P, [([0], 0)])),
     "no partition": (PartitionError, lambda n, P, Q, L: F.repartition(BLOCK, L, (1, n))),
     "no partition, bare": (PartitionError, lambda n, P, Q, L: F.all_gather(BLOCK, None)),
     "no tensor in a pytree": (ShapeError, lambda n, P, Q, L: F.repartition([BLOCK, 3], L, Q)),
