@@ -10,6 +10,8 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from .errors import DistdlError
+
 _Kind = _functorch.TransformType
 # True while any torch.func transform (grad, vjp, jvp, vmap, ...) is being evaluated.
 transforms_active = torch._C._are_functorch_transforms_active
@@ -21,7 +23,7 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 # A tensor of a transform that has ended (a pullback's memory, say) as the plain tensor that it now is.
 unwrap_if_dead = _functorch.unwrap_if_dead
-
+of_torch_func = _functorch.is_functorch_wrapped_tensor  # whether a tensor belongs to a transform, active or ended
 
 # Address of torch's current stream on a CUDA device, the current device, and whether a graph is being captured: torch.cuda's own
 # functions cost several times as much. Absent in builds without CUDA.
@@ -127,7 +129,8 @@ class Transform:
         interpreter = self._interpreter = _functorch.peek_interpreter_stack()  # the pointer does not keep it alive
         kind = interpreter.key()
         if kind not in _POINTERS:
-            raise NotImplementedError(f"movements inside torch.func's transform {kind.name}")
+            raise DistdlError(f"no movement can run inside torch.func's {kind.name.lower()}", op="torch.func", actual=kind.name,
+                              expected="grad, vjp, jvp or vmap", next_step="trace with make_fx or torch.func.linearize, without it")
         pointer = self._pointer = _POINTERS[kind](interpreter)
         self.level, self.batch_size, self.forward_mode, self._modes = pointer.level(), None, False, None
         if kind == _Kind.Vmap:
@@ -203,6 +206,15 @@ def batch_mask(level: int, size: int, device):
     while _functorch.is_functorch_wrapped_tensor(mask):  # made under an inner grad: levels must nest outwards
         mask = _functorch.get_unwrapped(mask)
     return _functorch._add_batch_dim(mask, 0, level)
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_ordinary = torch.Tensor.__torch_dispatch__
+
+
+def wrapped(tensors) -> bool:
+    """Whether some of the tensors are of a class with operators of its own (DTensor, FakeTensor): their memory is not theirs."""
+    return any(type(t) not in _PLAIN and type(t).__torch_dispatch__ is not _ordinary for t in tensors)
 
 
 def plain(tensor):

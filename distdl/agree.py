@@ -7,39 +7,42 @@ whether a gradient is wanted, or a local failure. All ranks see the same reports
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import _torch
-from .errors import AgreementError, DistdlError, PartitionError, ShapeError
-from .partition import Layout, Partition, balanced
+from .errors import AgreementError, DistdlError, ShapeError
+from .partition import Layout, Partition, balanced, partition_of
 from .ties import nothing
 from .world import world
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank says of a call. ``leaves`` holds (shape, dtype, device kind) of each tensor."""
+    """What one rank says of a call. ``leaves`` holds (shape, dtype, device kind) of each tensor; ``tree`` their pytree in words,
+    and one like it, of ``None``."""
 
     op: str
     partitions: str
+    arguments: str
     leaves: tuple
     grads: tuple[bool, ...]
+    tangents: tuple[bool, ...]
     levels: tuple
+    batches: tuple[int, ...]
+    records: bool
+    dual: bool
+    tree: tuple[str, Any] | None = None
     failure: str | None = None
 
 
-def partition_of(P) -> Partition:
-    """The partition of a Partition or a Layout."""
-    if not isinstance(P, (Partition, Layout)):
-        raise PartitionError("not a partition", op="partition", expected="a Partition or a Layout", actual=P,
-                             next_step="dd.Partition(shape), or dd.Layout(P, shape)")
-    return P.partition if isinstance(P, Layout) else P
-
-
-def _report(op, xs, active, partitions, ndim) -> Report:
-    failure, leaves, grads, levels = None, [], [], set()
+def _report(op, xs, active, places, ndim, tree, arguments) -> Report:
+    failure, leaves, grads, tangents, levels = None, [], [], [], set()
+    plain, kinds = not _torch.transforms_active(), dict(_torch.grad_levels())
     for x in xs:
         if not isinstance(x, torch.Tensor):
             failure = failure or (f"expected a tensor, got {type(x).__name__}" if active or x is not None else None)
@@ -47,34 +50,53 @@ def _report(op, xs, active, partitions, ndim) -> Report:
         leaves.append((tuple(x.shape), str(x.dtype), x.device.type))
         smooth = x.is_floating_point() or x.is_complex()
         grads.append(smooth and x.requires_grad)
+        tangents.append(plain and smooth and _torch.has_tangent(x))
         if smooth:
-            levels.add(tuple(sorted(level for level, kind in _torch.levels_of(x).items() if kind == "tracked")))
+            tracked = sorted(level for level, kind in _torch.levels_of(x).items() if kind == "tracked")
+            levels.add(tuple(f"{kinds[level]} {level}" for level in tracked))
         if active and ndim is not None and x.dim() != ndim:
             failure = failure or f"expected a tensor of {ndim} dims, got shape {tuple(x.shape)}"
-    return Report(op, " -> ".join(str(p).splitlines()[0] for p in partitions), tuple(leaves), tuple(grads), tuple(levels),
-                  failure)
+    return Report(op, " -> ".join(str(p).splitlines()[0] for p in places), arguments, tuple(leaves), tuple(grads), tuple(tangents),
+                  tuple(sorted(levels)), tuple(size for _, size in _torch.vmap_levels()), torch.is_grad_enabled(),
+                  plain and _torch.forward_mode_active(), None if tree is None else _told(tree, len(xs)), failure)
 
 
-def negotiate(op: str, xs, P, partitions=(), ndim=None):
-    """Agree on a call among the ranks of ``P`` (which hold ``xs``) and of ``partitions``.
+def _told(tree, n):
+    frame = _torch.unflatten([None] * n, tree)
+    try:
+        pickle.dumps(frame)
+    except Exception:  # a container that cannot travel: ranks outside then pass one of their own
+        frame = None
+    return " ".join(str(tree).split()), frame
 
-    Returns ``(xs, reports)``: the tensors, connected to the graph where any rank's are, with placeholders where this rank
-    holds nothing; and the reports by rank (``None`` on a rank that takes no part).
+
+def negotiate(op: str, xs, P, partitions=(), ndim=None, tree=None, arguments=""):
+    """Agree on a call among the ranks of ``P`` (which hold ``xs``, of the pytree ``tree``) and of ``partitions``; ``arguments``:
+    whatever else must be equal, in words.
+
+    Returns ``(xs, tree, reports)``: the tensors, connected to the graph where any rank's are, with placeholders where this rank
+    holds nothing; the holders' pytree; and the reports by rank (``None`` on a rank that takes no part).
 
     Raises:
         AgreementError: on every rank, when any rank reports a failure or differs.
     """
-    partitions = (P, *[partition_of(p) for p in partitions])
+    places, partitions = (P, *partitions), (P, *[partition_of(p, op) for p in partitions])
     where = world(P.world)
     where.check(op, *partitions)
     ranks = tuple(sorted({r for p in partitions for r in p.ranks}))
     active = P.index(where.rank) is not None
     if where.rank not in ranks:
-        return [x if x is not None else torch.empty(0) for x in xs], None
-    mine = _report(op, xs, active, partitions, ndim)
+        return [x if isinstance(x, torch.Tensor) else torch.empty(0) for x in xs], tree, None
+    mine = _report(op, xs, active, places, ndim, tree, arguments)
     reports = where.all_gather(mine, ranks, "an operator") if len(ranks) > 1 else {where.rank: mine}
     _compare(op, reports, P, partitions, where.rank)
-    return _join(xs, active, reports, P), reports
+    return _join(xs, active, reports, P), tree if active else _tree_of(reports[P.ranks[0]], tree), reports
+
+
+def _tree_of(holder, tree):
+    """The pytree that the holders have, whatever a rank that holds nothing passed."""
+    told = holder.tree
+    return None if told is None else tree if told[1] is None else _torch.flatten(told[1])[1]
 
 
 def _compare(op, reports, P, partitions, rank) -> None:
@@ -90,6 +112,7 @@ def _compare(op, reports, P, partitions, rank) -> None:
 
     disagree("the operator called", {r: m.op for r, m in reports.items()}, "call the same operators in the same order")
     disagree("the partitions", {r: m.partitions for r, m in reports.items()}, "pass equal partitions on every rank")
+    disagree("the arguments", {r: m.arguments for r, m in reports.items()}, "pass equal arguments on every rank")
     failures = {r: m.failure for r, m in reports.items() if m.failure}
     if failures:
         raise AgreementError("not every rank's input fits", op=op, partitions=partitions, rank=rank,
@@ -97,11 +120,20 @@ def _compare(op, reports, P, partitions, rank) -> None:
                              actual="; ".join(f"rank {r}: {text}" for r, text in failures.items()))
     holders = {r: reports[r] for r in P.ranks}
     disagree("the number of tensors", {r: len(m.leaves) for r, m in holders.items()}, "pass the same pytree on every rank")
+    disagree("the pytree", {r: m.tree[0] if m.tree else "a tensor" for r, m in holders.items()},
+             "pass the same pytree on every rank, dictionaries in one order of their keys")
     for i, name in ((1, "dtype"), (2, "device kind")):
         values = {r: ", ".join(leaf[i] for leaf in m.leaves) for r, m in holders.items()}
         disagree(f"the {name}", values, f"give every rank's tensor the same {name}")
     disagree("the number of dims", {r: tuple(len(leaf[0]) for leaf in m.leaves) for r, m in holders.items()},
              "give every rank a block with as many dims")
+    disagree("the batch sizes (vmap)", {r: m.batches for r, m in reports.items()},
+             "call the operator inside the same vmaps, over axes of one size, on all ranks")
+    if any(m.records and any(m.grads) for m in reports.values()):
+        disagree("whether a graph is recorded", {r: m.records for r, m in reports.items()},
+                 "enter torch.no_grad and inference_mode on all ranks or on none: a backward would wait for ever")
+    if any(any(m.tangents) for m in reports.values()):
+        disagree("whether forward mode is on", {r: m.dual for r, m in reports.items()}, "open the dual_level on all ranks")
     if any(m.levels not in ((), ((),)) for m in reports.values()):
         # Inside torch.func connections cannot be joined from outside: a rank without one would send nothing back.
         disagree("what torch.func differentiates", {r: m.levels for r, m in reports.items() if m.leaves},
@@ -113,20 +145,39 @@ def _join(xs, active, reports, P):
     joined = []
     for i, (_, dtype, kind) in enumerate(holder.leaves):
         x = xs[i] if i < len(xs) else None
-        if x is None:
+        if not isinstance(x, torch.Tensor):
             x = torch.empty(0)
         dtype = getattr(torch, dtype.removeprefix("torch."))
         if not active and (x.dtype != dtype or x.device.type != kind):
             x = nothing((0,), x, dtype=dtype).to(kind)
-        wanted = torch.is_grad_enabled() and any(m.grads[i] for m in reports.values() if i < len(m.grads))
-        if wanted and not x.requires_grad and not _torch.transforms_active() and (x.is_floating_point() or x.is_complex()):
-            x = x.detach().requires_grad_()  # a leaf of this call: every rank's backward then makes the same calls
+        if not _torch.transforms_active() and (x.is_floating_point() or x.is_complex()):
+            wanted = torch.is_grad_enabled() and any(any(m.grads[i : i + 1]) for m in reports.values())
+            pushed = any(any(m.tangents[i : i + 1]) for m in reports.values())
+            x = _connected(x, wanted, pushed)
         joined.append(x)
     return joined
 
 
+def _connected(x, wanted: bool, pushed: bool):
+    """``x``, part of a graph and with a tangent where some rank's is: every rank's derivatives then make the same calls."""
+    if not (wanted and not x.requires_grad) and not (pushed and not _torch.has_tangent(x)):
+        return x
+    if not pushed:
+        return x.detach().requires_grad_()  # a leaf of this call
+    primal, tangent = forward_ad.unpack_dual(x)
+    if wanted and not primal.requires_grad:
+        primal = primal.detach().requires_grad_()
+    return forward_ad.make_dual(primal, torch.zeros_like(primal) if tangent is None else tangent)
+
+
 def resolve(op: str, xs, P, shape=None, others=()):
-    """The layouts of tensors ``xs``, one for each: ``(xs, layouts)``; layouts is ``None`` on a rank that takes no part.
+    """The layouts of tensors ``xs``, one for each: ``(xs, layouts)``; layouts is ``None`` on a rank that takes no part."""
+    xs, _, layouts = resolve_tree(op, xs, None, P, shape, others)
+    return xs, layouts
+
+
+def resolve_tree(op: str, xs, tree, P, shape=None, others=()):
+    """The same for the leaves ``xs`` of a pytree ``tree``: ``(xs, the holders' tree, layouts)``.
 
     A Layout is taken as it is, and so are a partition and ``shape``. A bare partition is negotiated with the ranks of ``P`` and
     ``others`` (the call's other partitions): block sizes add up to the global shape, whatever they are.
@@ -135,14 +186,15 @@ def resolve(op: str, xs, P, shape=None, others=()):
         if shape is not None and tuple(shape) != P.shape:
             raise ShapeError("shape differs from the layout's", op=op, partitions=P, expected=P.shape, actual=tuple(shape),
                              next_step="leave shape out, or pass the partition and the shape")
-        return xs, [P] * len(xs)
+        return xs, tree, [P] * len(xs)
     if shape is not None:
-        return xs, [Layout(P, shape)] * len(xs)
-    xs, reports = negotiate(op, xs, P, others, P.ndim)
+        return xs, tree, [Layout(P, shape)] * len(xs)
+    P = partition_of(P, op)
+    xs, tree, reports = negotiate(op, xs, P, others, P.ndim, tree)
     if reports is None:
-        return xs, None
+        return xs, tree, None
     holders = [(P.index(r), reports[r]) for r in P.ranks]
-    return xs, [_layout(op, P, [(c, m.leaves[i][0]) for c, m in holders]) for i in range(len(xs))]
+    return xs, tree, [_layout(op, P, [(c, m.leaves[i][0]) for c, m in holders]) for i in range(len(xs))]
 
 
 def _layout(op, P, blocks) -> Layout:
@@ -180,10 +232,12 @@ def outside_shape(x, ndim: int) -> tuple[int, ...]:
 def outside(op: str, xs, P, ndim=None):
     """What a rank that takes no part gets: zero-volume tensors that stay connected."""
     ndim = partition_of(P).ndim if ndim is None else ndim
+    xs = [x if isinstance(x, torch.Tensor) else torch.empty(0) for x in xs]
     return [nothing(outside_shape(x, ndim), x) for x in xs]
 
 
-__all__ = ["DistdlError", "Report", "block_sizes", "negotiate", "outside", "outside_shape", "partition_of", "resolve"]
+__all__ = ["DistdlError", "Report", "block_sizes", "negotiate", "outside", "outside_shape", "partition_of", "resolve",
+           "resolve_tree"]
 
-for _function in (block_sizes, negotiate, resolve):
+for _function in (block_sizes, negotiate, resolve, resolve_tree):
     _torch.opaque(_function)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 from . import transport as _transport
+from .errors import AgreementError
 from .transport.checking import Observer, default_timeout
 
 
@@ -25,6 +26,9 @@ def checking(timeout: float | None = None):
         AbsenceError: a rank did not come in time; the error says what it last completed, and where the others are.
         InvariantError: copies of an invariant cotangent or value differ; the error names the rule that was broken.
     """
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+        raise AgreementError("not a time limit", op="checking", expected="seconds, more than 0", actual=timeout,
+                             next_step="dd.checking(timeout=30), or leave it out")
     before = _transport.observer
     _transport.observer = Observer(default_timeout() if timeout is None else timeout)
     try:

@@ -14,7 +14,7 @@ from torch.func import grad, jvp, vjp, vmap
 from . import _torch
 from .errors import PartitionError, ShapeError
 from .functional.movement import invariant_sum
-from .partition import Layout
+from .partition import Layout, partition_of
 
 __all__ = ["hessian", "hvp", "inner", "jacfwd", "jacrev", "linear_transpose"]
 
@@ -52,6 +52,9 @@ def _cat(trees):
 
 
 def _chunks(layout: Layout, chunk_size):
+    if chunk_size is not None and (not hasattr(chunk_size, "__index__") or chunk_size < 1):
+        raise ShapeError("not a number of rows", op="chunk_size", partitions=layout, expected="at least 1", actual=chunk_size,
+                         next_step="leave it out for all at once")
     total = math.prod(layout.shape)
     step = max(total if chunk_size is None else chunk_size, 1)
     return [(k, min(k + step, total)) for k in range(0, total, step)] or [(0, 0)]
@@ -120,9 +123,12 @@ def inner(x, y, P, dims=None):
     if structure != other:
         raise ShapeError("x and y are different pytrees", op="inner", partitions=P, expected=structure, actual=other,
                          next_step="give y the structure of x")
+    shapes = [[tuple(t.shape) for t in some] for some in (xs, ys)]
+    if shapes[0] != shapes[1] or not xs:
+        raise ShapeError("x and y have different shapes, or no tensors", op="inner", partitions=P, expected=shapes[0],
+                         actual=shapes[1], next_step="pass two tensors of one shape, this rank's blocks of one layout")
     local = sum((a.conj() * b).sum() for a, b in zip(xs, ys))
-    where = P.partition if isinstance(P, Layout) else P
-    return invariant_sum(local, where, dims)
+    return invariant_sum(local, partition_of(P, "inner"), dims)
 
 
 def linear_transpose(f, x):

@@ -40,6 +40,15 @@ def _runs(lo: int, hi: int, n: int, boundary: str):
     return tuple(runs)
 
 
+def _range(found, layout):
+    try:
+        lo, hi = map(as_int, found)
+    except (TypeError, ValueError):
+        raise PartitionError("need() gave no range", op="HaloSpec.needs", expected="two integers (lo, hi)", actual=found,
+                             partitions=layout, next_step="return the range of indices that outputs o0 .. o1 - 1 read") from None
+    return lo, hi
+
+
 def _moved(runs, before):
     """The runs, to lie after the ranges ``before``."""
     by = sum(hi - lo for lo, hi in before)
@@ -53,6 +62,15 @@ def per_dim(value, n: int, what: str, op: str = "HaloSpec") -> tuple:
         raise PartitionError(f"{what} does not fit", op=op, expected=f"one value or {n}", actual=value,
                              next_step="give one value for all dims, or one for each")
     return values
+
+
+def _layout(P, shape, op: str) -> Layout:
+    if not isinstance(P, Layout):
+        return Layout(P, shape)
+    if shape is not None and tuple(shape) != P.shape:
+        raise PartitionError("shape differs from the layout's", op=op, partitions=P, expected=P.shape, actual=shape,
+                             next_step="leave the shape out (None), or pass the partition and the shape")
+    return P
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -112,7 +130,7 @@ class HaloSpec(_Value):
         for d, n in enumerate(in_layout.shape):
             dim = []
             for start, stop in out_layout.blocks(d):
-                lo, hi = need(d, start, stop) if start < stop else (n, n)
+                lo, hi = _range(need(d, start, stop), in_layout) if start < stop else (n, n)
                 if boundary[d] == "none":
                     lo, hi = min(max(lo, 0), n), max(min(hi, n), 0)
                 dim.append((lo, max(lo, hi)))
@@ -138,8 +156,12 @@ class HaloSpec(_Value):
             need: ``need(d, o0, o1) -> (lo, hi)``: the range of dim ``d`` of the input that outputs ``o0 .. o1 - 1`` read.
             boundary: what lies beyond the edge.
         """
-        in_layout = P if isinstance(P, Layout) else Layout(P, shape)
+        in_layout = _layout(P, shape, "HaloSpec.needs")
         out_layout = out_shape if isinstance(out_shape, Layout) else in_layout.with_shape(out_shape)
+        if out_layout.partition != in_layout.partition:
+            raise PartitionError("the windows belong to the ranks of the input", op="HaloSpec.needs", expected=in_layout.partition,
+                                 actual=out_layout.partition, partitions=(in_layout, out_layout),
+                                 next_step="lay the output over the input's partition, then repartition it")
         spec = object.__new__(cls)
         spec._set(in_layout, out_layout, need, boundary)
         return spec
@@ -157,12 +179,13 @@ class HaloSpec(_Value):
         Raises:
             PartitionError: sizes that torch would refuse, or a kernel larger than the padded input.
         """
-        in_layout = P if isinstance(P, Layout) else Layout(P, shape)
+        in_layout = _layout(P, shape, "HaloSpec.window")
         k = tuple(kernel) if isinstance(kernel, (tuple, list)) else (kernel,) * max(in_layout.ndim - 2, 1)
         first, n = in_layout.ndim - len(k), len(k)
         s, d = (per_dim(v, n, w) for v, w in ((stride, "stride"), (dilation, "dilation")))
         pads = tuple(p if isinstance(p, (tuple, list)) else (p, p) for p in per_dim(padding, n, "padding"))
-        if min((*k, *s, *d, 1)) < 1 or any(len(p) != 2 or min(p) < 0 for p in pads) or first < 0:
+        legal = all(hasattr(v, "__index__") for v in (*k, *s, *d, *(v for p in pads for v in p)))
+        if not legal or min((*k, *s, *d, 1)) < 1 or any(len(p) != 2 or min(p) < 0 for p in pads) or first < 0:
             raise PartitionError("not a legal window", op="HaloSpec.window", partitions=in_layout,
                                  expected="kernel, stride and dilation >= 1, padding >= 0",
                                  actual={"kernel": k, "stride": s, "dilation": d, "padding": padding},

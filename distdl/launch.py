@@ -219,6 +219,10 @@ def launch(fn: Callable, n: int, *, timeout: float | None = None, env: dict[str,
     [0, 1, 2]
     """
 
+    if not callable(fn) or not hasattr(n, "__index__") or n < 1:
+        raise _error("a function and a number of ranks are needed", "a function, and at least 1", (fn, n),
+                     "dd.launch(function, 4)(*args)")
+
     def call(*args: Any, **kwargs: Any) -> list:
         with tempfile.TemporaryDirectory(prefix="distdl-") as reports:  # mode 0700
             job = Path(reports, "job")

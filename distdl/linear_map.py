@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import index as as_int
 
 import torch
 
@@ -95,7 +96,8 @@ class LinearMap:
 
     @cached_property
     def _fits(self) -> bool:
-        return max(self.plan.ranks) < self.world.size
+        held, wanted = self.plan.held.partition, self.plan.wanted.partition
+        return held.world == wanted.world and max(self.plan.ranks) < self.world.size
 
     @cached_property
     def _single(self):
@@ -128,6 +130,11 @@ class LinearMap:
         Raises:
             ShapeError: ``x`` is not a tensor of shape :attr:`in_shape` (where this rank holds something).
         """
+        x = self.operand(x)
+        return x if self.is_identity else apply(self._single, (x,))[0]
+
+    def operand(self, x):
+        """``x`` as what this rank puts in: checked, or a placeholder where it holds nothing."""
         if not self._fits:
             self.world.check(str(self), self.plan.held.partition, self.plan.wanted.partition)
         if not isinstance(x, torch.Tensor):
@@ -141,7 +148,7 @@ class LinearMap:
                                  next_step="pass this rank's block: layout.shard(x_global) or layout.local_shape()")
         elif x.shape != self.in_shape:
             x = nothing(self.in_shape, x)
-        return x if self.is_identity else apply(self._single, (x,))[0]
+        return x
 
     def __matmul__(self, other) -> LinearMap | Chain:
         return Chain(maps_of(other) + maps_of(self))
@@ -199,11 +206,15 @@ class UserMap:
                        out_shape=self.in_shape, domain=self.range, range=self.domain)
 
     def __call__(self, x):
+        return apply((self,), (self.operand(x),))[0]
+
+    def operand(self, x):
+        """``x``, checked."""
         if not isinstance(x, torch.Tensor) or x.shape != self.in_shape:
             raise ShapeError("the local tensor has the wrong shape", op=str(self), expected=self.in_shape,
                              actual=tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__,
                              partitions=self.partitions, next_step="pass a tensor of the map's in_shape, batched by vmap only")
-        return apply((self,), (x,))[0]
+        return x
 
     def __matmul__(self, other) -> Chain:
         return Chain(maps_of(other) + maps_of(self))
@@ -221,9 +232,9 @@ class UserMap:
         else:
             flat = x.reshape(-1, *self.in_shape)
             y = torch.stack([self.forward(one) for one in flat]).reshape(*lead, *self.out_shape)
-        if y.shape != (*lead, *self.out_shape):
+        if not isinstance(y, torch.Tensor) or y.shape != (*lead, *self.out_shape):
             raise ShapeError("the map returned another shape", op=str(self), expected=(*lead, *self.out_shape),
-                             actual=tuple(y.shape), partitions=self.partitions,
+                             actual=tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__, partitions=self.partitions,
                              next_step="let the function return out_shape, after the batch axes that it was given")
         return y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y
 
@@ -239,7 +250,15 @@ def linear_map(forward, adjoint, in_shape, out_shape, *, ranks=(), batched: bool
         ranks: the ranks that exchange messages inside, if any; they then agree on batches under vmap.
         batched: both functions take any number of leading batch axes. Otherwise a batch runs one by one.
     """
-    return UserMap(forward, adjoint, tuple(in_shape), tuple(out_shape), tuple(sorted(ranks)), batched)
+    try:
+        first, last, members = (tuple(map(as_int, numbers)) for numbers in (in_shape, out_shape, ranks))
+    except TypeError:
+        raise ShapeError("shapes and ranks must be sequences of integers", op="linear_map", expected="integers",
+                         actual=(in_shape, out_shape, ranks), next_step="linear_map(f, fT, (3,), (2,), ranks=(0, 1))") from None
+    if not callable(forward) or not callable(adjoint):
+        raise ShapeError("forward and adjoint must be functions", op="linear_map", expected="two functions of a tensor",
+                         actual=(forward, adjoint), next_step="linear_map(lambda x: 2 * x, lambda y: 2 * y, (3,), (3,))")
+    return UserMap(forward, adjoint, first, last, tuple(sorted(members)), batched)
 
 
 @dataclass(frozen=True)
@@ -271,6 +290,7 @@ class Chain:
     domain = property(lambda self: self.maps[0].domain, doc="Kind of the input.")
     range = property(lambda self: self.maps[-1].range, doc="Kind of the output.")
     world = property(lambda self: self.maps[0].world, doc="The world of the maps.")
+    operand = property(lambda self: self.maps[0].operand, doc="See :meth:`LinearMap.operand`.")
 
     def __call__(self, x):
         for m in self.maps:
@@ -289,6 +309,9 @@ class Chain:
 
 def maps_of(A) -> tuple:
     """The maps that A runs, in order: itself, or a chain's."""
+    if not isinstance(A, (LinearMap, UserMap, Chain)):
+        raise PartitionError("not a linear map", op="@", expected="a map of dd.maps or dd.linear_map", actual=type(A).__name__,
+                             partitions=None, next_step="B @ A composes maps; apply one to a tensor by A(x)")
     return A.maps if isinstance(A, Chain) else (A,)
 
 
@@ -313,7 +336,7 @@ def apply(maps, xs, ties=(), pending=None, tied=None):
 
 
 _transforms_active, _grad_enabled = _torch.transforms_active, torch.is_grad_enabled
-_forward_mode_active, _dispatch_modes = _torch.forward_mode_active, _torch.dispatch_modes
+_forward_mode_active, _dispatch_modes, _wrapped = _torch.forward_mode_active, _torch.dispatch_modes, _torch.wrapped
 
 
 def _require_grad(*groups) -> bool:
@@ -332,10 +355,10 @@ def _run(maps, xs, pending, recorded):
     """The movement itself, on plain tensors; ``recorded``: a graph holds its adjoint."""
     if pending is not None:
         return pending.finish()
-    run.check(maps, xs)
+    xs = run.checked(maps, xs)
     if type(maps[0]) is UserMap:
         return [m.run(x) for m, x in zip(maps, xs)]
-    return run.traced(maps, xs) if _dispatch_modes() else run.plain(maps, xs, recorded)
+    return run.traced(maps, xs) if _dispatch_modes() or _wrapped(xs) else run.plain(maps, xs, recorded)
 
 
 def _refuse_older_vmap(op, tensors) -> None:

@@ -14,7 +14,7 @@ from operator import index as as_int
 from .errors import PartitionError
 from .halo import HaloSpec
 from .linear_map import LinearMap, Space
-from .partition import Layout, Partition
+from .partition import Layout, Partition, partition_of
 from .plan import Axis, Plan, Side, key, split, whole
 
 _cached = lru_cache(maxsize=1024, typed=True)  # dim True is an error, also after dim 1
@@ -27,7 +27,7 @@ def _map(name: str, held: Side, wanted: Side) -> LinearMap:
 
 def layout_over(P, shape, op: str) -> Layout:
     """``P`` as the layout of a tensor of global shape ``shape``: a Layout stays as it is, and must fit."""
-    if P.ndim != len(shape):
+    if partition_of(P, op).ndim != len(shape):
         raise PartitionError("the partition has another number of dims than the tensor", op=op, partitions=P,
                              expected=f"{len(shape)} dims", actual=P.ndim,
                              next_step="give the partition one dim for each dim of the tensor (1: not split)")
@@ -44,15 +44,24 @@ def on_one_rank(root: int, ndim: int, world: str) -> Partition:
     return Partition((1,) * ndim, (root,), world)
 
 
+def _laid_out(where, op: str) -> Layout:
+    if not isinstance(where, Layout):
+        raise PartitionError("a map needs the global shape", op=op, expected="a Layout", actual=repr(where), partitions=None,
+                             next_step="dd.Layout(P, shape)")
+    return where
+
+
 @_cached
 def repartition(where: Layout, P_out: Partition | Layout) -> LinearMap:
     """Blocks of one layout -> blocks of another, of the same global shape (an all-to-all in general)."""
+    where = _laid_out(where, "repartition")
     return _map("repartition", Side.of(where), Side.of(layout_over(P_out, where.shape, "repartition")))
 
 
 @_cached
 def scatter(where: Layout, root: int = 0) -> LinearMap:
     """The whole tensor on rank ``root`` -> the blocks of ``where``. Adjoint: gather."""
+    where = _laid_out(where, "scatter")
     one = Layout(on_one_rank(root, where.ndim, where.partition.world), where.shape)
     return _map("scatter", Side.of(one), Side.of(where))
 
@@ -60,6 +69,7 @@ def scatter(where: Layout, root: int = 0) -> LinearMap:
 @_cached
 def gather(where: Layout, root: int = 0) -> LinearMap:
     """Blocks -> the whole tensor on rank ``root``. Adjoint: scatter."""
+    where = _laid_out(where, "gather")
     one = Layout(on_one_rank(root, where.ndim, where.partition.world), where.shape)
     return _map("gather", Side.of(where), Side.of(one))
 
@@ -68,7 +78,9 @@ def _local(where, shape):
     """(partition, tensor axes): from a Layout blocks, tied to its grid dims; from a partition the local shape as it is."""
     if isinstance(where, Layout):
         return where.partition, [_sized(d, where.sizes(d)) for d in range(where.ndim)]
-    return where, [whole(n) for n in shape]
+    if shape is None:
+        _laid_out(where, "a map")
+    return partition_of(where), [whole(n) for n in shape]
 
 
 def _sized(dim: int, sizes) -> Axis:
@@ -120,13 +132,14 @@ def invariant_sum(where, shape=None, dims=None) -> LinearMap:
 def gathered_dims(P: Partition, ndim: int, dims, op: str) -> dict[int, int]:
     """``dims`` of all_gather and reduce_scatter as {tensor dim: partition dim}."""
     if isinstance(dims, dict):
-        pairs = {(t % ndim if -ndim <= t < ndim else t): P.dims(d, op)[0] for t, d in dims.items()}
+        named = [(t % ndim if isinstance(t, int) and -ndim <= t < ndim else -1, P.dim(d, op)) for t, d in dims.items()]
     else:
         if P.ndim != ndim:
             raise PartitionError("the tensor has another number of dims than the partition", op=op, partitions=P,
                                  expected=P.ndim, actual=ndim, next_step="give dims as {tensor dim: partition dim}")
-        pairs = {d: d for d in P.dims(dims, op)}
-    if any(not 0 <= t < ndim for t in pairs) or len(set(pairs.values())) != len(pairs):
+        named = [(d, d) for d in P.dims(dims, op)]
+    pairs = dict(named)
+    if -1 in pairs or not len(named) == len(pairs) == len(set(pairs.values())):
         raise PartitionError("dims do not fit", op=op, partitions=P, actual=dims,
                              expected=f"distinct partition dims for tensor dims below {ndim}",
                              next_step="name each partition dim once, at the tensor dim that lies along it")
@@ -151,7 +164,7 @@ def gathering(P: Partition, shape, pairs: dict[int, int], sizes=None) -> LinearM
         pairs: {tensor dim: partition dim} that it is gathered along.
         sizes: {tensor dim: block sizes}; default balanced.
     """
-    return _gathering(P, tuple(shape), tuple(pairs.items()), sizes and tuple(sizes.items()))
+    return _gathering(P, tuple(shape), tuple(pairs.items()), tuple(sizes.items()) if sizes else None)
 
 
 @_cached
@@ -172,7 +185,7 @@ def _gather_layout(where: Layout, dims: tuple[int, ...]) -> LinearMap:
 
 def all_gather(where: Layout, dims=None) -> LinearMap:
     """Blocks -> the whole along ``dims``, on every rank of the fibre. Adjoint: reduce_scatter."""
-    return _gather_layout(where, where.partition.dims(dims, "all_gather"))
+    return _gather_layout(where, _laid_out(where, "all_gather").partition.dims(dims, "all_gather"))
 
 
 def reduce_scatter(where: Layout, dims=None) -> LinearMap:
@@ -229,6 +242,7 @@ def permute(P: Partition, pairs, shape) -> LinearMap:
 
     ``shape`` is the local shape, or a list with one for each rank of ``P``. Adjoint: the reversed pairs.
     """
+    P = partition_of(P, "permute")
     places = {r: i for i, r in enumerate(P.ranks)}
     source: list[int | None] = [None] * P.size
     for a, b in pairs:

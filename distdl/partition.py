@@ -7,7 +7,9 @@ values: frozen, hashable, picklable, and free of MPI. *Read this file first, the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import zlib
+from array import array
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -131,17 +133,18 @@ class Partition(_Value):
             place = place * n + c
         return self.ranks[place]
 
-    def _dim(self, dim: int, op: str) -> int:
-        if not hasattr(dim, "__index__") or not -self.ndim <= dim < self.ndim:
+    def dim(self, dim: int, op: str = "Partition") -> int:
+        """``dim`` as a non-negative grid dim."""
+        if not _is_int(dim) or not -self.ndim <= dim < self.ndim:
             raise PartitionError(f"no dim {dim}", op=op, partitions=self, expected=f"a dim of {self.ndim}", actual=dim,
                                  next_step="count dims from 0, or from the end with negative numbers")
-        return dim % self.ndim
+        return as_int(dim) % self.ndim
 
     def dims(self, dims, op: str = "Partition") -> tuple[int, ...]:
         """``dims`` (``None``: all, an int, or a sequence of distinct ones) as sorted, non-negative grid dims."""
         if dims is None:
             return tuple(range(self.ndim))
-        found = sorted(self._dim(d, op) for d in ((dims,) if isinstance(dims, int) else dims))
+        found = sorted(self.dim(d, op) for d in (dims if isinstance(dims, Iterable) and not _is_int(dims) else (dims,)))
         if len(set(found)) < len(found):
             raise PartitionError("a dim is named twice", op=op, partitions=self, expected="distinct dims", actual=tuple(dims),
                                  next_step="name each dim once")
@@ -149,9 +152,9 @@ class Partition(_Value):
 
     def take(self, dim: int, index: int, keepdim: bool = False) -> Partition:
         """The sub-partition at ``index`` of ``dim``; the dim is dropped, or kept with size 1."""
-        dim = self._dim(dim, "Partition.take")
+        dim = self.dim(dim, "Partition.take")
         n = self.shape[dim]
-        if not -n <= index < n:
+        if not _is_int(index) or not -n <= index < n:
             raise PartitionError(f"no index {index} in dim {dim}", op="Partition.take", partitions=self,
                                  expected=f"an index of {n}", actual=index,
                                  next_step="count from 0, or from the end with negative numbers")
@@ -186,18 +189,35 @@ class Partition(_Value):
 
     def shard(self, x_global):
         """:meth:`Layout.shard` of ``Layout(self, x_global.shape)``."""
-        return Layout(self, x_global.shape).shard(x_global)
+        return Layout(self, getattr(x_global, "shape", (0,) * self.ndim)).shard(x_global)
 
     def __repr__(self):
         text = f"Partition({self.shape}"
         if self.ranks != tuple(range(self.size)):
-            text += f", ranks={self.ranks if self.size <= 16 else f'<{self.size} ranks>'}"
+            code = zlib.crc32(array("q", self.ranks))  # long lists are cut short, but still told apart
+            text += f", ranks={self.ranks if self.size <= 16 else f'<{self.size} ranks, {code:08x}>'}"
         text += ")" if self.world == "default" else f", world={self.world!r})"
         if self.ndim not in (1, 2) or self.size > 64 or self.size == 1:
             return text
         width, columns = len(str(max(self.ranks))), self.shape[-1]
         rows = [self.ranks[i : i + columns] for i in range(0, self.size, columns)]
         return "\n".join([text, *("  [" + " ".join(f"{r:>{width}}" for r in row) + "]" for row in rows)])
+
+
+def _is_int(value) -> bool:
+    try:
+        as_int(value)
+    except TypeError:
+        return False
+    return True
+
+
+def partition_of(P, op: str = "partition") -> Partition:
+    """The partition of a Partition or a Layout."""
+    if not isinstance(P, (Partition, Layout)):
+        raise PartitionError("not a partition", op=op, expected="a Partition or a Layout", actual=repr(P),
+                             next_step="dd.Partition(shape), or dd.Layout(P, shape)", partitions=None)
+    return P.partition if isinstance(P, Layout) else P
 
 
 def balanced(n: int, p: int) -> tuple[int, ...]:
@@ -225,6 +245,9 @@ class Layout(_Value):
 
     def __post_init__(self):
         P = self.partition
+        if not isinstance(P, Partition):
+            raise PartitionError("not a partition", op="Layout", expected="a Partition", actual=repr(P), partitions=None,
+                                 next_step="dd.Partition(shape); layout.with_shape(shape) lays out another shape")
         try:
             shape = tuple(as_int(n) for n in self.shape)
         except TypeError:
@@ -234,8 +257,8 @@ class Layout(_Value):
             raise PartitionError("the shape does not fit the partition", op="Layout", partitions=P,
                                  expected=f"{P.ndim} sizes >= 0", actual=shape,
                                  next_step="give the partition one dim for each dim of the tensor (1: not split)")
-        splits = (None,) * P.ndim if self.splits is None else tuple(self.splits)
-        if len(splits) != P.ndim:
+        splits = (None,) * P.ndim if self.splits is None else self.splits
+        if not isinstance(splits, Iterable) or len(splits := tuple(splits)) != P.ndim:
             raise PartitionError("splits needs one entry for each dim", op="Layout", expected=P.ndim, actual=splits, partitions=P,
                                  next_step="use None for a dim of balanced blocks")
         splits = tuple(self._check_split(d, s, shape[d]) for d, s in enumerate(splits))
@@ -247,8 +270,10 @@ class Layout(_Value):
     def _check_split(self, dim, split, n):
         if split is None:
             return None
-        split, p = tuple(as_int(s) for s in split), self.partition.shape[dim]
-        if len(split) != p or sum(split) != n or min(split) < 0:
+        p = self.partition.shape[dim]
+        fits = isinstance(split, Iterable) and all(map(_is_int, split := tuple(split)))
+        split = tuple(as_int(s) for s in split) if fits else split
+        if not fits or len(split) != p or sum(split) != n or min(split) < 0:
             raise PartitionError(f"splits of dim {dim} do not fit", op="Layout", partitions=self.partition, actual=split,
                                  expected=f"{p} sizes >= 0 that sum to {n}",
                                  next_step="list one size for each coordinate of that dim, or None for balanced blocks")
@@ -313,9 +338,10 @@ class Layout(_Value):
         Raises:
             ShapeError: ``x_global`` has another shape than the layout.
         """
-        if tuple(x_global.shape) != self.shape:
+        shape = tuple(getattr(x_global, "shape", ()))
+        if shape != self.shape or not hasattr(x_global, "shape"):
             raise ShapeError("not the layout's global shape", op="Layout.shard", partitions=self, expected=self.shape,
-                             actual=tuple(x_global.shape),
+                             actual=shape if hasattr(x_global, "shape") else type(x_global).__name__,
                              next_step="pass the whole tensor, or lay out its shape: layout.with_shape(x.shape)")
         if not self.ndim and self.box(rank) is None:
             return x_global.reshape(1)[:0]

@@ -9,16 +9,30 @@ from . import transport as _transport
 from .errors import AgreementError, ShapeError
 
 
-def check(maps, xs) -> None:
-    """Raise where tensors are no plain memory."""
-    for x in xs:
-        if x.layout is not _strided or x.is_quantized:
+def checked(maps, xs):
+    """``xs`` as plain memory, also where they come out of a grad or jvp that has ended.
+
+    Raises:
+        ShapeError: something is no dense tensor, or comes out of a vmap that has ended; or they lie on several devices.
+    """
+    if len(xs) > 1 and len({x.device for x in xs}) > 1:
+        raise ShapeError("the tensors of one movement lie on different devices", op=str(maps[0]), rank=maps[0].world.rank,
+                         expected=f"all on {xs[0].device}", actual=", ".join(str(x.device) for x in xs),
+                         partitions=maps[0].partitions, next_step="move them to one device, or in two calls")
+    for i, x in enumerate(xs):
+        if _of_torch_func(x):
+            x = _torch.unwrap_if_dead(x)
+            xs = [*xs[:i], x, *xs[i + 1 :]]
+        if x.layout is not _strided or x.is_quantized or _of_torch_func(x):
+            found = "a quantized one" if x.is_quantized else str(x.layout)
             raise ShapeError("only dense tensors can be moved", op=str(maps[0]), rank=maps[0].world.rank, expected=_strided,
-                             actual=str(x.layout), next_step="x.to_dense(), or move a sparse tensor's parts",
-                             partitions=maps[0].partitions)
+                             actual="one example of a vmap that has ended" if _of_torch_func(x) else found,
+                             partitions=maps[0].partitions,
+                             next_step="x.to_dense(), or move a sparse tensor's parts; move a batch inside its vmap, or after it")
+    return xs
 
 
-_strided = torch.strided
+_strided, _of_torch_func = torch.strided, _torch.of_torch_func
 
 
 def plain(maps, xs, recorded=False):
@@ -43,13 +57,18 @@ def traced(maps, xs):
     name = "; ".join(f"{m} {m.plan.digest}" for m in maps)
     _traced[name] = tuple(maps)
     observer = _transport.observer
-    if observer is None:
-        return torch.ops.distdl.move(list(xs), name)
-    before, observer.tracing = observer.tracing, True
+    before = None if observer is None else observer.tracing
     try:
+        if observer is not None:
+            observer.tracing = True
         return torch.ops.distdl.move(list(xs), name)
+    except NotImplementedError as error:
+        raise ShapeError("a tensor of a class with operators of its own, which does not know movements", op=str(maps[0]),
+                         partitions=maps[0].partitions, rank=maps[0].world.rank, expected="a plain tensor",
+                         actual=", ".join(type(x).__name__ for x in xs), next_step="pass its local part: x.to_local()") from error
     finally:
-        observer.tracing = before
+        if observer is not None:
+            observer.tracing = before
 
 
 def _move_real(xs, movement):

@@ -12,6 +12,13 @@ def _flat(t):
     return t.reshape(t.numel())
 
 
+def _check(op, tensors):
+    for t in tensors:
+        if not isinstance(t, torch.Tensor):
+            raise ShapeError("not a tensor", op=op, expected="tensors", actual=type(t).__name__,
+                             next_step="pass tensors only; a pytree leaf by leaf")
+
+
 def _hooks(tensors):
     """Empty views of the differentiable ones among ``tensors``, of two dims: torch.cat's gradient for an empty tensor of one dim is
     a constant, which would cut it off in the second derivative."""
@@ -33,9 +40,13 @@ def nothing(shape, *tensors, dtype=None):
     Raises:
         ShapeError: the shape has elements.
     """
-    if 0 not in shape:
-        raise ShapeError("this shape has elements", op="nothing", expected="a size 0", actual=tuple(shape),
+    if not isinstance(shape, (tuple, list)) or 0 not in shape:
+        raise ShapeError("this shape has elements", op="nothing", expected="a size 0", actual=shape,
                          next_step="give a shape with a 0 in it, such as (0,)")
+    if not tensors:
+        raise ShapeError("a placeholder of what?", op="nothing", expected="at least one tensor", actual="none",
+                         next_step="F.nothing(shape, x): it gets dtype and device of x, and depends on it")
+    _check("nothing", tensors)
     first, *others = tensors
     empty = tie(_flat(first)[:0], *others)
     return (empty if dtype is None else empty.to(dtype)).reshape(shape)
@@ -47,5 +58,6 @@ def tie(value, *tensors):
     For outputs that this rank, or only some ranks, do not use: the peers of an operator whose output is dropped wait for a
     backward that never comes. ``F.tie(loss, unused)`` makes it come, with cotangent zero.
     """
+    _check("tie", (value, *tensors))
     hooks = [h.to(value.dtype) for h in _hooks(tensors)]
     return torch.cat([_flat(value).unsqueeze(1), *hooks]).reshape(value.shape) if hooks else value

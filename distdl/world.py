@@ -95,7 +95,7 @@ class World:
         data, ranks = pickle.dumps((purpose, value)), tuple(sorted(ranks))
         if _transport.log is not None:
             _transport.log.append(("agree", ranks, len(data)))
-        host = self.host if _transport.observer is None else _transport.observer.agreement(self.host, value, ranks)
+        host = self.host if _transport.observer is None else _transport.observer.agreement(self.host, value, ranks, purpose)
         parts = host.all_gather(data, ranks)
         found = {part: pickle.loads(part) for part in set(parts)}  # mostly all say the same
         if any(theirs != purpose for theirs, _ in found.values()):

@@ -8,14 +8,16 @@ Every function raises ShapeError or PartitionError on bad local input and, where
 
 from __future__ import annotations
 
+from operator import index as as_int
+
 import torch
 
-from .. import _torch, exchange, maps
+from .. import _torch, exchange, maps, run
 from .. import transport as _transport
-from ..agree import negotiate, outside, partition_of, resolve
+from ..agree import negotiate, outside, partition_of, resolve_tree
 from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
-from ..linear_map import LinearMap, UserMap, apply, maps_of
+from ..linear_map import Chain, LinearMap, UserMap, apply
 from ..partition import Layout, Partition
 from ..ties import nothing, tie
 from ..world import world
@@ -28,16 +30,9 @@ __all__ = [
 
 def move(xs, maps_of_leaves):
     """Apply maps of one kind to the leaves, as one set of messages."""
-    first = maps_of_leaves[0]
-    if len(xs) == 1:
-        return [first(xs[0])]
-    checked = []
-    for m, x in zip(maps_of_leaves, xs):
-        if m.active and x.shape != m.in_shape:
-            raise ShapeError("a leaf has the wrong local shape", op=str(m), partitions=m.partitions, expected=m.in_shape,
-                             actual=tuple(x.shape), rank=m.world.rank,
-                             next_step="pass this rank's block of each leaf, all of one global shape")
-        checked.append(x if x.shape == m.in_shape else nothing(m.in_shape, x))
+    if len(xs) == 1 or not all(isinstance(m, LinearMap) for m in maps_of_leaves):
+        return [m(x) for m, x in zip(maps_of_leaves, xs)]
+    checked = [m.operand(x) for m, x in zip(maps_of_leaves, xs)]
     moving = [i for i, m in enumerate(maps_of_leaves) if not m.is_identity]
     if moving:
         for i, y in zip(moving, apply([maps_of_leaves[i] for i in moving], [checked[i] for i in moving])):
@@ -45,28 +40,34 @@ def move(xs, maps_of_leaves):
     return checked
 
 
+def _sizes(op, shape, P):
+    try:
+        return tuple(as_int(n) for n in shape)
+    except TypeError:
+        raise PartitionError("not a shape", op=op, expected="a sequence of integers", actual=shape, partitions=P,
+                             next_step="pass the tensor's shape, for example x.shape") from None
+
+
 def _by_layout(op, x, P, shape, others, factory, out):
     """Resolve the layout of ``x`` over ``P``, then apply ``factory(layout)``."""
     if type(P) is Layout and isinstance(x, torch.Tensor) and shape is None:
         return factory(P)(x)
     xs, tree = _torch.flatten(x)
-    if not xs:
-        return x
-    xs, layouts = resolve(op, xs, P, shape, others)
+    xs, tree, layouts = resolve_tree(op, xs, tree, P, shape, others)
     ys = outside(op, xs, out) if layouts is None else move(xs, [factory(L) for L in layouts])
     return _torch.unflatten(ys, tree)
 
 
-def _by_shape(x, factory):
+def _by_shape(op, x, P, factory):
     """Apply ``factory(local shape)`` leaf by leaf: nothing is negotiated."""
     if isinstance(x, torch.Tensor):
         return factory(x.shape)(x)
     xs, tree = _torch.flatten(x)
     for leaf in xs:
         if not isinstance(leaf, torch.Tensor):
-            raise ShapeError("not a tensor", op="a movement", expected="tensors, or a pytree of them", actual=type(leaf).__name__,
-                             next_step="put numbers into tensors first: torch.tensor(value)")
-    return _torch.unflatten(move(xs, [factory(tuple(leaf.shape)) for leaf in xs]), tree) if xs else x
+            raise ShapeError("not a tensor", op=op, expected="tensors, or a pytree of them", actual=type(leaf).__name__,
+                             next_step="put numbers into tensors first: torch.tensor(value)", partitions=P)
+    return _torch.unflatten(move(xs, [factory(tuple(leaf.shape)) for leaf in xs]), tree)
 
 
 def repartition(x, P_in, P_out, *, shape=None):
@@ -90,7 +91,7 @@ def scatter(x, P, *, root=0, shape=None):
         x: the global tensor on ``root``, ignored elsewhere.
         shape: its shape; left out (and without a Layout), it is negotiated.
     """
-    where = partition_of(P)
+    where = partition_of(P, "scatter")
     if isinstance(P, Layout) or shape is not None:
         L = maps.layout_over(P, P.shape if shape is None else shape, "scatter")
         xs, tree = _torch.flatten(x)
@@ -101,7 +102,7 @@ def scatter(x, P, *, root=0, shape=None):
 
 def gather(x, P, *, root=0, shape=None):
     """Collect the blocks of ``x`` over ``P`` as one tensor on rank ``root``. Adjoint: scatter."""
-    where = partition_of(P)
+    where = partition_of(P, "gather")
     one = maps.on_one_rank(root, where.ndim, where.world)
     return _by_layout("gather", x, P, shape, (one,), lambda L: maps.gather(L, root), one)
 
@@ -127,19 +128,18 @@ def _dst_layout(op, small: Partition, big: Layout) -> Layout:
 
 def _copying(op, x, held, small, big, shape, build):
     """broadcast and sum_reduce: one copies from ``small`` to ``big``, the other sums back. ``held`` is the side of ``x``."""
+    where = partition_of(small, op), partition_of(big, op)
     if isinstance(big, Layout):
-        small, big = _dst_layout(op, partition_of(small), big), big.partition
+        small, big = _dst_layout(op, where[0], big), where[1]
     xs, tree = _torch.flatten(x)
-    if not xs:
-        return x
     if isinstance(small, Layout):
         return _torch.unflatten(move(xs, [build(small, big, None)] * len(xs)), tree)
     maps.left_padded(small, big, op)
     if shape is not None:
-        return _torch.unflatten(move(xs, [build(small, big, tuple(shape))] * len(xs)), tree)
-    xs, reports = negotiate(op, xs, partition_of(held), (small, big))
+        return _torch.unflatten(move(xs, [build(small, big, _sizes(op, shape, held))] * len(xs)), tree)
+    xs, tree, reports = negotiate(op, xs, partition_of(held), (small, big), tree=tree)
     if reports is None:
-        return _torch.unflatten(outside(op, xs, held, xs[0].dim()), tree)
+        return _torch.unflatten([y for x in xs for y in outside(op, [x], held, x.dim())], tree)
     movements = []
     for i in range(len(xs)):
         source = maps.broadcast_source(small, big, op)
@@ -179,10 +179,14 @@ def sum_reduce(x, P_src, P_dst, *, shape=None):
 
 
 def _summing(factory, x, P, dims):
+    op = factory.__name__
+    if isinstance(dims, dict):
+        raise PartitionError("these are dims of the partition", op=op, partitions=P, expected="an int, or several", actual=dims,
+                             next_step="name the partition dims to sum over; tensor dims stay as they are")
     if isinstance(dims, (list, set)):
         dims = tuple(dims)
-    if partition_of(P) is P:
-        return _by_shape(x, lambda shape: factory(P, shape, dims))
+    if partition_of(P, op) is P:
+        return _by_shape(op, x, P, lambda shape: factory(P, shape, dims))
     xs, tree = _torch.flatten(x)
     return _torch.unflatten(move(xs, [factory(P, None, dims)] * len(xs)), tree)
 
@@ -215,16 +219,16 @@ def all_gather(x, P, dims=None, *, shape=None):
     if isinstance(P, Layout):
         dims = _layout_dims(P, dims, "all_gather")
         return _by_layout("all_gather", x, P, shape, (), lambda L: maps.all_gather(L, dims), P)
+    partition_of(P, "all_gather")
     xs, tree = _torch.flatten(x)
-    if not xs:
-        return x
     if shape is not None:
+        shape = _sizes("all_gather", shape, P)
         pairs = maps.gathered_dims(P, len(shape), dims, "all_gather")
         movements = [maps.gathering(P, shape, pairs)] * len(xs)
     else:
-        xs, reports = negotiate("all_gather", xs, P)
+        xs, tree, reports = negotiate("all_gather", xs, P, tree=tree, arguments=f"dims={dims}")
         if reports is None:
-            return _torch.unflatten(outside("all_gather", xs, P, xs[0].dim()), tree)
+            return _torch.unflatten([y for x in xs for y in outside("all_gather", [x], P, x.dim())], tree)
         movements = [_negotiated_gathering(P, dims, {r: reports[r].leaves[i][0] for r in P.ranks}) for i in range(len(xs))]
     return _torch.unflatten(move(xs, movements), tree)
 
@@ -272,7 +276,7 @@ def reduce_scatter(x, P, dims=None):
         xs, tree = _torch.flatten(x)
         movement = maps.reduce_scatter(P, _layout_dims(P, dims, "reduce_scatter"))
         return _torch.unflatten(move(xs, [movement] * len(xs)), tree)
-    if not P.active:  # what such a rank passes need not have as many dims
+    if not partition_of(P, "reduce_scatter").active:  # what such a rank passes need not have as many dims
         world(P.world).check("reduce_scatter", P)
         xs, tree = _torch.flatten(x)
         return _torch.unflatten(outside("reduce_scatter", xs, P), tree)
@@ -281,7 +285,7 @@ def reduce_scatter(x, P, dims=None):
         pairs = maps.gathered_dims(P, len(shape), dims, "reduce_scatter")
         return maps.transposed("reduce_scatter", maps.gathering(P, shape, pairs))
 
-    return _by_shape(x, factory)
+    return _by_shape("reduce_scatter", x, P, factory)
 
 
 def shift(x, P, dim, offset=1, *, periodic=True):
@@ -293,7 +297,8 @@ def shift(x, P, dim, offset=1, *, periodic=True):
     if isinstance(P, Layout):
         xs, tree = _torch.flatten(x)
         return _torch.unflatten(move(xs, [maps.shift(P, dim, offset, periodic)] * len(xs)), tree)
-    return _by_shape(x, lambda shape: maps.shift(P, dim, offset, periodic, shape))
+    partition_of(P, "shift")
+    return _by_shape("shift", x, P, lambda shape: maps.shift(P, dim, offset, periodic, shape))
 
 
 def permute(x, P, pairs):
@@ -302,9 +307,9 @@ def permute(x, P, pairs):
     A source may have several destinations (the adjoint then sums), a destination one source. Shapes may differ by rank, and are
     negotiated (not with a Layout). Where nothing arrives the result is zero, in this rank's own shape.
     """
-    where = partition_of(P)
+    where = partition_of(P, "permute")
     try:
-        pairs = tuple((a, b) for a, b in pairs)
+        pairs = tuple((as_int(a), as_int(b)) for a, b in pairs)
     except (TypeError, ValueError):
         raise PartitionError("not pairs of ranks", op="permute", partitions=P, expected="[(source, destination), ...]",
                              actual=pairs, next_step="for example [(0, 1), (1, 0)]") from None
@@ -312,9 +317,9 @@ def permute(x, P, pairs):
     if isinstance(P, Layout):
         shapes = [P.local_shape(r) for r in where.ranks]
         return _torch.unflatten(move(xs, [maps.permute(where, pairs, shapes)] * len(xs)), tree)
-    xs, reports = negotiate("permute", xs, where)
+    xs, tree, reports = negotiate("permute", xs, where, tree=tree, arguments=f"pairs={pairs}")
     if reports is None:
-        return _torch.unflatten(outside("permute", xs, where, xs[0].dim()), tree)
+        return _torch.unflatten([y for x in xs for y in outside("permute", [x], where, x.dim())], tree)
     movements = [maps.permute(where, pairs, [reports[r].leaves[i][0] for r in where.ranks]) for i in range(len(xs))]
     return _torch.unflatten(move(xs, movements), tree)
 
@@ -352,17 +357,15 @@ def start(A, x) -> _Pending:
     Under torch.func, and for maps that are not a single plan, the whole movement happens in ``wait``. Every rank must start and
     wait in the same order. On CUDA the adjoint overlaps too: in ``.backward()`` it runs beside what stands between the two calls.
     """
-    maps, xs = (A, tuple(x)) if isinstance(A, tuple) else ((A,), (x,))
-    if not all(isinstance(maps_of(m)[0], (LinearMap, UserMap)) for m in maps):
-        raise PartitionError("not a linear map", op="start", expected="one of dd.maps", actual=A, partitions=None,
-                             next_step="F.start(dd.maps.repartition(L, M), x)")
-    moving = None
-    plain = all(isinstance(m, LinearMap) for m in maps)
-    pairs = list(zip(maps, xs, strict=True))
-    if plain and any(not isinstance(x, torch.Tensor) or (m.active and x.shape != m.in_shape) for m, x in pairs):
-        return _Pending(A, move(xs, maps), None)  # raises the usual error
-    if plain and not any(m.is_identity for m in maps) and not _torch.transforms_active() and not _torch.dispatch_modes():
-        xs = tuple(x if x.shape == m.in_shape else nothing(m.in_shape, x) for m, x in pairs)
+    maps, given = (A, tuple(x)) if isinstance(A, tuple) else ((A,), (x,))
+    if not maps or len(given) != len(maps) or not all(isinstance(m, (LinearMap, UserMap, Chain)) for m in maps):
+        raise PartitionError("not a linear map, or not one tensor for each", op="start", partitions=None,
+                             expected="one of dd.maps and a tensor, or a tuple of them and as many tensors",
+                             actual=(A, f"{len(given)} x"), next_step="F.start(dd.maps.repartition(L, M), x)")
+    moving, xs = None, [m.operand(one) for m, one in zip(maps, given)]
+    plain = all(isinstance(m, LinearMap) and not m.is_identity for m in maps)
+    if plain and not _torch.transforms_active() and not _torch.dispatch_modes() and not _torch.wrapped(xs):
+        xs = run.checked(maps, xs)
         first = maps[0]
         transport = first.world.transport(xs[0], first.ranks)
         if _transport.observer is not None:
@@ -372,7 +375,7 @@ def start(A, x) -> _Pending:
         if hasattr(transport, "pause"):  # a checked one
             transport.pause()
         if not isinstance(moving, exchange.Pending):  # on a side stream: its gradient is joined here, after what stands in between
-            xs = tuple(x.view_as(x) for x in xs)
+            xs = [x.view_as(x) for x in xs]
     return _Pending(A, xs, moving)
 
 

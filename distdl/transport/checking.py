@@ -105,12 +105,12 @@ class Observer:
             call = self.calls[key] = call_of(maps, axes, xs, host.rank)
         return self._checked(host, board, transport, call, maps, xs, recorded)
 
-    def agreement(self, host, value, ranks: tuple[int, ...]):
+    def agreement(self, host, value, ranks: tuple[int, ...], purpose: str):
         """The engine for a small all-gather over ``ranks``. What it carries is compared by those who asked for it."""
         board = getattr(host, "board", None)
         if board is None or len(ranks) < 2:
             return host
-        op = f"agreement for {value.op}" if hasattr(value, "op") else "agreement"
+        op = f"agreement for {getattr(value, 'op', purpose)}"
         same = Field("the operator called", "agreement", True, "call the same operators in the same order", op)
         who = Field("the ranks that agree", str(ranks), True, "pass equal partitions on every rank")
         return self._checked(host, board, host, Call(op, f"ranks {ranks}", ranks, ranks, (), True, (same, who)))
@@ -152,6 +152,7 @@ class Observer:
             return
         if self.unrecorded:  # all came, all the same
             self.unrecorded.get(call.op, {}).pop(maps[0], None)
+            self.unrecorded.get(str(maps[0].T), {}).pop(maps[0].T, None)  # what an earlier call recorded is no news
         if any(head[3] != recorded for head in swap.heads().values()):
             self._note_unrecorded(maps[0], swap.heads(), {side.rank: where, **{r: swap.said(r).where for r in others}})
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from registry import needs, raises_everywhere
-from torch.func import grad, jvp
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vmap
 
 import distdl as dd
 import distdl.functional as F
@@ -143,3 +144,48 @@ def test_wait_twice():
     F.wait(pending)
     with pytest.raises(ShapeError, match="already"):
         F.wait(pending)
+
+
+def test_pytrees():
+    """Leaves are matched by their order: containers must be the same; a rank that holds nothing gets the holders'."""
+    n, r, P, rows, columns = world()
+    x = torch.ones(2, n)
+    for mine in ({"b": x, "a": x}, [x, x], [], x):
+        others = {"a": x, "b": x} if isinstance(mine, dict) else (x, x)
+        raises_everywhere(AgreementError, lambda: F.repartition(others if r else mine, rows, columns), "rank 0: ")
+    for nothing in (None, [], torch.zeros(3)):
+        y = F.scatter(nothing if r else {"a": torch.arange(n), "b": torch.ones(n)}, P)
+        assert y["a"].tolist() == [r] and y["b"].tolist() == [1]
+
+
+def test_arguments():
+    n, r, P, rows, columns = world()
+    raises_everywhere(AgreementError, lambda: F.permute(torch.ones(1), P, [(0, 1)] if r else [(1, 0)]), "arguments", "pairs")
+    raises_everywhere(AgreementError, lambda: F.all_gather(torch.ones(2, 2), rows, 0 if r else 1), "arguments", "dims")
+
+
+def test_transforms_on_some_ranks():
+    n, r, P, rows, columns = world()
+    x = torch.ones(2, n, dtype=torch.float64)
+
+    def f(x):
+        return F.repartition(x, rows, columns).sum()
+
+    raises_everywhere(AgreementError, lambda: f(x) if r else vmap(f)(torch.stack([x, x])), "vmap", "rank 0: (2,)")
+    raises_everywhere(AgreementError, lambda: jvp(f, (x,), (x,)) if r else grad(f)(x), "torch.func", "rank 0: (('Grad 1',),)")
+    with torch.set_grad_enabled(r > 0):
+        raises_everywhere(AgreementError, lambda: f(x.clone().requires_grad_()), "graph is recorded", "rank 0: False")
+        assert f(x) == 2 * n  # where no rank would record anything it does not matter
+    with forward_ad.dual_level() if r else torch.enable_grad():
+        raises_everywhere(AgreementError, lambda: f(forward_ad.make_dual(x, x) if r else x), "forward mode", "rank 0: False")
+
+
+def test_tangents_are_joined():
+    """Dual numbers on one rank only, with and without a graph on another."""
+    n, r, P, rows, columns = world()
+    for graph in (False, True):
+        x = torch.ones(2, n, dtype=torch.float64, requires_grad=graph and r == 1)
+        with forward_ad.dual_level():
+            y, t = forward_ad.unpack_dual(F.repartition(forward_ad.make_dual(x, 3 * x.detach()) if r == 0 else x, rows, columns))
+            assert y.requires_grad == graph
+            assert torch.equal(t, torch.tensor([3.0] * 2 + [0.0] * (2 * n - 2), dtype=torch.float64)[:, None])

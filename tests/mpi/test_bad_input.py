@@ -16,6 +16,15 @@ def world():
 
 
 BLOCK = torch.ones(2, 3)
+
+
+def _escaped():
+    """One example of a vmap that has ended; moved where there is a partner."""
+    box = []
+    torch.func.vmap(lambda x: box.append(x) or x)(torch.ones(2, 2, 3))
+    return box[0]
+
+
 BAD = {
     "wrong local shape": (ShapeError, lambda n, P, Q, L: F.repartition(torch.ones(2, 4), L, Q)),
     "wrong local shape, shape=": (ShapeError, lambda n, P, Q, L: F.gather(torch.ones(1, 1), P, shape=(2 * n, 3))),
@@ -36,6 +45,23 @@ BAD = {
     "leaf of another shape": (ShapeError, lambda n, P, Q, L: F.repartition([torch.ones(2, 3), torch.ones(1, 3)], L, Q)),
     "shape against the layout": (ShapeError, lambda n, P, Q, L: F.repartition(torch.ones(2, 3), L, Q, shape=(1, 1))),
     "halo input": (ShapeError, lambda n, P, Q, L: F.halo_exchange(torch.ones(5, 5), dd.HaloSpec(L, 1))),
+    "more ranks, pytree": (PartitionError, lambda n, P, Q, L: F.shift([BLOCK] * 2, dd.Partition((n + 1,)), 0)),
+    "more ranks, start": (PartitionError, lambda n, P, Q, L: F.start(dd.maps.shift(dd.Partition((n + 1,)), 0, shape=(1,)), BLOCK)),
+    "two worlds": (PartitionError, lambda n, P, Q, L: F.repartition(BLOCK, L, dd.Partition((1, n), world="another"))),
+    "two devices": (ShapeError, lambda n, P, Q, L: F.invariant_sum([BLOCK, BLOCK.to("meta")], dd.Partition((n, 1, 1)))),
+    "a tensor dim named twice": (PartitionError, lambda n, P, Q, L: F.all_gather(BLOCK, P, {0: 0, -2: 1})),
+    "dims of a sum as a dict": (PartitionError, lambda n, P, Q, L: F.all_sum_reduce(BLOCK, P, {0: 0})),
+    "pairs of no ranks": (PartitionError, lambda n, P, Q, L: F.permute(BLOCK, P, [([0], 0)])),
+    "no partition": (PartitionError, lambda n, P, Q, L: F.repartition(BLOCK, L, (1, n))),
+    "no partition, bare": (PartitionError, lambda n, P, Q, L: F.all_gather(BLOCK, None)),
+    "no tensor in a pytree": (ShapeError, lambda n, P, Q, L: F.repartition([BLOCK, 3], L, Q)),
+    "layout of a layout": (PartitionError, lambda n, P, Q, L: dd.Layout(L, (2 * n, 3))),
+    "windows of other ranks": (PartitionError, lambda n, P, Q, L: dd.HaloSpec.needs(
+        L, None, dd.Layout(dd.Partition((n + 1, 1)), (2 * n, 3)), lambda d, a, b: (a, b))),
+    "window against the layout": (PartitionError, lambda n, P, Q, L: dd.HaloSpec.window(L, (2 * n, 4), (3,))),
+    "inner product of two shapes": (ShapeError, lambda n, P, Q, L: dd.func.inner(BLOCK, torch.ones(1, 3), P)),
+    "too many maps": (PartitionError, lambda n, P, Q, L: F.start((dd.maps.repartition(L, Q),) * 2, (BLOCK,))),
+    "a batch that escaped": (ShapeError, lambda n, P, Q, L: F.shift(_escaped(), L, 0)),
     "start": (ShapeError, lambda n, P, Q, L: F.wait(F.start(dd.maps.repartition(L, Q), torch.ones(7, 7)))),
 }
 
@@ -44,7 +70,7 @@ BAD = {
 def test_bad_input(what):
     n, P, Q, L = world()
     kind, call = BAD[what]
-    if what == "sum of uneven blocks" and n < 2:
+    if what in ("sum of uneven blocks", "two devices", "a batch that escaped") and n < 2:
         pytest.skip("needs 2 ranks")
     with count_messages() as sent, pytest.raises(kind) as caught:
         call(n, P, Q, L)

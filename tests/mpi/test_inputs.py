@@ -1,8 +1,11 @@
 """What an operator may be given, and what it must leave alone."""
 
 import torch
-from registry import each_case, integers, randn
+from registry import each_case, integers, needs, randn
+from torch.testing._internal.two_tensor import TwoTensor
 
+import distdl as dd
+import distdl.functional as F
 from distdl.testing import gather_objects
 
 
@@ -95,3 +98,19 @@ def test_in_place_after_movement(case):
     case.loss(y).backward()
     case.loss(case.map(z * 1).relu()).backward()
     assert torch.equal(x.grad, z.grad)
+
+
+@needs(2)
+def test_tensors_with_operators_of_their_own():
+    """Wrapper classes have no memory of their own: each part is moved; and what a grad has left behind is an ordinary tensor."""
+    P, r = dd.Partition((dd.world().size,)), dd.world().rank
+    A = dd.maps.shift(P, 0, shape=(2,))
+    x = torch.arange(2.0) + r
+    parts = TwoTensor(x, -x).requires_grad_()
+    y = A(parts)
+    (y * (r + 1)).sum().backward()
+    assert torch.equal(y.detach().b, A(-x)) and torch.equal(F.wait(F.start(A, TwoTensor(x, x))).b, A(x))
+    assert torch.equal(parts.grad.a, A.T(torch.full((2,), r + 1.0)))
+    box = []
+    torch.func.grad(lambda x: box.append(x * 2) or x.sum())(x)
+    assert torch.equal(A(box[0]), A(2 * x)) and torch.equal(F.wait(F.start(A, box[0])), A(2 * x))

@@ -86,7 +86,7 @@ def test_several_maps_are_one_set_of_messages():
         with count_messages() as apart:
             wanted = transform(lambda x: torch.cat([A(x[:2]), B(x)]))
         assert torch.equal(found, wanted) and 2 * sent.sends == apart.sends
-    with pytest.raises(dd.errors.ShapeError, match="wrong local shape"):
+    with pytest.raises(dd.errors.ShapeError, match="wrong shape"):
         F.start((A, B), (x[:2], x[:2]))
     pending = F.start((A, B), (x[:2], x))
     F.wait(pending)
