@@ -208,13 +208,14 @@ def batch_mask(level: int, size: int, device):
     return _functorch._add_batch_dim(mask, 0, level)
 
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
-_ordinary = torch.Tensor.__torch_dispatch__
+_strided, _ordinary = torch.strided, torch.Tensor.__torch_dispatch__
 
 
-def wrapped(tensors) -> bool:
-    """Whether some of the tensors are of a class with operators of its own (DTensor, FakeTensor): their memory is not theirs."""
-    return any(type(t) not in _PLAIN and type(t).__torch_dispatch__ is not _ordinary for t in tensors)
+def is_plain(tensor) -> bool:
+    """Whether a tensor is dense memory of its own: not sparse, not quantized, of no transform, active or ended, and not of a class
+    with operators of its own (DTensor, FakeTensor), whose memory is not theirs."""
+    return ((type(tensor) is torch.Tensor or type(tensor).__torch_dispatch__ is _ordinary) and tensor.layout is _strided
+            and not tensor.is_quantized and not of_torch_func(tensor))
 
 
 def plain(tensor):

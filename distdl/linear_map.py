@@ -336,7 +336,7 @@ def apply(maps, xs, ties=(), pending=None, tied=None):
 
 
 _transforms_active, _grad_enabled = _torch.transforms_active, torch.is_grad_enabled
-_forward_mode_active, _dispatch_modes, _wrapped = _torch.forward_mode_active, _torch.dispatch_modes, _torch.wrapped
+_forward_mode_active, _dispatch_modes, _is_plain = _torch.forward_mode_active, _torch.dispatch_modes, _torch.is_plain
 
 
 def _require_grad(*groups) -> bool:
@@ -355,10 +355,13 @@ def _run(maps, xs, pending, recorded):
     """The movement itself, on plain tensors; ``recorded``: a graph holds its adjoint."""
     if pending is not None:
         return pending.finish()
-    xs = run.checked(maps, xs)
+    ordinary = len(xs) == 1 and _is_plain(xs[0])  # nearly always
+    if not ordinary:
+        xs = run.checked(maps, xs)
     if type(maps[0]) is UserMap:
         return [m.run(x) for m, x in zip(maps, xs)]
-    return run.traced(maps, xs) if _dispatch_modes() or _wrapped(xs) else run.plain(maps, xs, recorded)
+    traced = _dispatch_modes() or not (ordinary or all(map(_is_plain, xs)))
+    return run.traced(maps, xs) if traced else run.plain(maps, xs, recorded)
 
 
 def _refuse_older_vmap(op, tensors) -> None:

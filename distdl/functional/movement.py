@@ -363,9 +363,11 @@ def start(A, x) -> _Pending:
                              expected="one of dd.maps and a tensor, or a tuple of them and as many tensors",
                              actual=(A, f"{len(given)} x"), next_step="F.start(dd.maps.repartition(L, M), x)")
     moving, xs = None, [m.operand(one) for m, one in zip(maps, given)]
-    plain = all(isinstance(m, LinearMap) and not m.is_identity for m in maps)
-    if plain and not _torch.transforms_active() and not _torch.dispatch_modes() and not _torch.wrapped(xs):
+    now = (all(isinstance(m, LinearMap) and not m.is_identity for m in maps)
+           and not _torch.transforms_active() and not _torch.dispatch_modes())
+    if now:
         xs = run.checked(maps, xs)
+    if now and all(map(_torch.is_plain, xs)):
         first = maps[0]
         transport = first.world.transport(xs[0], first.ranks)
         if _transport.observer is not None:

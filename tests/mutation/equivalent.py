@@ -22,7 +22,7 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
             "jump removed (2)": "where the search for two boxes that meet may stop: time only"},
     },
     "linear_map": {
-        "return max(self.plan.ranks) < self.world.size": {
+        "return held.world == wanted.world and max(self.plan.ranks) < self.world.size": {
             "returns None": "remembers that a map fits its world; where that is not known the world is asked again, at each call"},
         "if (_grad_enabled() and _require_grad(xs, ties)) or (_forward_mode_active() and _have_tangents(xs, ties)):": {
             "and <-> or (3)": "a node without tangents is made in forward mode, for nothing: the same values, slower"},
