@@ -6,6 +6,7 @@ is compared with ours once, before anything is timed.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import shutil
@@ -136,9 +137,8 @@ def start_gloo() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     folder = COMM.bcast(tempfile.mkdtemp() if COMM.rank == 0 else None)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", COMM.size), rank=COMM.rank, world_size=COMM.size)
-    COMM.Barrier()  # all have it open
-    if COMM.rank == 0:
-        shutil.rmtree(folder)
+    if COMM.rank == 0:  # not before: other groups, such as a device mesh's, meet in the same file
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def by_hand(name: str, engine) -> None:
