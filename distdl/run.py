@@ -15,14 +15,12 @@ def checked(maps, xs):
     Raises:
         ShapeError: something is no dense tensor, or comes out of a vmap that has ended; or they lie on several devices.
     """
-    if len(xs) > 1 and len({x.device for x in xs}) > 1:
+    if len({x.device for x in xs}) > 1:
         raise ShapeError("the tensors of one movement lie on different devices", op=str(maps[0]), rank=maps[0].world.rank,
                          expected=f"all on {xs[0].device}", actual=", ".join(str(x.device) for x in xs),
                          partitions=maps[0].partitions, next_step="move them to one device, or in two calls")
-    for i, x in enumerate(xs):
-        if _of_torch_func(x):
-            x = _torch.unwrap_if_dead(x)
-            xs = [*xs[:i], x, *xs[i + 1 :]]
+    xs = [_torch.unwrap_if_dead(x) if _of_torch_func(x) else x for x in xs]
+    for x in xs:
         if x.layout is not _strided or x.is_quantized or _of_torch_func(x):
             found = "a quantized one" if x.is_quantized else str(x.layout)
             raise ShapeError("only dense tensors can be moved", op=str(maps[0]), rank=maps[0].world.rank, expected=_strided,
@@ -62,7 +60,9 @@ def traced(maps, xs):
         if observer is not None:
             observer.tracing = True
         return torch.ops.distdl.move(list(xs), name)
-    except NotImplementedError as error:
+    except (NotImplementedError, TypeError) as error:
+        if all(map(_torch.is_plain, xs)):
+            raise
         raise ShapeError("a tensor of a class with operators of its own, which does not know movements", op=str(maps[0]),
                          partitions=maps[0].partitions, rank=maps[0].world.rank, expected="a plain tensor",
                          actual=", ".join(type(x).__name__ for x in xs), next_step="pass its local part: x.to_local()") from error

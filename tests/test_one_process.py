@@ -9,11 +9,12 @@ from fuzzing import BUILDERS, KINDS, PAIRS, Spmd, compare, draw, seed_of
 from one_process import Recorded, every_rank
 from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 
 import distdl as dd
 import distdl.functional as F
 from distdl import transport
-from distdl.errors import AgreementError, PartitionError, ShapeError
+from distdl.errors import AgreementError, DistdlError, PartitionError, ShapeError
 
 
 def returned(results):
@@ -527,6 +528,102 @@ def test_only_dense_memory_is_moved(make):
 
 
 # ---------------------------------------------------------------- the executor
+
+
+def test_the_actual_layout_is_named():
+    sparse = refused(lambda: dd.maps.gather(dd.Layout(line(), (6,)))(torch.ones(2).to_sparse()))
+    assert sparse.actual == "torch.sparse_coo"
+
+
+def refused(program, n=3):
+    """The error that ``program`` raises on every rank, the same but for the rank."""
+    found = every_rank(n, program)
+    assert all(isinstance(one, DistdlError) and one.next_step and one.expected is not None for one in found), found
+    assert len({one.problem for one in found}) == 1
+    return found[0]
+
+
+def test_tensors_of_one_movement_lie_on_one_device():
+    for n in (1, 2):
+        xs = [torch.ones(2), *(torch.ones(2, device="meta") for _ in range(n))]
+        assert refused(lambda xs=xs: F.all_gather(xs, dd.Layout(line(), (6,)))).actual == ", ".join(["cpu"] + ["meta"] * n)
+
+
+class Guarded(torch.Tensor):
+    """A class whose operators know no movement."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return NotImplemented
+
+    @staticmethod
+    def __new__(cls, x):
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
+
+
+def test_a_class_with_operators_of_its_own():
+    """Its memory is not its own: the movement goes to its operators, or is refused, also beside plain tensors."""
+    L = dd.Layout(line(), (6,))
+    assert "a class with operators of its own" in str(refused(lambda: dd.maps.all_gather(L)(Guarded(torch.ones(2)))))
+    for pair in ([Guarded(torch.ones(2)), torch.ones(2)], [torch.ones(2), Guarded(torch.ones(2))]):
+        assert "Guarded" in str(refused(lambda pair=pair: F.all_gather(pair, L)).actual)
+    two = every_rank(3, lambda: dd.maps.all_gather(L)(TwoTensor(torch.ones(2), torch.zeros(2))).b)
+    assert all(b.tolist() == [0.0] * 6 for b in two)
+
+
+def test_what_is_left_of_an_ended_transform():
+    """Of grad or jvp a plain tensor, also among others; of vmap one example, which is refused."""
+    L = dd.Layout(line(), (6,))
+
+    def kept(transform, *lead):
+        left = []
+        transform(lambda x: (left.append(2 * x), x.sum())[1])(torch.full((*lead, 2), 3.0 + rank()))
+        return left[0]
+
+    def program():
+        tracked, own = kept(grad), torch.ones(2)
+        ys = F.all_gather([own, tracked, 2 * own], L)
+        return [dd.maps.all_gather(L)(tracked).tolist(), *(y.tolist() for y in ys)]
+
+    doubled = [6.0, 6.0, 8.0, 8.0, 10.0, 10.0]
+    assert returned(every_rank(3, program, rounds=3)) == [[doubled, [1.0] * 6, doubled, [2.0] * 6]] * 3
+    assert "a vmap that has ended" in refused(lambda: dd.maps.all_gather(L)(kept(vmap, 3))).actual
+
+
+@pytest.mark.parametrize("call, error, words", [
+    (lambda P, f: F.tie(1.0, torch.ones(1)), ShapeError, "not a tensor"),
+    (lambda P, f: F.tie(torch.ones(1), None), ShapeError, "not a tensor"),
+    (lambda P, f: F.nothing((0,), "x"), ShapeError, "not a tensor"),
+    (lambda P, f: F.nothing((0,)), ShapeError, "a placeholder of what"),
+    (lambda P, f: dd.linear_map(f, f, (1.5,), (1,)), ShapeError, "sequences of integers"),
+    (lambda P, f: dd.linear_map(f, f, (1,), (1,), ranks=3), ShapeError, "sequences of integers"),
+    (lambda P, f: dd.linear_map(f, None, (1,), (1,)), ShapeError, "must be functions"),
+    (lambda P, f: dd.linear_map(1, f, (1,), (1,)), ShapeError, "must be functions"),
+    (lambda P, f: dd.linear_map(f, f, (1,), (1,)) @ f, PartitionError, "not a linear map"),
+    (lambda P, f: P.dims("0"), PartitionError, "dims?"),
+    (lambda P, f: P.dims(0.5), PartitionError, "dims?"),
+    (lambda P, f: P.shard([1, 2]), ShapeError, "."),
+    (lambda P, f: dd.Layout((2,), (3,)), PartitionError, "not a partition"),
+    (lambda P, f: dd.Layout(P, 3), PartitionError, "not a global shape"),
+    (lambda P, f: dd.Layout(P, (3,), ((1, 2.0),)), PartitionError, "splits"),
+    (lambda P, f: dd.Layout(P, (3,), (("1", 2),)), PartitionError, "splits"),
+    (lambda P, f: F.all_sum_reduce(torch.ones(1), 3), PartitionError, "not a partition"),
+    (lambda P, f: dd.maps.repartition(P, P), PartitionError, "global shape"),
+    (lambda P, f: dd.maps.gather(P), PartitionError, "global shape"),
+])  # fmt: skip
+def test_arguments_of_other_types(call, error, words):
+    with pytest.raises(error, match=words) as caught:
+        call(dd.Partition((2,)), lambda x: 2 * x)
+    assert caught.value.next_step and caught.value.actual is not None
+
+
+def test_split_phase_of_a_chain_takes_the_first_input():
+    def program():
+        L, M = dd.Layout(line(), (6,)), dd.Layout(dd.Partition((1,)), (6,))
+        A = dd.maps.repartition(L, M).T @ dd.maps.repartition(L, M)
+        return F.wait(F.start(A, L.shard(torch.arange(6.0)))).tolist()
+
+    assert returned(every_rank(3, program)) == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
 
 
 def test_a_pytree_is_one_set_of_messages():

@@ -26,6 +26,8 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
             "returns None": "remembers that a map fits its world; where that is not known the world is asked again, at each call"},
         "if (_grad_enabled() and _require_grad(xs, ties)) or (_forward_mode_active() and _have_tangents(xs, ties)):": {
             "and <-> or (3)": "a node without tangents is made in forward mode, for nothing: the same values, slower"},
+        "traced = _dispatch_modes() or not (ordinary or all(map(_is_plain, xs)))": {
+            "and <-> or (2)": "several tensors then go by way of the operator that tracers record: the same values, slower"},
         "return x.new_empty(0, dtype=torch.float32)": {
             "0 -> 1": "a tie has no value that anything reads: only what it depends on matters"},
         "xs = args[: len(maps)]": {
