@@ -31,7 +31,7 @@ test-all: .venv/ready
 soak: .venv/ready
 	$(PY) -m distdl run -n 4 tests/soak.py 1000000
 
-# All mutants: about ten minutes of one core.
+# All mutants: a quarter of an hour of one core.
 mutation: .venv/ready
 	$(PY) tests/mutation
 

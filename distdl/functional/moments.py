@@ -7,6 +7,9 @@ formulae and a pairwise algorithm for computing sample variances" (1979); rank r
 
 so that nothing cancels (Σx² - (Σx)²/n loses everything in float32 at mean 3000). The shares come from the layout. Every rank
 uses its own copy of the statistics (varying); the adjoint, a reduce-scatter, sums their cotangents.
+
+A rank's own variance is the mean of (x - mean_r)², in two passes, as torch's one pass takes several times as long on a CPU; and
+x - mean is then x - mean_r, which is there already, and a shift of as few numbers as there are means.
 """
 
 from __future__ import annotations
@@ -23,14 +26,27 @@ from .. import maps
 from .reduce import one_each
 
 
-def statistics(x, dims):
-    """This rank's mean and biased variance over ``dims``, of size 1 there; zeros where it has no element."""
-    if not dims:
-        return x, torch.zeros_like(x)  # torch takes () for all dims
-    if not x.numel():
-        zeros = x.sum(dims, keepdim=True)
-        return zeros, zeros
-    return torch.var_mean(x, dims, correction=0, keepdim=True)[::-1]
+class Moments(NamedTuple):
+    """Statistics of x over some dims, of size 1 there."""
+
+    mean: torch.Tensor
+    var: torch.Tensor  # biased
+    centred: torch.Tensor  # x less this rank's own mean
+    shift: torch.Tensor | None = None  # x - mean = centred + shift; ``None``: 0
+
+    def among(self, mean, var) -> Moments:
+        """The same elements with the statistics of more."""
+        return Moments(mean, var, self.centred, self.mean - mean)
+
+
+def statistics(x, dims) -> Moments:
+    """This rank's own, over ``dims``; zeros where it has no element."""
+    if not dims or not x.numel():  # torch takes () for all dims
+        mean = x.sum(dims, keepdim=True) if dims else x
+        return Moments(mean, torch.zeros_like(mean), x - mean)
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    return Moments(mean, centred.square().mean(dims, keepdim=True), centred)
 
 
 def merge(mean, var, shares, dims):
@@ -57,13 +73,19 @@ def shares_like(x, L, dims):
     return torch.tensor(shares, dtype=x.dtype, device=x.device).reshape(shape)
 
 
-def moments(x, L, dims, own=None):
-    """Mean and biased variance of the global x over ``dims`` (of size 1 there), from this rank's ``own``."""
-    own = statistics(x, dims) if own is None else own
+def merged(mean, var, L, dims):
+    """Mean and biased variance of the global x over ``dims``, from this rank's own."""
     if all(L.partition.shape[d] == 1 for d in dims):
-        return own
-    means, variances = one_each(torch.stack(own), L.partition, dims)
-    return merge(means, variances, shares_like(x, L, dims), tuple(d - L.ndim for d in dims))
+        return mean, var
+    means, variances = one_each(torch.stack((mean, var)), L.partition, dims)
+    return merge(means, variances, shares_like(mean, L, dims), tuple(d - L.ndim for d in dims))
+
+
+def moments(x, L, dims) -> Moments:
+    """Those of the global x over ``dims``."""
+    own = statistics(x, dims)
+    mean, var = merged(own.mean, own.var, L, dims)
+    return own if mean is own.mean else own.among(mean, var)
 
 
 def count(L, dims) -> int:
@@ -106,8 +128,8 @@ def _parts(L, size, at) -> _Parts:
                   [c // size - mine.start for c in range(start, stop)])
 
 
-def cut_group_moments(x, L, size):
-    """Mean and biased variance of each channel's group, of shape (batch, channel, *1), for groups of ``size`` channels.
+def cut_group_moments(x, L, size) -> Moments:
+    """Those of each channel's group, of shape (batch, channel, *1), for groups of ``size`` channels.
 
     Three merges: of a group's channels on this rank (a *part*), then of its parts on all ranks, where space is merged too.
     """
@@ -118,7 +140,8 @@ def cut_group_moments(x, L, size):
         return torch.tensor(values, dtype=dtype, device=x.device).reshape(shape)
 
     # channels -> parts: channels that other ranks hold are put in with share 0
-    channels = torch.stack(statistics(x, space)).reshape(2, batch, x.shape[1])
+    own = statistics(x, space)
+    channels = torch.stack((own.mean, own.var)).reshape(2, batch, x.shape[1])
     mean, var = pad(channels, known.around).reshape(2, batch, known.parts, size)
     parts = torch.stack(merge(mean, var, constant(known.own, known.parts, size), (-1,))).reshape(2, batch, known.parts, *ones)
 
@@ -134,4 +157,4 @@ def cut_group_moments(x, L, size):
     shares, shape = _shares(L, space)
     shares = constant(known.shares, known.parts, width, *ones) * constant(shares, *shape)
     group_of = constant(known.group_of, -1, dtype=torch.int64)
-    return [t.squeeze(2).index_select(1, group_of) for t in merge(mean, var, shares, tuple(range(1 - L.ndim, 0)))]
+    return own.among(*(t.squeeze(2).index_select(1, group_of) for t in merge(mean, var, shares, tuple(range(1 - L.ndim, 0)))))

@@ -17,7 +17,7 @@ import torch
 from ..agree import outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..ties import nothing
-from .moments import count, cut_group_moments, moments, statistics
+from .moments import count, cut_group_moments, merged, moments, statistics
 from .movement import all_sum_reduce
 from .params import replicated
 from .reduce import check_block, wide
@@ -70,16 +70,24 @@ def _trailing(op, L, normalized_shape):
 # ---------------------------------------------------------------- layers
 
 
-def _normalised(x, mean, var, eps, weight, bias, dtype):
-    """(x - mean) / sqrt(var + eps), scaled and shifted; the parameters broadcast against x."""
-    y = (x if mean is None else x - mean) * (var + eps).rsqrt()
-    if weight is not None and bias is not None and weight.dtype == bias.dtype == y.dtype:
-        return torch.addcmul(bias, y, weight).to(dtype)
-    if weight is not None:
-        y = y * weight
-    if bias is not None:
-        y = y + bias
-    return y.to(dtype)
+def _times_plus(x, scale, offset):
+    """x * scale + offset, in one pass where torch can."""
+    if offset is None:
+        return x * scale
+    same = x.dtype == scale.dtype == offset.dtype
+    return torch.addcmul(offset, x, scale) if same else x * scale + offset
+
+
+def _normalised(x, shift, var, eps, weight, bias, dtype):
+    """(x + shift) / sqrt(var + eps), scaled and shifted; the parameters broadcast against x. ``None``: 0, or no scale."""
+    scale = (var + eps).rsqrt()
+    few = weight is None or 2 * torch.broadcast_shapes(scale.shape, weight.shape).numel() < x.numel()
+    if weight is not None and few:
+        scale, weight = scale * weight, None
+    offset = None if shift is None else shift * scale
+    if weight is None:
+        return _times_plus(x, scale, bias if offset is None else offset if bias is None else offset + bias).to(dtype)
+    return _times_plus(_times_plus(x, scale, offset), weight, bias).to(dtype)
 
 
 def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5, *,
@@ -115,9 +123,9 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
                          next_step="pass both running statistics")
     dtype, x = x.dtype, wide(x)
     if not training and running_mean is not None:
-        mean, var = _of_channels(L, running_mean), _of_channels(L, running_var)
+        shift, var = -_of_channels(L, running_mean), _of_channels(L, running_var)
     else:
-        (mean, var), n = moments(x, L, dims), count(L, dims)
+        (mean, var, x, shift), n = moments(x, L, dims), count(L, dims)
         if training and n < 2:
             raise ShapeError("one value for a channel has no variance", op=op, partitions=L, actual=L.shape,
                              expected="more than 1 value per channel when training",
@@ -132,7 +140,7 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
             running_mean, running_var = (
                 (old * (1 - momentum) + fresh.to(old.dtype) * momentum) for old, fresh in zip((running_mean, running_var), new)
             )
-    return _normalised(x, mean, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype), running_mean, running_var
+    return _normalised(x, shift, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype), running_mean, running_var
 
 
 def dist_instance_norm(x, P, weight=None, bias=None, eps=1e-5, *, params="varying"):
@@ -156,8 +164,8 @@ def dist_instance_norm(x, P, weight=None, bias=None, eps=1e-5, *, params="varyin
         raise ShapeError("one value for a channel has no variance", op="dist_instance_norm", partitions=L, actual=L.shape,
                          expected="more than 1 value per channel",
                          next_step="normalise over more elements, or use dist_layer_norm")
-    mean, var = moments(x, L, dims)
-    return _normalised(x, mean, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype)
+    _, var, x, shift = moments(x, L, dims)
+    return _normalised(x, shift, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype)
 
 
 def dist_layer_norm(x, P, normalized_shape, weight=None, bias=None, eps=1e-5, *, params="varying"):
@@ -176,8 +184,8 @@ def dist_layer_norm(x, P, normalized_shape, weight=None, bias=None, eps=1e-5, *,
     dims = _trailing("dist_layer_norm", L, normalized_shape)
     weight, bias = _parameters("dist_layer_norm", params, L, range(dims[0]), tuple(x.shape[dims[0] :]), weight, bias)
     dtype, x = x.dtype, wide(x)
-    mean, var = moments(x, L, dims)
-    return _normalised(x, mean, var, eps, weight, bias, dtype)
+    _, var, x, shift = moments(x, L, dims)
+    return _normalised(x, shift, var, eps, weight, bias, dtype)
 
 
 def dist_rms_norm(x, P, normalized_shape, weight=None, eps=None, *, params="varying"):
@@ -224,12 +232,13 @@ def dist_group_norm(x, P, num_groups, weight=None, bias=None, eps=1e-5, *, param
     size, shape = max(L.shape[1] // num_groups, 1), x.shape
     weight, bias = _of_channels(L, weight), _of_channels(L, bias)
     if any(stop % size for _, stop in L.blocks(1)):
-        mean, var = cut_group_moments(x, L, size)
-        return _normalised(x, mean, var, eps, weight, bias, dtype)
+        _, var, x, shift = cut_group_moments(x, L, size)
+        return _normalised(x, shift, var, eps, weight, bias, dtype)
     # Every rank has whole groups: (batch, group, channel of it, *space), and only space is merged.
     x = x.reshape(shape[0], shape[1] // size, size, *shape[2:])
     space = tuple(range(2, L.ndim))
-    own = (t.squeeze(2) for t in statistics(x, tuple(range(2, x.dim()))))
-    mean, var = (t.unsqueeze(2) for t in moments(x, L, space, tuple(own)))
+    own = statistics(x, tuple(range(2, x.dim())))
+    mean, var = (t.unsqueeze(2) for t in merged(own.mean.squeeze(2), own.var.squeeze(2), L, space))
+    _, var, x, shift = own.among(mean, var)
     weight, bias = (None if t is None else t.reshape(-1, size, *[1] * len(space)) for t in (weight, bias))
-    return _normalised(x, mean, var, eps, weight, bias, dtype).reshape(shape)
+    return _normalised(x, shift, var, eps, weight, bias, dtype).reshape(shape)
