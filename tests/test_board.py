@@ -95,4 +95,4 @@ def test_differences_between_ranks_that_exchange_nothing_are_none():
 
 
 def test_observer_without_a_board():
-    assert Observer(1).agreement("engine", "value", (0, 1)) == "engine"
+    assert Observer(1).agreement("engine", "value", (0, 1), "why") == "engine"
