@@ -25,8 +25,8 @@ LONG = ("checkpoint", "neon", "parallel_average", "parallel_data", "parallel_gri
 # What more than 4 ranks would not change: how torch traces and compiles, and differentiates where ranks do not do the same.
 SMALL = ("divergence", "embedding", "ties", "tracing")
 # On how many ranks `make test` runs them; `make test-all` runs them on 1 to 4. All else, the movements, runs on any number.
-WORLDS = (dict.fromkeys(LAYERS, (1, 3, 4)) | dict.fromkeys(SLOW_TWINS, (1, 4)) | dict.fromkeys(LONG, (2, 4))
-          | dict.fromkeys(SMALL, (1, 2, 3, 4)))
+WORLDS = (dict.fromkeys(LAYERS, (1, 3, 4)) | dict.fromkeys(SLOW_TWINS, (1, 4)) | dict.fromkeys(LONG, (4,))
+          | dict.fromkeys(SMALL, (1, 2, 3, 4)) | {"checkpoint": (2, 4), "rendezvous": (2, 4)})
 
 
 def pytest_ignore_collect(collection_path, config):
