@@ -14,18 +14,18 @@ from distdl import run
 from distdl.plan import View
 from distdl.transport.nccl import NcclTransport
 
-# Layers are compositions: 1, 3 and 4 ranks show every way of splitting them (uneven, empty, some of the ranks, grids).
-LAYERS = ("conv", "dropout_init", "expert", "fuzz_layers", "interpolate", "linear", "loss", "nn", "norm", "parallel_topology",
+# Layers are compositions: 4 ranks show every way of splitting them (uneven, empty, some of the ranks, grids), and one rank none.
+LAYERS = ("dropout_init", "expert", "fuzz_layers", "interpolate", "local", "networks", "nn", "overlap", "parallel_topology", "pool",
           "reduce", "remat", "transition")
-# Those whose serial twins are slow.
-SLOW_TWINS = ("local", "networks", "overlap", "pool")
+# Those that others are made of, on an odd number too.
+ODD = ("conv", "linear", "loss", "norm")
 # Trainings of whole models and their like take long.
 LONG = ("checkpoint", "neon", "parallel_average", "parallel_data", "parallel_grid", "parallel_hooks", "parallel_pipeline",
         "parallel_precision", "parallel_shard", "rendezvous")
 # What more than 4 ranks would not change: how torch traces and compiles, and differentiates where ranks do not do the same.
 SMALL = ("divergence", "embedding", "ties", "tracing")
 # On how many ranks `make test` runs them; `make test-all` runs them on 1 to 4. All else, the movements, runs on any number.
-WORLDS = (dict.fromkeys(LAYERS, (1, 3, 4)) | dict.fromkeys(SLOW_TWINS, (1, 4)) | dict.fromkeys(LONG, (4,))
+WORLDS = (dict.fromkeys(LAYERS, (1, 4)) | dict.fromkeys(ODD, (1, 3, 4)) | dict.fromkeys(LONG, (4,))
           | dict.fromkeys(SMALL, (1, 2, 3, 4)) | {"checkpoint": (2, 4), "rendezvous": (2, 4)})
 
 
