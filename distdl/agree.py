@@ -229,11 +229,11 @@ def outside_shape(x, ndim: int) -> tuple[int, ...]:
     return (0, *x.shape[1:]) if x.dim() == ndim else (0,) * max(ndim, 1)
 
 
-def outside(op: str, xs, P, ndim=None):
-    """What a rank that takes no part gets: zero-volume tensors that stay connected."""
-    ndim = partition_of(P).ndim if ndim is None else ndim
+def outside(xs, P=None):
+    """What a rank that takes no part gets: zero-volume tensors that stay connected, with as many dims as ``P``; ``None``: as each
+    of the tensors itself."""
     xs = [x if isinstance(x, torch.Tensor) else torch.empty(0) for x in xs]
-    return [nothing(outside_shape(x, ndim), x) for x in xs]
+    return [nothing(outside_shape(x, x.dim() if P is None else partition_of(P).ndim), x) for x in xs]
 
 
 __all__ = ["DistdlError", "Report", "block_sizes", "negotiate", "outside", "outside_shape", "partition_of", "resolve",

@@ -14,7 +14,7 @@ from torch.func import grad, jvp, vjp, vmap
 from . import _torch
 from .errors import PartitionError, ShapeError
 from .functional.movement import invariant_sum
-from .partition import Layout, partition_of
+from .partition import Layout, is_int, partition_of
 
 __all__ = ["hessian", "hvp", "inner", "jacfwd", "jacrev", "linear_transpose"]
 
@@ -52,7 +52,7 @@ def _cat(trees):
 
 
 def _chunks(layout: Layout, chunk_size):
-    if chunk_size is not None and (not hasattr(chunk_size, "__index__") or chunk_size < 1):
+    if chunk_size is not None and (not is_int(chunk_size) or chunk_size < 1):
         raise ShapeError("not a number of rows", op="chunk_size", partitions=layout, expected="at least 1", actual=chunk_size,
                          next_step="leave it out for all at once")
     total = math.prod(layout.shape)

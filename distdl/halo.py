@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import index as as_int
 
 from .errors import PartitionError
-from .partition import Layout, Partition, _Value
+from .partition import Layout, Partition, _Value, is_int
 from .plan import Axis, Plan, Side
 
 BOUNDARIES = ("none", "zeros", "circular", "reflect", "replicate")
@@ -184,7 +184,7 @@ class HaloSpec(_Value):
         first, n = in_layout.ndim - len(k), len(k)
         s, d = (per_dim(v, n, w) for v, w in ((stride, "stride"), (dilation, "dilation")))
         pads = tuple(p if isinstance(p, (tuple, list)) else (p, p) for p in per_dim(padding, n, "padding"))
-        legal = all(hasattr(v, "__index__") for v in (*k, *s, *d, *(v for p in pads for v in p)))
+        legal = all(map(is_int, (*k, *s, *d, *(v for p in pads for v in p))))
         if not legal or min((*k, *s, *d, 1)) < 1 or any(len(p) != 2 or min(p) < 0 for p in pads) or first < 0:
             raise PartitionError("not a legal window", op="HaloSpec.window", partitions=in_layout,
                                  expected="kernel, stride and dilation >= 1, padding >= 0",

@@ -17,7 +17,7 @@ from .linear_map import LinearMap, Space
 from .partition import Layout, Partition, partition_of
 from .plan import Axis, Plan, Side, key, split, whole
 
-_cached = lru_cache(maxsize=1024, typed=True)  # dim True is an error, also after dim 1
+_cached = lru_cache(maxsize=1024, typed=True)  # dim 1.0 is an error, also after dim 1
 
 
 def _map(name: str, held: Side, wanted: Side) -> LinearMap:

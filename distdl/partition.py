@@ -135,7 +135,7 @@ class Partition(_Value):
 
     def dim(self, dim: int, op: str = "Partition") -> int:
         """``dim`` as a non-negative grid dim."""
-        if not _is_int(dim) or not -self.ndim <= dim < self.ndim:
+        if not is_int(dim) or not -self.ndim <= dim < self.ndim:
             raise PartitionError(f"no dim {dim}", op=op, partitions=self, expected=f"a dim of {self.ndim}", actual=dim,
                                  next_step="count dims from 0, or from the end with negative numbers")
         return as_int(dim) % self.ndim
@@ -144,7 +144,7 @@ class Partition(_Value):
         """``dims`` (``None``: all, an int, or a sequence of distinct ones) as sorted, non-negative grid dims."""
         if dims is None:
             return tuple(range(self.ndim))
-        found = sorted(self.dim(d, op) for d in (dims if isinstance(dims, Iterable) and not _is_int(dims) else (dims,)))
+        found = sorted(self.dim(d, op) for d in (dims if isinstance(dims, Iterable) and not is_int(dims) else (dims,)))
         if len(set(found)) < len(found):
             raise PartitionError("a dim is named twice", op=op, partitions=self, expected="distinct dims", actual=tuple(dims),
                                  next_step="name each dim once")
@@ -154,7 +154,7 @@ class Partition(_Value):
         """The sub-partition at ``index`` of ``dim``; the dim is dropped, or kept with size 1."""
         dim = self.dim(dim, "Partition.take")
         n = self.shape[dim]
-        if not _is_int(index) or not -n <= index < n:
+        if not is_int(index) or not -n <= index < n:
             raise PartitionError(f"no index {index} in dim {dim}", op="Partition.take", partitions=self,
                                  expected=f"an index of {n}", actual=index,
                                  next_step="count from 0, or from the end with negative numbers")
@@ -204,7 +204,8 @@ class Partition(_Value):
         return "\n".join([text, *("  [" + " ".join(f"{r:>{width}}" for r in row) + "]" for row in rows)])
 
 
-def _is_int(value) -> bool:
+def is_int(value) -> bool:
+    """Whether ``value`` stands for one integer."""
     try:
         as_int(value)
     except TypeError:
@@ -271,7 +272,7 @@ class Layout(_Value):
         if split is None:
             return None
         p = self.partition.shape[dim]
-        fits = isinstance(split, Iterable) and all(map(_is_int, split := tuple(split)))
+        fits = isinstance(split, Iterable) and all(map(is_int, split := tuple(split)))
         split = tuple(as_int(s) for s in split) if fits else split
         if not fits or len(split) != p or sum(split) != n or min(split) < 0:
             raise PartitionError(f"splits of dim {dim} do not fit", op="Layout", partitions=self.partition, actual=split,

@@ -260,6 +260,8 @@ def test_what_dims_may_be():
     assert pairs(P, 2, {-2: -1}, "f") == {0: 1} and pairs(P, 2, (), "f") == {}
     L = dd.Layout(dd.Partition((2, 1)), (5, 1))
     A = dd.maps.all_sum_reduce(L, None, 1)
+    with pytest.raises(PartitionError):
+        dd.maps.all_sum_reduce(L, None, 1.0)
     assert A.plan.view(0).out_shape == (3, 1) and dd.maps.all_sum_reduce(L, None, -1).plan == A.plan
     B = dd.maps.gathering(P, (4, 7), {1: 1, 0: 0}, {0: (1, 3), 1: (0, 3, 4)})
     assert B.plan.view(5).in_shape == (3, 4) and B.plan.view(0).in_shape == (1, 0) and B.plan.view(0).out_shape == (4, 7)

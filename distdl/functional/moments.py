@@ -73,19 +73,19 @@ def shares_like(x, L, dims):
     return torch.tensor(shares, dtype=x.dtype, device=x.device).reshape(shape)
 
 
-def merged(mean, var, L, dims):
-    """Mean and biased variance of the global x over ``dims``, from this rank's own."""
+def merged(own: Moments, L, dims, shape=None) -> Moments:
+    """Those of the global x over ``dims``, from this rank's own; ``shape``: theirs in the layout's dims, where x has more."""
     if all(L.partition.shape[d] == 1 for d in dims):
-        return mean, var
-    means, variances = one_each(torch.stack((mean, var)), L.partition, dims)
-    return merge(means, variances, shares_like(mean, L, dims), tuple(d - L.ndim for d in dims))
+        return own
+    pair = torch.stack((own.mean, own.var))
+    means, variances = one_each(pair if shape is None else pair.reshape(2, *shape), L.partition, dims)
+    pair = merge(means, variances, shares_like(means, L, dims), tuple(d - L.ndim for d in dims))
+    return own.among(*(t.reshape(own.mean.shape) for t in pair))
 
 
 def moments(x, L, dims) -> Moments:
     """Those of the global x over ``dims``."""
-    own = statistics(x, dims)
-    mean, var = merged(own.mean, own.var, L, dims)
-    return own if mean is own.mean else own.among(mean, var)
+    return merged(statistics(x, dims), L, dims)
 
 
 def count(L, dims) -> int:

@@ -54,7 +54,7 @@ def _by_layout(op, x, P, shape, others, factory, out):
         return factory(P)(x)
     xs, tree = _torch.flatten(x)
     xs, tree, layouts = resolve_tree(op, xs, tree, P, shape, others)
-    ys = outside(op, xs, out) if layouts is None else move(xs, [factory(L) for L in layouts])
+    ys = outside(xs, out) if layouts is None else move(xs, [factory(L) for L in layouts])
     return _torch.unflatten(ys, tree)
 
 
@@ -67,7 +67,7 @@ def _by_shape(op, x, P, factory):
         if not isinstance(leaf, torch.Tensor):
             raise ShapeError("not a tensor", op=op, expected="tensors, or a pytree of them", actual=type(leaf).__name__,
                              next_step="put numbers into tensors first: torch.tensor(value)", partitions=P)
-    return _torch.unflatten(move(xs, [factory(tuple(leaf.shape)) for leaf in xs]), tree)
+    return _torch.unflatten(move(xs, [factory(leaf.shape) for leaf in xs]), tree)
 
 
 def repartition(x, P_in, P_out, *, shape=None):
@@ -139,7 +139,7 @@ def _copying(op, x, held, small, big, shape, build):
         return _torch.unflatten(move(xs, [build(small, big, _sizes(op, shape, held))] * len(xs)), tree)
     xs, tree, reports = negotiate(op, xs, partition_of(held), (small, big), tree=tree)
     if reports is None:
-        return _torch.unflatten([y for x in xs for y in outside(op, [x], held, x.dim())], tree)
+        return _torch.unflatten(outside(xs), tree)
     movements = []
     for i in range(len(xs)):
         source = maps.broadcast_source(small, big, op)
@@ -228,7 +228,7 @@ def all_gather(x, P, dims=None, *, shape=None):
     else:
         xs, tree, reports = negotiate("all_gather", xs, P, tree=tree, arguments=f"dims={dims}")
         if reports is None:
-            return _torch.unflatten([y for x in xs for y in outside("all_gather", [x], P, x.dim())], tree)
+            return _torch.unflatten(outside(xs), tree)
         movements = [_negotiated_gathering(P, dims, {r: reports[r].leaves[i][0] for r in P.ranks}) for i in range(len(xs))]
     return _torch.unflatten(move(xs, movements), tree)
 
@@ -279,7 +279,7 @@ def reduce_scatter(x, P, dims=None):
     if not partition_of(P, "reduce_scatter").active:  # what such a rank passes need not have as many dims
         world(P.world).check("reduce_scatter", P)
         xs, tree = _torch.flatten(x)
-        return _torch.unflatten(outside("reduce_scatter", xs, P), tree)
+        return _torch.unflatten(outside(xs, P), tree)
 
     def factory(shape):
         pairs = maps.gathered_dims(P, len(shape), dims, "reduce_scatter")
@@ -319,7 +319,7 @@ def permute(x, P, pairs):
         return _torch.unflatten(move(xs, [maps.permute(where, pairs, shapes)] * len(xs)), tree)
     xs, tree, reports = negotiate("permute", xs, where, tree=tree, arguments=f"pairs={pairs}")
     if reports is None:
-        return _torch.unflatten([y for x in xs for y in outside("permute", [x], where, x.dim())], tree)
+        return _torch.unflatten(outside(xs), tree)
     movements = [maps.permute(where, pairs, [reports[r].leaves[i][0] for r in where.ranks]) for i in range(len(xs))]
     return _torch.unflatten(move(xs, movements), tree)
 

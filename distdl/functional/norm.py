@@ -237,8 +237,7 @@ def dist_group_norm(x, P, num_groups, weight=None, bias=None, eps=1e-5, *, param
     # Every rank has whole groups: (batch, group, channel of it, *space), and only space is merged.
     x = x.reshape(shape[0], shape[1] // size, size, *shape[2:])
     space = tuple(range(2, L.ndim))
-    own = statistics(x, tuple(range(2, x.dim())))
-    mean, var = (t.unsqueeze(2) for t in merged(own.mean.squeeze(2), own.var.squeeze(2), L, space))
-    _, var, x, shift = own.among(mean, var)
+    groups = (*x.shape[:2], *[1] * len(space))
+    _, var, x, shift = merged(statistics(x, tuple(range(2, x.dim()))), L, space, groups)
     weight, bias = (None if t is None else t.reshape(-1, size, *[1] * len(space)) for t in (weight, bias))
     return _normalised(x, shift, var, eps, weight, bias, dtype).reshape(shape)

@@ -33,9 +33,14 @@ __all__ = [
 # ---------------------------------------------------------------- shared with norm.py and loss.py
 
 
+def wider(dtype):
+    """The dtype that sums are taken in: float32 for half precision and less, else ``dtype`` itself."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
 def wide(x):
-    """``x`` in the dtype that sums are taken in: float32 for half precision and less, else its own."""
-    return x.float() if x.is_floating_point() and x.dtype.itemsize < 4 else x
+    """``x`` in that dtype."""
+    return x.to(wider(x.dtype))
 
 
 def check_block(op, x, P, what="x") -> None:

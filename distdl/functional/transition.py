@@ -132,7 +132,7 @@ def dist_flatten(x, P_in, P_out, start_dim=1, *, shape=None):
     op, out = "dist_flatten", partition_of(P_out)
     xs, layouts = resolve(op, [x], P_in, shape, (out,))
     if layouts is None:
-        return outside(op, xs, out)[0]
+        return outside(xs, out)[0]
     (x,), (L,) = xs, layouts
     flat = _flat_layout(op, P_out, _flat_shape(op, L, start_dim))
     between = _in_between(L, flat)
@@ -326,7 +326,7 @@ def dist_cat(xs, P, dim=0, *, shapes=None):
     op = "dist_cat"
     xs, layouts = _several(op, xs, P, shapes)
     if layouts is None:
-        return nothing(outside(op, xs, partition_of(P))[0].shape, *xs)
+        return nothing(outside(xs, P)[0].shape, *xs)
     (dim,) = layouts[0].partition.dims(dim, op)
     _same(op, layouts, dim)
     A = _concatenation(tuple(layouts), dim)

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from ..agree import outside, partition_of, resolve
+from ..agree import outside, resolve
 from ..errors import PartitionError
 from ..halo import HaloSpec
 from ..ties import nothing
@@ -71,7 +71,7 @@ def with_layout(op, x, P, shape, body):
     """Resolve the layout of x and call ``body(x, layout)``; on a rank that takes no part, a placeholder."""
     xs, layouts = resolve(op, [x], P, shape)
     if layouts is None:
-        return outside(op, xs, partition_of(P))[0]
+        return outside(xs, P)[0]
     layout = layouts[0]
     x = xs[0]
     if not layout.active and x.shape != layout.local_shape():

@@ -8,7 +8,7 @@ from .. import _torch
 from .. import functional as F
 from ..agree import partition_of
 from ..errors import DistdlError
-from .topology import wide
+from ..functional.reduce import wide, wider
 
 __all__ = ["average_due", "average_parameters"]
 
@@ -32,7 +32,7 @@ def average_parameters(params, P, dims=None, *, weight=None):
             copies *= where.shape[d]
         means = [s / copies for s in F.invariant_sum(leaves, where, dims)]
     else:
-        dtype = wide(leaves[0]).dtype  # weights are counts, which halves do not hold
+        dtype = wider(leaves[0].dtype)  # weights are counts, which halves do not hold
         own = weight.to(dtype) if isinstance(weight, torch.Tensor) else torch.full((), weight, dtype=dtype, device=leaves[0].device)
         *sums, total = F.invariant_sum([wide(leaf) * own for leaf in leaves] + [own], where, dims)
         means = [(s / total).to(leaf.dtype) for s, leaf in zip(sums, leaves)]

@@ -14,9 +14,8 @@ from torch.func import grad_and_value
 from .. import _torch, maps
 from .. import functional as F
 from ..agree import partition_of
-from ..functional.reduce import summed
+from ..functional.reduce import summed, wide
 from .hooks import all_reduce
-from .topology import wide
 
 __all__ = ["LIMITS", "accumulate", "bucketed", "global_mean", "reduce_gradients", "replicas", "replicate"]
 

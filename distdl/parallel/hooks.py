@@ -14,7 +14,8 @@ import torch
 
 from .. import functional as F
 from ..errors import DistdlError
-from .topology import HALVES, along, wide
+from ..functional.reduce import wide
+from .topology import along
 
 __all__ = ["all_reduce", "cast", "power_sgd", "top_k"]
 
@@ -108,7 +109,7 @@ def power_sgd(P, rank: int = 4, dims=None, seed: int = 0):
             guess, errors = state
             matrices = [M + error for M, error in zip(matrices, errors)]
         left = F.all_sum_reduce([M @ Q for M, Q in zip(matrices, guess)], P, dims)
-        left = [torch.linalg.qr(A.float() if A.dtype in HALVES else A).Q.to(A.dtype) for A in left]
+        left = [torch.linalg.qr(wide(A)).Q.to(A.dtype) for A in left]
         right = F.all_sum_reduce([M.mT @ A for M, A in zip(matrices, left)], P, dims)
         approximate = [A @ B.mT for A, B in zip(left, right)]
         for i, Y in zip(small, approximate):

@@ -21,9 +21,10 @@ import torch
 from .. import _torch, maps
 from .. import functional as F
 from ..errors import DistdlError, ShapeError
+from ..functional.reduce import wide, wider
 from ..partition import Layout
 from ..remat import remat as _remat
-from .topology import HALVES, along, wide
+from .topology import along
 
 __all__ = ["Sharding", "chain", "clip_by_norm", "global_norm"]
 
@@ -216,7 +217,7 @@ def _norm(g, order):
     """The norm of a tensor, zero of an empty one; halves in float32."""
     if not g.numel():
         return wide(g.new_zeros(())).abs()
-    return torch.linalg.vector_norm(g, order, dtype=torch.float32 if g.dtype in HALVES else None)
+    return torch.linalg.vector_norm(g, order, dtype=wider(g.dtype))
 
 
 def global_norm(grads, P, dims=None, *, norm_type: float = 2.0):

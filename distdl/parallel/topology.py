@@ -8,16 +8,11 @@ from .. import _torch
 from .. import functional as F
 from ..agree import partition_of
 from ..errors import PartitionError
+from ..functional.reduce import wide
 from ..partition import Partition
 from ..world import world as world_of
 
 __all__ = ["along", "block_mapping", "cyclic_mapping", "hierarchical_all_reduce"]
-HALVES = (torch.float16, torch.bfloat16)
-
-
-def wide(x):
-    """Halves in float32, in which sums, norms and counts of them are taken; everything else as it is."""
-    return x.float() if x.dtype in HALVES else x
 
 
 def along(P, dims=None) -> Partition:

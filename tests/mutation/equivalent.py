@@ -63,7 +63,7 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
             "1 -> 2": "how many ranks a simulated world has besides those of the plan"},
     },
     "maps": {
-        "_cached = lru_cache(maxsize=1024, typed=True)  # dim True is an error, also after dim 1": {
+        "_cached = lru_cache(maxsize=1024, typed=True)  # dim 1.0 is an error, also after dim 1": {
             "1024 -> 1025": "how many maps are remembered: memory and time only"},
     },
 }  # fmt: skip
