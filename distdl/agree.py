@@ -224,6 +224,13 @@ def block_sizes(own: int, P: Partition, dim: int, total: int | None) -> tuple[in
     return tuple(found[r] for r in fibre.ranks)
 
 
+def check_tensor(op: str, x, P) -> None:
+    """Raise where ``x`` is not even a tensor, which a rank that takes no part passes too: its result has that dtype and device."""
+    if not isinstance(x, torch.Tensor):
+        raise ShapeError("not a tensor", op=op, partitions=P, expected="a tensor on every rank", actual=type(x).__name__,
+                         next_step="ranks that hold nothing pass any tensor of the dtype and device that the others have")
+
+
 def outside_shape(x, ndim: int) -> tuple[int, ...]:
     """The shape of what a rank that takes no part gets: no element, and as many dims as its peers', whatever x it passed."""
     return (0, *x.shape[1:]) if x.dim() == ndim else (0,) * max(ndim, 1)
@@ -236,8 +243,8 @@ def outside(xs, P=None):
     return [nothing(outside_shape(x, x.dim() if P is None else partition_of(P).ndim), x) for x in xs]
 
 
-__all__ = ["DistdlError", "Report", "block_sizes", "negotiate", "outside", "outside_shape", "partition_of", "resolve",
-           "resolve_tree"]
+__all__ = ["DistdlError", "Report", "block_sizes", "check_tensor", "negotiate", "outside", "outside_shape", "partition_of",
+           "resolve", "resolve_tree"]
 
 for _function in (block_sizes, negotiate, resolve, resolve_tree):
     _torch.opaque(_function)

@@ -619,6 +619,22 @@ def test_arguments_of_other_types(call, error, words):
     assert caught.value.next_step and caught.value.actual is not None
 
 
+@pytest.mark.parametrize("call", [
+    lambda x, P: F.dist_layer_norm(x, P, (4,)), lambda x, P: F.dist_rms_norm(x, P, (4,)), lambda x, P: F.dist_sum(x, P),
+    lambda x, P: F.dist_max(x, P, 0), lambda x, P: F.dist_mse_loss(x, x, P, reduction="none"),
+    lambda x, P: F.dist_pad(x, P, (1, 1)), lambda x, P: F.dist_cross_entropy(x, None, P),
+    lambda x, P: F.dist_linear(x, torch.ones(2, 4), dd.Partition((1, 1, 2))),
+    lambda x, P: F.dist_max_pool(x, dd.Layout(dd.Partition((1, 1, 2)), (1, 1, 4)), 2),
+    lambda x, P: F.dist_conv(x, torch.ones(1, 1, 3), dd.Partition((1, 1, 1, 2))),
+], ids=range(10))  # fmt: skip
+@pytest.mark.parametrize("given", [None, {"x": 1}], ids=["nothing", "a dictionary"])
+def test_a_rank_outside_passes_a_tensor(call, given):
+    """Its result has that tensor's dtype and device."""
+    found = every_rank(3, lambda: call(given, dd.Layout(dd.Partition((2, 1)), (6, 4))))[2]
+    assert isinstance(found, ShapeError) and "not a tensor" in str(found), found
+    assert found.actual == type(given).__name__ and found.next_step
+
+
 def test_split_phase_of_a_chain_takes_the_first_input():
     def program():
         L, M = dd.Layout(line(), (6,)), dd.Layout(dd.Partition((1,)), (6,))

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as tf
 
-from ..agree import block_sizes, partition_of
+from ..agree import block_sizes, check_tensor, partition_of
 from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
 from ..partition import Layout, balanced
@@ -261,6 +261,7 @@ def _general(inner, x, w, P, bias, x_layout, y_layout, params, groups, shape, w_
     (bias,) = replicated(params, P, (2, *beside), bias)
     coords = P.index()
     if coords is None:
+        check_tensor(op, x, P)
         return nothing((0, w_out, *x.shape[2:]) if x.dim() == P.ndim - 1 else (0,) * (P.ndim - 1), x, w)
     here = P.take(2, coords[2]).take(1, coords[1], keepdim=True)  # the ranks of this (out, in) block: (batch, 1, *space)
     L = None if shape is None else Layout(here, (shape[0], w_in, *shape[2:]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from .. import _torch
-from ..agree import partition_of
+from ..agree import check_tensor, partition_of
 from ..errors import PartitionError, ShapeError
 from ..linear_map import LinearMap
 from ..partition import Partition, balanced
@@ -70,6 +70,7 @@ def expert_parallel(f, x, expert, P, num_experts: int):
                              next_step="use a partition of one dim, such as P.along(dim)")
     coords = where.index()
     if coords is None:
+        check_tensor(op, x, where)
         return nothing((0, x.shape[-1]), x)
     if x.dim() != 2 or expert.shape != x.shape[:1]:
         raise ShapeError("one expert for each token is needed", op=op, expected="x (tokens, features), expert (tokens,)",

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from ..agree import partition_of
+from ..agree import check_tensor, partition_of
 from ..errors import PartitionError, ShapeError
 from ..partition import Layout
 from ..ties import nothing, tie
@@ -99,6 +99,8 @@ def dist_linear(x, w, P, bias=None, *, x_layout="root", y_layout="root", x_dim=-
     """
     check_layouts("dist_linear", x_layout, y_layout)
     where = partition_of(P)
+    if not where.active:
+        check_tensor("dist_linear", x, P)
     batch = where.ndim - 2
     if where.ndim < 3 or (where.active and x.dim() + 1 != where.ndim and (x_layout != "root" or where.index()[batch] == 0)):
         raise PartitionError("P needs one dim for each of x's and one more", op="dist_linear", partitions=where,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as local
 
 from .. import _torch
-from ..agree import outside_shape, partition_of, resolve
+from ..agree import check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..partition import Layout
 from ..ties import nothing
@@ -96,6 +96,7 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
     c = min(1, where.ndim - 1)
     rest = tuple(d for d in range(where.ndim) if d != c)
     if not where.active:
+        check_tensor(op, x, P)
         if reduction != "none" or not rest:
             return zero_loss(x)
         return nothing((0, *outside_shape(x, where.ndim)[2:]), x)
@@ -177,6 +178,7 @@ def _pointwise(op, losses, x, y, P, reduction, weight=None):
     _check_reduction(op, reduction, *batchmean)
     where = partition_of(P)
     if not where.active:
+        check_tensor(op, x, P)
         if reduction != "none" or not where.ndim:
             return zero_loss(x, y)
         return nothing(outside_shape(x, where.ndim), x, y)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from ..agree import outside_shape, partition_of, resolve
+from ..agree import check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..ties import nothing
 from .moments import count, cut_group_moments, merged, moments, statistics
@@ -35,6 +35,7 @@ def _enter(op, x, P, least, *parameters):
         raise PartitionError("too few dims", op=op, partitions=P, expected=f"at least {least}", actual=where.ndim,
                              next_step="lay x out over a partition with one dim for each of its own")
     if not where.active:
+        check_tensor(op, x, P)
         return nothing(outside_shape(x, where.ndim), x, *(t for t in parameters if t is not None)), None
     check_block(op, x, P)
     (x,), (L,) = resolve(op, (x,), P)

@@ -19,7 +19,7 @@ import math
 import torch
 
 from .. import maps
-from ..agree import partition_of, resolve
+from ..agree import check_tensor, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..partition import Layout
 from ..ties import nothing
@@ -119,6 +119,8 @@ def _start(op, x, P, dim, kinds="any dtype"):
         if not fits[kinds]:
             raise ShapeError("this reduction is not of such tensors", op=op, partitions=P, expected=kinds, actual=x.dtype,
                              next_step="convert the tensor first")
+    else:
+        check_tensor(op, x, P)
     return where, dims
 
 

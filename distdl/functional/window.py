@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from ..agree import outside, resolve
+from ..agree import check_tensor, outside, resolve
 from ..errors import PartitionError
 from ..halo import HaloSpec
 from ..ties import nothing
@@ -74,6 +74,7 @@ def with_layout(op, x, P, shape, body):
         return outside(xs, P)[0]
     layout = layouts[0]
     x = xs[0]
-    if not layout.active and x.shape != layout.local_shape():
-        x = nothing(layout.local_shape(), x)
+    if not layout.active:
+        check_tensor(op, x, layout)
+        x = x if x.shape == layout.local_shape() else nothing(layout.local_shape(), x)
     return body(x, layout)
