@@ -30,11 +30,12 @@ __global__ void copy_boxes(T* input, T* staging, T* output, const long long* tab
             if (table[middle * WORDS] <= i) low = middle; else high = middle - 1;
         }
         const long long* box = table + low * WORDS;
-        long long rest = i - box[0], from = box[3], to = box[4];
+        unsigned int rest = i - box[0];  // boxes are small: 32 bits, since long divisions take many times as long
+        long long from = box[3], to = box[4];
         for (int d = DIMS - 1; d >= 0; --d) {
-            long long n = box[5 + d];
+            unsigned int n = box[5 + d];
             if (n == 1) continue;
-            long long k = rest % n;
+            unsigned int k = rest % n;
             rest /= n;
             from += k * box[5 + DIMS + d];
             to += k * box[5 + 2 * DIMS + d];

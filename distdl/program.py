@@ -68,6 +68,9 @@ class Part:
 
     def in_words(self, k: int) -> Part:
         """The same box, ``k`` elements at a time."""
+        if k == 1:
+            return self
+
         def shrink(numbers):
             return tuple(n // k for n in numbers[:-1])
 
@@ -103,40 +106,41 @@ class Program:
     def __post_init__(self):
         self.large = [i for i, like in enumerate(self.likes) if pages.wanted and like.is_cpu and like.nbytes >= pages.LARGE]
 
-    def fuse(self, device) -> None:
-        """Let one kernel copy many small boxes."""
+    def fuse(self, xs) -> None:
+        """Let one kernel copy many small boxes, in the widest words that all of them allow."""
         if len(self.likes) > 1 or self.casts or not fused.available():
             return
-        itemsize, leave = self.likes[0].dtype.itemsize, lambda part: not fused.small(part)
-        early = [fused.keeping(to, source) for to, source in self.early if fused.small(to)]
-        early += [fused.packing(part) for part in self.packs if fused.small(part)]
-        if len(early) > 1:
-            self.fused_early = fused.Boxes(early, itemsize, device)
+        x, leave = xs[0], lambda part: not fused.small(part)
+        kept = [(to, source) for to, source in self.early if fused.small(to)]
+        packs = [part for part in self.packs if fused.small(part)]
+        if len(kept) + len(packs) > 1:
+            read = [*(source for _, source in kept), *packs]
+            k = math.gcd(*(self._factor(to) for to, _ in kept), *(self._factor(part, x) for part in read))
+            copies = [fused.keeping(to.in_words(k), source.in_words(k)) for to, source in kept]
+            copies += [fused.packing(part.in_words(k)) for part in packs]
+            self.fused_early = fused.Boxes(copies, k * x.dtype.itemsize, x.device)
             self.early = [(to, source) for to, source in self.early if leave(to)]
             self.packs = [part for part in self.packs if leave(part)]
-        late = [fused.unpacking(to) for to, _ in self.late if fused.small(to)]
+        late = [to for to, _ in self.late if fused.small(to)]
         if len(late) > 1:  # no sums then: they add to one box at most that is copied, the first
-            self.fused_late = fused.Boxes(late, itemsize, device)
+            k = math.gcd(*map(self._factor, late))
+            self.fused_late = fused.Boxes([fused.unpacking(to.in_words(k)) for to in late], k * x.dtype.itemsize, x.device)
             self.late = [(to, None) for to, _ in self.late if leave(to)]
 
-    def widen(self, xs) -> None:
-        """Copy large boxes in words of up to 16 bytes: a device copies strided memory element by element."""
-        def factor(part, x):
-            size = part.dtype.itemsize
-            if fused.small(part):
-                return 1
-            if x is None:
-                return part.factor(self.likes[part.leaf].shape, 16 // size)
-            return part.factor(x.shape, max(math.gcd(16, x.data_ptr(), x.storage_offset() * size) // size, 1))
+    def _factor(self, part, x=None):
+        """How many elements one word can hold in a box of ``x``, or of a fresh output."""
+        size = part.dtype.itemsize
+        if x is None:
+            return part.factor(self.likes[part.leaf].shape, 16 // size)
+        return part.factor(x.shape, max(math.gcd(16, x.data_ptr(), x.storage_offset() * size) // size, 1))
 
+    def widen(self, xs) -> None:
+        """Copy what is left in words of up to 16 bytes: a device copies strided memory element by element."""
         for i, (to, source) in enumerate(self.early):
-            k = math.gcd(factor(to, None), factor(source, xs[source.leaf]))
-            self.early[i] = (to.in_words(k), source.in_words(k)) if k > 1 else (to, source)
-        for i, part in enumerate(self.packs):
-            self.packs[i] = part.in_words(k) if (k := factor(part, xs[part.leaf])) > 1 else part
-        for i, (to, source) in enumerate(self.late):
-            if source is None and (k := factor(to, None)) > 1:
-                self.late[i] = to.in_words(k), None
+            k = math.gcd(self._factor(to), self._factor(source, xs[source.leaf]))
+            self.early[i] = to.in_words(k), source.in_words(k)
+        self.packs = [part.in_words(self._factor(part, xs[part.leaf])) for part in self.packs]
+        self.late = [(to.in_words(self._factor(to)), None) if source is None else (to, source) for to, source in self.late]
 
     def take_staging(self, device):
         """Staging memory, with views of it for ``packs`` and for ``late`` (None where nothing is staged)."""
@@ -387,6 +391,6 @@ def program_of(plans, xs, transport):
         strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
         program = cache[key] = _program(plans, leads, strides, dtypes, transport, xs[0].device)
         if not xs[0].is_cpu:
-            program.fuse(xs[0].device)
+            program.fuse(xs)
             program.widen(xs)
     return program, xs

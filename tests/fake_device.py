@@ -122,8 +122,9 @@ class Boxes:
         self.copies, self.itemsize = copies, itemsize
 
     def copy(self, x, staging, y):
-        assert x.dtype.itemsize == y.dtype.itemsize == self.itemsize
-        memory = [x, None if staging is None else staging[0].view(x.dtype), y]
+        assert x.dtype.itemsize == y.dtype.itemsize and self.itemsize % x.dtype.itemsize == 0
+        words = x.dtype if x.dtype.itemsize == self.itemsize else program._WORDS[self.itemsize]
+        memory = [None if t is None else t.view(words) for t in (x, None if staging is None else staging[0], y)]
         for source, target, size, a, b, from_strides, to_strides in self.copies:
             a, b = (at + memory[which].storage_offset() for at, which in ((a, source), (b, target)))
             memory[target].as_strided(size, to_strides, b).copy_(memory[source].as_strided(size, from_strides, a))

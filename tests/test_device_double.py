@@ -99,7 +99,7 @@ def test_every_box_is_copied_once(monkeypatch):
     def copied(**how):
         fake_device.install(monkeypatch, **how)
         program = programs._program((plan,), [()], [x.stride()], [x.dtype], NullTransport(0, 8), x.device)
-        program.fuse(x.device)
+        program.fuse([x])
         alone = [[to for to, _ in program.early] + program.packs, [to for to, _ in program.late]]
         together = [[copy[2] for copy in boxes.copies] if boxes else [] for boxes in (program.fused_early, program.fused_late)]
         return [[part.size for part in parts] for parts in alone], together
@@ -159,6 +159,33 @@ def test_large_boxes_are_copied_in_the_widest_words(dtype, monkeypatch):
     assert words(on_device(torch.ones(*shape, 2).to(dtype))[..., 0].as_subclass(Elsewhere)) == {itemsize}, "not side by side"
     odd = torch.ones(*shape[:-1], shape[-1] + 1).to(dtype)[..., :-1].as_subclass(Elsewhere)
     assert words(odd) == {itemsize}, "rows of an odd length"
+
+
+@pytest.mark.parametrize("last, width, word", [(32, 4, 16), (32, 2, 8), (30, 2, 8), (32, 1, 4), (31, 4, 4)])
+def test_one_kernel_copies_words(last, width, word, monkeypatch):
+    """The widest that all of its boxes allow: these halos are so many float32 wide."""
+    fake_device.install(monkeypatch)
+    plan, _ = halo((8, 2 * last), (1, width), (2, 2))
+    xs = [torch.rand(plan.view(r).in_shape) for r in range(4)]
+    program = program_of(plan, [on_device(xs[0])])
+    assert program.fused_early.itemsize == program.fused_late.itemsize == word
+    wanted = plan.simulate(xs)
+    assert all(torch.equal(a, b) for a, b in zip(moved(plan, xs), wanted))
+    off = torch.rand(4, last + 4)[:, 1 : last + 1].as_subclass(Elsewhere)  # rows that begin one element after a word does
+    assert program_of(plan, [off]).fused_early.itemsize == 4
+
+
+@pytest.mark.parametrize("padding, word", [(0, 16), (1, 4), (2, 8), (4, 16)])
+def test_one_kernel_copies_words_of_the_output_too(padding, word, monkeypatch):
+    """Rows of 32 begin in it behind so many zeros."""
+    fake_device.install(monkeypatch)
+    L = dd.Layout(dd.Partition((1, 2, 1)), (4, 8, 32))
+    spec = dd.HaloSpec.window(L.partition, L.shape, (1, 3, 1 + 2 * padding), padding=(0, 1, padding))
+    plan = dd.maps.halo_exchange(spec).plan
+    xs = [torch.rand(plan.view(r).in_shape) for r in range(2)]
+    assert program_of(plan, [on_device(xs[0])]).fused_early.itemsize == word
+    wanted = plan.simulate(xs)
+    assert all(torch.equal(a, b) for a, b in zip(moved(plan, xs), wanted))
 
 
 @pytest.mark.parametrize("last, splits", [(30, (16, 14)), (32, (18, 14)), (32, (16, 16)), (33, (16, 17))])

@@ -329,7 +329,8 @@ def test_boxes_of_widened_sums_are_not_fused(monkeypatch):
     monkeypatch.setattr(programs.fused, "Boxes", lambda copies, itemsize, device: made.append(itemsize))
     plan = dd.maps.halo_exchange(dd.HaloSpec(dd.Layout(dd.Partition((2, 2)), (6, 6)), 2, boundary="circular")).T.plan
     for dtype, sizes in ((torch.bfloat16, []), (torch.int16, []), (torch.float32, [4])):
-        program_of(plan, torch.ones(plan.view(1).in_shape, dtype=dtype)).fuse(torch.device("cpu"))
+        x = torch.ones(plan.view(1).in_shape, dtype=dtype)
+        program_of(plan, x).fuse([x])
         assert made == sizes, dtype
 
 
