@@ -199,8 +199,8 @@ def mlp():
     x = torch.randn(tokens, width, **kind, requires_grad=True)
     part = x.detach()[: tokens // p].clone().requires_grad_()
 
-    def use(y):  # its own cotangent: backward needs it, as behind a loss; a result that nobody reads would be summed beside all else
-        y.backward(y.detach())
+    def use(y):
+        y.backward(y.detach())  # needs the result, as a loss does: one that nobody reads would be summed beside all else
 
     def ours():
         h = F.dist_linear(x, w1, column, x_layout="invariant", y_layout="replicated")
