@@ -26,7 +26,8 @@ class GradientSync:
         optimizer.step(); optimizer.zero_grad()
 
     Buckets start in one order on all ranks, whatever the order in which gradients come. On CUDA all of it, the hook's own work too,
-    goes on a stream beside backward's; MPI's all-reduce blocks. The summed gradients of a bucket are views of one vector.
+    goes on a stream beside backward's; MPI's all-reduce blocks. The summed gradients of a bucket are views of one vector. Its hooks
+    go with it: keep it as long as gradients are to be summed.
 
     Args:
         params: leaf tensors; those that do not require a gradient are left out.
@@ -48,7 +49,9 @@ class GradientSync:
         self.syncing = True
         self._summed: dict = {}  # weak: it keeps no gradient alive
         self._bucket_of = {i: b for b, bucket in enumerate(self.buckets) for i in bucket}
-        self._hooks = [p.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i)) for i, p in enumerate(self.params)]
+        this = weakref.ref(self)  # Python's collector does not see hooks: a cycle through one would never be freed
+        self._hooks = [p.register_post_accumulate_grad_hook(lambda _, i=i: this()._arrived(i)) for i, p in enumerate(self.params)]
+        weakref.finalize(self, _remove, self._hooks)
         self._begin()
 
     def _begin(self):
@@ -115,6 +118,10 @@ class GradientSync:
         self._begin()
 
     def remove(self):
-        """Take the hooks off the parameters."""
-        for handle in self._hooks:
-            handle.remove()
+        """Take the hooks off the parameters, as when nothing refers to this any more."""
+        _remove(self._hooks)
+
+
+def _remove(handles) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,6 +1,7 @@
 """Data parallelism against the sequential program: uneven and empty shares, buckets, hooks on leaves, every transform."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -178,6 +179,25 @@ def test_buckets_are_reduced_while_backward_runs():
     assert seen == [2] and len(sent) == 3
 
 
+def test_nothing_outlives_its_users():
+    """Hooks are on parameters, and Python's collector does not see them: they hold nothing, and go with what put them there."""
+    n, r, P = world()
+    model, _ = modules()
+    sync = dp.GradientSync(model.parameters(), P, limits=SMALL)
+    total(model, share(1, batch(0))).backward()
+    sync.finish()
+    before, sync = weakref.ref(sync), None
+    assert before() is None
+    model.zero_grad()
+    with count_messages() as sent:
+        total(model, share(1, batch(0))).backward()
+    assert not sent and all(p.grad is not None for p in model.parameters()), "a gradient of this rank alone"
+    sync = dp.GradientSync(model.parameters(), P)
+    gone = [weakref.ref(p) for p in model.parameters()]
+    del sync, model
+    assert all(p() is None for p in gone), "no collector needed"
+
+
 def test_unused_parameters():
     """Used on one rank only: the others count as zero. Used on none: the gradient stays None, and Adam leaves it alone."""
     n, r, P = world()
@@ -202,7 +222,7 @@ def test_bad_use_is_an_error():
     with pytest.raises(dd.errors.DistdlError, match=r"summed over the ranks before.*zero_grad.*set_to_none=True"):
         (a.sum() + b.sum()).backward()
     words = torch.nn.Embedding(3, 2, sparse=True)
-    dp.GradientSync(words.parameters(), P)
+    sync = dp.GradientSync(words.parameters(), P)
     with pytest.raises(dd.errors.DistdlError, match=r"a sparse gradient.*sparse=False"):
         words(torch.tensor([1])).sum().backward()
     outside = dd.Partition((1,), (n,))
