@@ -20,7 +20,7 @@ from operator import index as as_int
 
 import torch
 
-from . import _torch, run
+from . import _torch, run, transport
 from .errors import AgreementError, DistdlError, PartitionError, ShapeError
 from .plan import Plan
 from .ties import nothing
@@ -353,6 +353,7 @@ def _have_tangents(*groups) -> bool:
 
 def _run(maps, xs, pending, recorded):
     """The movement itself, on plain tensors; ``recorded``: a graph holds its adjoint."""
+    transport.begun += 1
     if pending is not None:
         return pending.finish()
     ordinary = len(xs) == 1 and _is_plain(xs[0])  # nearly always

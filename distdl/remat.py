@@ -5,51 +5,67 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
-from . import _torch
+from . import _torch, transport
 from .errors import DistdlError
 from .ties import nothing, tie
 
 __all__ = ["remat"]
 
 
+def _is_smooth(t) -> bool:
+    return isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex())
+
+
 def _smooth(tree):
     """The differentiable tensors among the leaves of a pytree."""
-    leaves = _torch.flatten(tree)[0]
-    return [t for t in leaves if isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex())]
+    return [t for t in _torch.flatten(tree)[0] if _is_smooth(t)]
 
 
-def _anchored(f):
-    """``f``, whose outputs save something for backward whatever f does: ``exp`` of an empty tensor, tied to each.
+def _anchor(*tensors):
+    """Saves something for backward whatever they are: ``exp`` of an empty tensor that depends on them."""
+    hooks = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
+    return nothing((0,), *hooks).float().exp()
 
-    torch recomputes a checkpointed region when a tensor that it saved is asked for. A rank whose part saves nothing (an empty
-    block, a linear function) would never recompute, while its peers do and wait for its messages. The anchor is asked for first
-    of all, so that every rank recomputes at the same point of its backward.
+
+def _anchored(f, begin):
+    """``f(*begin(*args))``, with anchors to which every output is tied, so that every rank recomputes.
+
+    torch recomputes a checkpointed region when a tensor that it saved is asked for, up to the last one that it saved. A rank whose
+    part saves nothing (an empty block, a linear function) would never recompute, while its peers do and wait for its messages.
+    So something is saved after the last message: right after ``begin`` where f moves nothing, else behind f for each output.
     """
+    moves = None  # whether f does, as the first run found out
 
     def run(*args, **kwargs):
+        nonlocal moves
+        smooth = _smooth((args, kwargs))
+        if begin is not None:
+            args = begin(*args)
+        anchor = _anchor(*smooth) if any(t.requires_grad for t in smooth) else None
+        before = transport.begun
         leaves, tree = _torch.flatten(f(*args, **kwargs))
-        smooth = _smooth(leaves) + _smooth((args, kwargs))
-        outs = []
-        for y in leaves:
-            if isinstance(y, torch.Tensor) and (y.is_floating_point() or y.is_complex()):
-                hooks = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (y, *smooth)]
-                y = tie(y, nothing((0,), *hooks).float().exp())
-            outs.append(y)
-        return _torch.unflatten(outs, tree)
+        if moves is None:
+            moves = transport.begun != before
+        if (moves or anchor is None) and (made := _smooth(leaves)):
+            anchor = _anchor(*made, *smooth)
+        return _torch.unflatten([tie(y, anchor) if _is_smooth(y) else y for y in leaves], tree)
 
     return run
 
 
-def remat(f):
+def remat(f, *, begin=None):
     """``f``, whose intermediate results are not kept but worked out again in backward, movements included.
 
-    As ``torch.utils.checkpoint`` with ``use_reentrant=False``, made safe for functions that send messages: the whole region is
-    run again, on every rank, at the same point of backward, also where a rank's part saves nothing. The random state is kept.
+    As ``torch.utils.checkpoint`` with ``use_reentrant=False``, made safe for functions that send messages: all of them are sent
+    again, by every rank, at the same point of backward, also where a rank's part saves nothing. Local work behind them, of which
+    backward needs nothing, may be left out. The random state is kept.
 
     Args:
         f: a function of tensors (any pytrees) or a module. Every rank of its movements calls it.
+        begin: work that belongs to f, and is run again with it: f gets the tuple that it makes of the arguments. Where all messages
+            are sent in there (parameters gathered, say), local work at the end of f need not be done again.
 
     Returns:
         A function of the same arguments. Its results are f's (a copy of each); backward, of any order, sends f's forward
@@ -58,7 +74,6 @@ def remat(f):
     Raises:
         DistdlError: inside a torch.func transform, which torch cannot checkpoint: call f itself there.
     """
-    anchored = _anchored(f)
 
     @functools.wraps(f, updated=())
     def call(*args, **kwargs):
@@ -67,8 +82,7 @@ def remat(f):
                               expected="eager mode", actual="a torch.func transform",
                               next_step="call the function itself inside grad, vjp, jvp and vmap")
         if not torch.is_grad_enabled():
-            return f(*args, **kwargs)
-        with set_checkpoint_early_stop(False):
-            return checkpoint(anchored, *args, use_reentrant=False, **kwargs)
+            return f(*(args if begin is None else begin(*args)), **kwargs)
+        return checkpoint(_anchored(f, begin), *args, use_reentrant=False, **kwargs)
 
     return call

@@ -368,7 +368,7 @@ def start(A, x) -> _Pending:
     if now:
         xs = run.checked(maps, xs)
     if now and all(map(_torch.is_plain, xs)):
-        first = maps[0]
+        first, _transport.begun = maps[0], _transport.begun + 1
         transport = first.world.transport(xs[0], first.ranks)
         if _transport.observer is not None:
             recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)

@@ -201,10 +201,10 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
             if remat == "parameters":
                 return _gathered_again(layers[i], tree, whole)
 
-            def call(mine, x):
-                return layers[i](tree(whole(mine)), x)
+            def begin(mine, x):
+                return tree(whole(mine)), x
 
-            return _remat(call) if remat else call
+            return _remat(layers[i], begin=begin) if remat else lambda mine, x: layers[i](*begin(mine, x))
 
         for i in range(len(layers)):
             x = gathered(i)(_parts(blocks[i]), x)

@@ -108,3 +108,52 @@ def test_not_inside_torch_func():
     for transform in (torch.func.grad, torch.vmap, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))):
         with pytest.raises(dd.errors.DistdlError, match=r"torch\.func"):
             transform(dd.remat(lambda x: x.sin().sum()))(torch.ones(3))
+
+
+@pytest.mark.parametrize("moves", ["at the beginning", "at the end", "nothing"])
+def test_local_work_at_the_end_is_not_done_again(moves):
+    """Unless a message comes after it. The other ranks save nothing, and send and receive all the same."""
+    P, log = dd.Partition((WORLD.size,)), []
+    total = (lambda x: F.all_sum_reduce(x, P)) if WORLD.size > 1 else torch.clone  # the identity of one rank is no movement
+
+    def f(x, w):
+        if WORLD.rank == 0:
+            x = x.sin()
+        log.append("middle")
+        y = 2 * x if WORLD.rank else x @ w
+        log.append("end")
+        return total(y) if moves == "at the end" else y
+
+    def begin(x, w):
+        return total(x), w
+
+    x, w = randn(3, 3).requires_grad_(), torch.ones(3, 3, dtype=torch.float64)
+    region = dd.remat(f, begin=begin) if moves == "at the beginning" else dd.remat(f)
+    got = []
+    forward = messages(lambda: got.append(region(x, w)))
+    assert log == ["middle", "end"]
+    backward = messages(lambda: got[0].square().sum().backward())
+    assert backward == tuple((1 + (moves != "nothing")) * n for n in forward)
+    more = {"at the beginning": ["middle"] if WORLD.rank == 0 else [], "nothing": ["middle"] if WORLD.rank == 0 else [],
+            "at the end": ["middle", "end"]}[moves if WORLD.size > 1 else "nothing"]
+    assert log[2:] == more
+    plain = x.detach().clone().requires_grad_()
+    f(*begin(plain, w) if moves == "at the beginning" else (plain, w)).square().sum().backward()
+    assert torch.equal(x.grad, plain.grad)
+
+
+def test_a_region_within_another():
+    """What the inner one sends belongs to the outer one too, whoever saves something behind it."""
+    P = dd.Partition((WORLD.size,))
+    inner = dd.remat(lambda x: F.shift(x.sin() if WORLD.rank else x, P, 0))
+
+    def f(x):
+        y = inner(x)
+        return y.exp() if WORLD.rank == 0 else 3 * y
+
+    x = randn(3).requires_grad_()
+    dd.remat(f)(x).sum().backward()
+    plain = x.detach().clone().requires_grad_()
+    y = F.shift(plain.sin() if WORLD.rank else plain, P, 0)
+    (y.exp() if WORLD.rank == 0 else 3 * y).sum().backward()
+    assert torch.equal(x.grad, plain.grad)
