@@ -81,8 +81,11 @@ def bench_linear_dtypes(timed, dtype):
     timed(cases.linear(1024, 1024, 1024, (1, SIZE, 1), dtype=dtype))
 
 
-@choose("kind", cases.NORMS)
-def bench_norm(timed, kind):
-    """Statistics across ranks: space split, or the normalised dim itself."""
+@choose("kind, across, dtype", [*((kind, True, torch.float32) for kind in cases.NORMS),
+                               *((kind, False, torch.float32) for kind in ("group_norm", "instance_norm", "layer_norm"))],
+        [(kind, True, torch.bfloat16) for kind in cases.NORMS])
+def bench_norm(timed, kind, across, dtype):
+    """Statistics across ranks (space split, or the normalised dim itself), or within them (the batch split)."""
     last = kind in ("layer_norm", "rms_norm")
-    timed(cases.norm(kind, (2048, 1024) if last else (4, 32, 128, 128), (1, SIZE) if last else (1, 1, SIZE, 1)))
+    grid = ((1, SIZE) if across else (SIZE, 1)) if last else (1, 1, SIZE, 1) if across else (SIZE, 1, 1, 1)
+    timed(cases.norm(kind, (2048, 1024) if last else (4, 32, 128, 128), grid, dtype=dtype))

@@ -188,7 +188,7 @@ def linear(tokens: int, out: int, features: int, grid, x_layout="invariant", y_l
 
 
 def norm(kind: str, shape, grid, *, dtype=torch.float32) -> Case:
-    """A normalisation, forward + backward; the statistics cross ranks."""
+    """A normalisation, forward + backward; statistics cross ranks where what they are taken over is split."""
     L = dd.Layout(dd.Partition(grid), shape)
     x, c = leaf(L.local_shape(), dtype), shape[1]
     g, b = leaf((c,), dtype, 1), leaf((c,), dtype, 2)

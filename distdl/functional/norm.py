@@ -1,7 +1,7 @@
 """Normalisation over partitioned tensors: exact on uneven and empty blocks, and stable.
 
-Mean and variance come from one all-gather of each rank's own, see :mod:`moments`. Half precision is normalised in float32, and the
-result has the dtype of x.
+Mean and variance come from one all-gather of each rank's own, see :mod:`moments`; where a rank has all that they are taken over,
+torch's kernel does it. Half precision is normalised in float32, and the result has the dtype of x.
 
 Throughout: x is this rank's block over ``P`` (a Partition, then shapes are agreed on, or a Layout, then nothing is), the
 result this rank's block in the same layout; a rank outside ``P`` gets a connected tensor without elements. ``weight`` and
@@ -91,6 +91,17 @@ def _normalised(x, shift, var, eps, weight, bias, dtype):
     return _times_plus(_times_plus(x, scale, offset), weight, bias).to(dtype)
 
 
+def _within(x, L, dims) -> bool:
+    """Whether every element's statistics, over ``dims``, are this rank's own, of some elements: torch's kernel will do."""
+    return x.numel() > 0 and all(L.partition.shape[d] == 1 for d in dims)
+
+
+def _group_norm(x, groups, weight, bias, eps, dtype):
+    """torch's, in x's dtype."""
+    weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
+    return torch.group_norm(x, groups, weight, bias, eps).to(dtype)
+
+
 def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5, *,
                     num_batches_tracked=None, params="varying"):
     """Batch normalisation of (batch, channel, *space), over the batch and space of all ranks. Pure: nothing is updated in place.
@@ -165,6 +176,8 @@ def dist_instance_norm(x, P, weight=None, bias=None, eps=1e-5, *, params="varyin
         raise ShapeError("one value for a channel has no variance", op="dist_instance_norm", partitions=L, actual=L.shape,
                          expected="more than 1 value per channel",
                          next_step="normalise over more elements, or use dist_layer_norm")
+    if _within(x, L, dims):
+        return _group_norm(x, x.shape[1], weight, bias, eps, dtype)
     _, var, x, shift = moments(x, L, dims)
     return _normalised(x, shift, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype)
 
@@ -185,6 +198,10 @@ def dist_layer_norm(x, P, normalized_shape, weight=None, bias=None, eps=1e-5, *,
     dims = _trailing("dist_layer_norm", L, normalized_shape)
     weight, bias = _parameters("dist_layer_norm", params, L, range(dims[0]), tuple(x.shape[dims[0] :]), weight, bias)
     dtype, x = x.dtype, wide(x)
+    if _within(x, L, dims):  # as one group: torch's layer_norm has wrong derivatives of higher order, its group_norm right ones
+        x = torch.group_norm(x.reshape(-1, 1, count(L, dims)), 1, None, None, eps).reshape(x.shape)
+        x = _times_plus(x, weight, bias) if weight is not None else x if bias is None else x + bias
+        return x.to(dtype)
     _, var, x, shift = moments(x, L, dims)
     return _normalised(x, shift, var, eps, weight, bias, dtype)
 
@@ -231,8 +248,11 @@ def dist_group_norm(x, P, num_groups, weight=None, bias=None, eps=1e-5, *, param
     weight, bias = _parameters(op, params, L, [d for d in range(L.ndim) if d != 1], (x.shape[1],), weight, bias)
     dtype, x = x.dtype, wide(x)
     size, shape = max(L.shape[1] // num_groups, 1), x.shape
+    cut = any(stop % size for _, stop in L.blocks(1))
+    if not cut and _within(x, L, range(2, L.ndim)):
+        return _group_norm(x, shape[1] // size, weight, bias, eps, dtype)
     weight, bias = _of_channels(L, weight), _of_channels(L, bias)
-    if any(stop % size for _, stop in L.blocks(1)):
+    if cut:
         _, var, x, shift = cut_group_moments(x, L, size)
         return _normalised(x, shift, var, eps, weight, bias, dtype)
     # Every rank has whole groups: (batch, group, channel of it, *space), and only space is merged.

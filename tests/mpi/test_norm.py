@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as f
 from serial import along, check_layer, layouts, messages, randn
+from torch.func import grad, jvp
 
 import distdl as dd
 import distdl.functional as F
@@ -100,6 +101,38 @@ def test_group_norm_uneven_channels():
 def test_instance_norm():
     sweep(lambda x, P, w, b: F.dist_instance_norm(x, P, w, b, **INVARIANT), lambda x, w, b: f.instance_norm(x, None, None, w, b),
           [W, B], (1,))
+
+
+def test_derivatives_of_any_order():
+    """Whether a rank has all that statistics are taken over, or not. torch's own layer_norm is wrong from jvp of jvp on."""
+    n = dd.world().size
+
+    def by_hand(x, dims):
+        centred = x - x.mean(dims, keepdim=True)
+        return centred * (centred.square().mean(dims, keepdim=True) + 1e-5).rsqrt()
+
+    calls = {"layer": (lambda x, L: F.dist_layer_norm(x, L, X.shape[1:]), (1, 2)),
+             "group": (lambda x, L: F.dist_group_norm(x, L, 1), (1, 2)),
+             "instance": (lambda x, L: F.dist_instance_norm(x, L), (2,)),
+             "batch": (lambda x, L: F.dist_batch_norm(x, L, None, None, training=True)[0], (0, 2))}
+    for name, (dist, dims) in calls.items():
+        for grid in ((n, 1, 1), (1, n, 1), (1, 1, n)):
+            L = dd.Layout(dd.Partition(grid), X.shape)
+            found = dist(L.shard(X), L), L.shard(by_hand(X, dims))
+            torch.testing.assert_close(*found, msg=lambda text, name=name, grid=grid: f"{name} {grid}: {text}")
+
+            def twice(f, x):
+                return jvp(lambda x: jvp(f, (x,), (x.sin(),))[1], (x,), (x.cos(),))[1]
+
+            def thrice(f, x):  # every rank's loss is its own sum, and gradients are those of the sum over ranks: the serial ones
+                loss = lambda g: lambda x: g(x).sin().sum()
+                return grad(loss(grad(loss(grad(loss(f))))))(x)
+
+            mine, whole = L.shard(X).clone(), lambda x, dims=dims: by_hand(x, dims)
+            for order, got, wanted in (("jvp of jvp", twice(lambda x: dist(x, L), mine), twice(whole, X)),
+                                       ("third", thrice(lambda x: dist(x, L), mine), thrice(whole, X))):
+                off = (got - L.shard(wanted)).abs().max().item() / wanted.abs().max().item() if mine.numel() else 0.0
+                dd.testing.collective_assert(off < 1e-11, f"{name} {grid} {order}: {off}")
 
 
 def test_large_mean_in_single_precision():
