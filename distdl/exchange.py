@@ -7,7 +7,6 @@ the plan's view; a call is then: allocate, copy what stays, post, wait, unpack.
 
 from __future__ import annotations
 
-import ctypes
 from collections import defaultdict, deque
 from contextlib import contextmanager, nullcontext
 
@@ -20,7 +19,7 @@ from .program import NO_SUMS, program_of
 from .side_stream import Beside, settle
 from .transport.local import LocalTransport
 
-_empty_like, _memmove = torch.empty_like, ctypes.memmove
+_empty_like, _address = torch.empty_like, torch.Tensor.data_ptr
 
 
 class Pending:
@@ -46,12 +45,14 @@ class Pending:
             ys[leaf].zero_()
         for part in program.blanks:
             part.of(ys[part.leaf]).zero_()
-        for leaf, to, source, nbytes in program.moves:
-            _memmove(ys[leaf].data_ptr() + to, xs[leaf].data_ptr() + source, nbytes)
         base = 0
         if program.staging:
             self.staging = program.take_staging(xs[0].device)
             base = self.staging[0].data_ptr()
+        ins, outs = [*map(_address, xs), base], [*map(_address, ys), base]  # the staging memory is the last, leaf -1
+        for copy, leaf, to, other, source, nbytes in program.moves:
+            copy(outs[leaf] + to, ins[other] + source, nbytes)
+        if program.packs:
             for part, staged in zip(program.packs, self.staging[1]):
                 staged.copy_(part.of(xs[part.leaf]))
         for to, part in program.early:
@@ -59,8 +60,8 @@ class Pending:
         if program.fused_early is not None:
             program.fused_early.copy(xs[0], self.staging, ys[0])
         if program.travels:
-            sends = [(p, (base if leaf < 0 else xs[leaf].data_ptr()) + at, n) for p, leaf, at, n in program.sends]
-            receives = [(p, (base if leaf < 0 else ys[leaf].data_ptr()) + at, n) for p, leaf, at, n in program.receives]
+            sends = [(p, ins[leaf] + at, n) for p, leaf, at, n in program.sends]
+            receives = [(p, outs[leaf] + at, n) for p, leaf, at, n in program.receives]
             if program.kind:
                 (_, source, nbytes), (_, target, _), dtype = sends[0], receives[0], xs[0].dtype
                 self.handle = _collect(transport, program.kind, source, target, nbytes // dtype.itemsize, dtype, program.group)
@@ -74,6 +75,10 @@ class Pending:
         if program.travels:
             self.transport.wait(self.handle)
             self.handle = None
+        if program.arrivals:
+            base = self.staging[0].data_ptr()
+            for copy, leaf, to, _, source, nbytes in program.arrivals:
+                copy(ys[leaf].data_ptr() + to, base + source, nbytes)
         if program.fused_late is not None:
             program.fused_late.copy(self.xs[0], self.staging, ys[0])
         for i, (to, source) in enumerate(program.late):

@@ -6,6 +6,7 @@ dtype they are added; or that all of it is one collective of the engine. :mod:`e
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, replace
@@ -45,9 +46,10 @@ class Part:
     words: bool = False  # whether ``dtype`` stands for several elements of the tensor's own
 
     def __post_init__(self):
-        self.dense = self.dense or _dense(self.size)
+        run = _dense(self.size)
+        self.dense = self.dense or run
         self.nbytes = math.prod(self.size) * self.dtype.itemsize
-        self.contiguous = all(n == 1 or s == d for n, s, d in zip(self.size, self.stride, self.dense))
+        self.contiguous = all(n == 1 or s == d for n, s, d in zip(self.size, self.stride, run))
         self.direct = self.contiguous and not self.add and not self.cast  # travels from, or to, where it lies
 
     def of(self, tensor):
@@ -59,6 +61,11 @@ class Part:
     def staged(self, staging):
         """The box inside the staging memory."""
         return staging.view(self.dtype).as_strided(self.size, self.dense, self.place // self.dtype.itemsize)
+
+    @property
+    def waiting(self) -> Part:
+        """The box inside the staging memory, as strided memory itself."""
+        return Part(-1, self.size, self.dense, self.place // self.dtype.itemsize, self.dtype)
 
     def factor(self, shape, most: int) -> int:
         """How many elements can be copied as one word of at most 16 bytes, in a tensor of this shape."""
@@ -91,10 +98,11 @@ class Program:
     casts: list[torch.dtype] | None  # dtypes of the results, where the working ones differ
     sends: list[tuple[int, int, int, int]]
     receives: list[tuple[int, int, int, int]]
-    moves: list[tuple[int, int, int, int]]  # kept boxes that are runs of memory: (leaf, to, from, bytes)
-    early: list[tuple[Part, Part]]  # other kept boxes (to, from), copied before anything arrives
-    packs: list[Part]  # what goes into the staging memory before it is sent
-    late: list[tuple[Part, Part | None]]  # what follows, in summing order (to, from; None: from the staging memory)
+    moves: list[tuple]  # copies before anything arrives, by address: (function, leaf, to, leaf, from, bytes),
+    early: list[tuple[Part, Part]]  # those of other kept boxes (to, from),
+    packs: list[Part]  # and of others into the staging memory
+    arrivals: list[tuple]  # copies of what has arrived, as ``moves``,
+    late: list[tuple[Part, Part | None]]  # and what else follows, in summing order (to, from; None: from the staging memory)
     staging: int  # bytes
     kind: str | None  # "all_reduce", "all_gather" or "reduce_scatter" where all of this is one collective,
     group: tuple[int, ...]  # and its ranks, in the order of their blocks
@@ -148,8 +156,11 @@ class Program:
             return self._views(torch.empty(self.staging, dtype=torch.uint8, device=device))
         if self.spare:
             return self.spare.pop()
-        with torch.inference_mode(False):  # it outlives the mode
-            return self._views(_staging.take(self.staging))
+        block = _staging.take(self.staging)
+        if not self.packs and not self.late:
+            return block, (), ()
+        with torch.inference_mode(False):  # they outlive the mode
+            return self._views(block)
 
     def _views(self, block):
         late = [to.staged(block) if source is None else None for to, source in self.late]
@@ -205,10 +216,32 @@ def _messages(by_peer, end: int, transport):
     return messages, end
 
 
-def _strided(part, transport):
-    """A part as a message that the engine packs or unpacks while it travels, or ``None``."""
+def _strided(part, transport, travels=True):
+    """A part as a message that the engine packs or unpacks while it travels, or as a copy within this rank; or ``None``."""
     itemsize = part.dtype.itemsize
-    return None if part.add or part.cast else transport.strided(part.size, tuple(s * itemsize for s in part.stride), itemsize)
+    if part.add or part.cast:
+        return None
+    return transport.strided(part.size, tuple(s * itemsize for s in part.stride), itemsize, travels)
+
+
+def _by_address(pairs, transport):
+    """Of copies in host memory (to, from): those that need no tensors, as in :attr:`Program.moves`, and the others."""
+    copies, others = [], []
+    for to, source in pairs:
+        copy = None
+        if to.contiguous and not to.add and not to.cast:
+            if source.contiguous:
+                copy = ctypes.memmove
+            elif (box := _strided(source, transport, travels=False)) is not None:
+                copy = box.pack
+        elif source.contiguous and (box := _strided(to, transport, travels=False)) is not None:
+            copy = box.unpack
+        if copy is None:
+            others.append((to, source))
+        else:
+            ends = [number for part in (to, source) for number in (part.leaf, part.offset * part.dtype.itemsize)]
+            copies.append((copy, *ends, to.nbytes))
+    return copies, others
 
 
 def _joined(parts):
@@ -281,7 +314,8 @@ def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> Program:
     staged_small, staged_blocks = ([] if at[0] == 0 else _joined(parts) for at, parts in zip(ends, (small, blocks)))
     sends, receives = [[(rank, *at, n)] for at in (ends if kind == "all_gather" else ends[::-1])]
     packs, unpacks = (staged_small, staged_blocks) if kind == "all_gather" else (staged_blocks, staged_small)
-    return Program(likes, [], [], None, sends, receives, [], [], packs, [(to, None) for to in unpacks], end, kind, group, True, [])
+    late: list[tuple[Part, Part | None]] = [(to, None) for to in unpacks]
+    return Program(likes, [], [], None, sends, receives, [], [], packs, [], late, end, kind, group, True, [])
 
 
 def _program(plans, leads, strides, dtypes, transport, device) -> Program:
@@ -314,22 +348,24 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
                 late += [(target, None) for target in targets]
     if kind and kind != "all_reduce":
         return _gathering(plans[0], rank, leads[0], strides[0], dtypes[0], kind, group, likes)
-    moves, early = [], []
-    for to, source in kept:
-        if device.type == "cpu" and to.direct and source.contiguous:
-            moves.append((to.leaf, to.offset * to.dtype.itemsize, source.offset * to.dtype.itemsize, to.nbytes))
-        else:
-            early.append((to, source))
     send_messages, end = _messages(sends, 0, transport)
     receive_messages, end = _messages(receives, end, transport)
     packs = _joined(sorted((part for parts in sends.values() for part in parts if not part.direct), key=lambda part: part.place))
     late = [(to, source) for to, source in late if source is not None or not to.direct]
     if not any(to.add for to, _ in late):  # the order does not matter then
         late = [(to, None) for to in _joined(sorted((to for to, _ in late), key=lambda part: part.place))]
+    moves, arrivals = [], []
+    if device.type == "cpu":
+        moves, kept = _by_address(kept, transport)
+        more, rest = _by_address([(part.waiting, part) for part in packs], transport)
+        moves, packs = moves + more, [part for _, part in rest]
+        if not any(to.add for to, _ in late):
+            arrivals, rest = _by_address([(to, to.waiting) for to, _ in late], transport)
+            late = [(to, None) for to, _ in rest]
     casts = list(dtypes) if any(like.dtype != d for like, d in zip(likes, dtypes)) else None
     travels = bool(send_messages or receive_messages)
-    return Program(likes, zeroed, blanks, casts, send_messages, receive_messages, moves, early, packs, late, end, kind, group,
-                    travels, [])
+    return Program(likes, zeroed, blanks, casts, send_messages, receive_messages, moves, kept, packs, arrivals, late, end, kind,
+                   group, travels, [])
 
 
 class _Staging:
@@ -345,7 +381,8 @@ class _Staging:
         size = max(256, 1 << (nbytes - 1).bit_length())
         blocks = self.free[size]
         if not blocks:
-            return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
+            with torch.inference_mode(False):  # it outlives the mode
+                return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
         self.kept -= size
         return blocks.pop()
 

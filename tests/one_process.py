@@ -34,7 +34,7 @@ class Recorded:
         self.count[what] += 1
         return (*what, self.count[what])
 
-    def strided(self, sizes, strides, itemsize):
+    def strided(self, sizes, strides, itemsize, travels=True):
         return None
 
     def post(self, sends, receives):

@@ -38,18 +38,36 @@ def within(address, tensor):
     return tensor.data_ptr() <= address < tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
-class Typed(LocalTransport):
-    """Packs and unpacks single boxes itself, as MPI's datatypes let it; and it reads and writes as early as it may."""
+class Box(tuple):
+    """Sizes, strides in bytes, and bytes of one element."""
 
-    def strided(self, sizes, strides, itemsize):
-        return sizes, strides, itemsize
-
-    @staticmethod
-    def memory(address, message):
-        sizes, strides, itemsize = message if isinstance(message, tuple) else ((message,), (1,), 1)
+    def at(self, address):
+        sizes, strides, itemsize = self
         span = sum((n - 1) * s for n, s in zip(sizes, strides)) + itemsize
         flat = torch.frombuffer((ctypes.c_char * span).from_address(address), dtype=torch.uint8)
         return flat.as_strided((*sizes, itemsize), (*strides, 1))
+
+    def pack(self, to, source, nbytes):
+        self.run(to, nbytes).copy_(self.at(source).flatten())
+
+    def unpack(self, to, source, nbytes):
+        box = self.at(to)
+        box.copy_(self.run(source, nbytes).view(box.shape))
+
+    @staticmethod
+    def run(address, nbytes):
+        return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+
+class Typed(LocalTransport):
+    """Packs and unpacks single boxes itself, as MPI's datatypes let it; and it reads and writes as early as it may."""
+
+    def strided(self, sizes, strides, itemsize, travels=True):
+        return Box((sizes, strides, itemsize))
+
+    @staticmethod
+    def memory(address, message):
+        return (message if isinstance(message, Box) else Box(((message,), (1,), 1))).at(address)
 
     def post(self, sends, receives):
         for peer, address, message in sends:
@@ -128,6 +146,34 @@ def test_an_engine_that_packs_single_boxes(name, kind, monkeypatch):
                         m.peer: -1 if len(m.boxes) > 1 or add else 0 for m, add in zip(view.received, added) if m.peer != r}
             for r in plan.ranks:
                 plan.view(r).programs.clear()
+
+
+class Copying(Typed):
+    """Packs and unpacks, but sends only what is one run of memory."""
+
+    def strided(self, sizes, strides, itemsize, travels=True):
+        return None if travels else Box((sizes, strides, itemsize))
+
+
+@pytest.mark.parametrize("n", [64, 20])
+def test_such_an_engine_copies_what_stays_and_what_is_staged(n, monkeypatch):
+    """Without views of tensors, where one end of a copy is a run of memory."""
+    rows, columns = (dd.Layout(dd.Partition(grid), (n, n)) for grid in ((4, 1), (1, 4)))
+    X, there = torch.randint(9, (n, n)), Plan(Side.of(rows), Side.of(columns))
+    strided = [columns.shard(X, r) for r in range(4)]  # neither end of what stays is a run of memory
+    monkeypatch.setattr(exchange, "LocalTransport", Copying)
+    for plan, blocks, layout, whole in (
+        (there, [rows.shard(X, r) for r in range(4)], columns, True),
+        (Plan(Side.of(columns), Side.of(rows)), [columns.shard(X, r).contiguous() for r in range(4)], rows, True),
+        (Plan(Side.of(columns), Side.of(rows)), strided, rows, False),
+    ):
+        for r, y in enumerate(plan.simulate(blocks)):
+            assert torch.equal(y, layout.shard(X, r))
+            (program,) = plan.view(r).programs.values()
+            assert program.staging and bool(program.early) == (not whole)
+            joined = n == 20  # three boxes as one copy, with gaps between them in the staging memory
+            assert bool(program.packs) == (joined and (layout is columns or not whole))
+            assert bool(program.late) == (joined and layout is rows)
 
 
 @pytest.mark.parametrize("boundary", ["zeros", "circular", "reflect"])

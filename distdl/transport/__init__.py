@@ -22,10 +22,11 @@ class Transport(Protocol):
     sums: frozenset  # the torch dtypes that its sums know
     wide: bool  # whether sums of more than two float16 or bfloat16 are taken in float32
 
-    def strided(self, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int | None:
+    def strided(self, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int, travels: bool = True) -> int | None:
         """A box that is not one run of memory (strides in bytes), for :meth:`post` to send or receive as it lies: the number of
         bytes, as a kind of ``int`` that knows the rest; ``None`` where the engine cannot, or where staging memory is faster.
-        One end may do so alone."""
+        One end may do so alone. Not ``travels``: for copies within this rank, by its methods ``pack`` (to one run of memory) and
+        ``unpack``, both of (to, from, bytes)."""
 
     def post(self, sends: list[Buffer], receives: list[Buffer]) -> Any:
         """Start sending and receiving; messages between two ranks keep their order."""

@@ -36,8 +36,8 @@ class Checked:
         self.rank, self.size, self.device_types = inner.rank, inner.size, inner.device_types
         self.collectives, self.sums, self.wide = inner.collectives, inner.sums, inner.wide
 
-    def strided(self, sizes, strides, itemsize):
-        return self.inner.strided(sizes, strides, itemsize)
+    def strided(self, sizes, strides, itemsize, travels=True):
+        return self.inner.strided(sizes, strides, itemsize, travels)
 
     def post(self, sends, receives):
         return self.inner.post(sends, receives)

@@ -76,11 +76,11 @@ class MpiTransport:
         if "cuda" in self.device_types:
             torch.cuda.current_stream().synchronize()
 
-    def strided(self, sizes, strides, itemsize):
+    def strided(self, sizes, strides, itemsize, travels=True):
         """Only in host memory: MPI copies what lies on a device piece by piece."""
         if not self.types or "cuda" in self.device_types:
             return None
-        message = strided(sizes, strides, itemsize)
+        message = strided(sizes, strides, itemsize, travels)
         return None if message is None or message > self.chunk else message
 
     def abandon(self, handle, memory):

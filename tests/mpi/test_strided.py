@@ -172,6 +172,8 @@ def test_which_messages_are_strided(monkeypatch):
     monkeypatch.setattr("distdl.transport.mpi._reads_devices", lambda: True)
     device = type(HOST).cuda_aware.func(HOST)
     assert device.strided((2, 2), (16, 4), 4) is None, "on a device MPI would copy them one by one"
+    within = HOST.strided((2**10, 2**8), (2**11, 4), 4, travels=False)
+    assert within == (2**20 if quick else None), "a copy within a rank may be of any size"
 
 
 def test_types_are_given_back():

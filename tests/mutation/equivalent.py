@@ -50,8 +50,6 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
         "small = _parts(next(m for m in view.received if m.peer == rank), *about, _dense(shape))": {
             "without its filter": "in a reduce-scatter each arrival fills the rank's whole block: all have the same box",
             "Eq -> NotEq": "in a reduce-scatter each arrival fills the rank's whole block: all have the same box"},
-        "ends.append((-1, end))": {
-            "1 -> 2": "any negative number stands for scratch memory"},
         "limit = 2**30  # bytes kept for later": {
             "2 -> 3": "how much memory is kept for later: time and memory only",
             "30 -> 31": "how much memory is kept for later: time and memory only"},
