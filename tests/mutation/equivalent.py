@@ -26,6 +26,9 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
             "returns None": "remembers that a map fits its world; where that is not known the world is asked again, at each call"},
         "if (_grad_enabled() and _require_grad(xs, ties)) or (_forward_mode_active() and _have_tangents(xs, ties)):": {
             "and <-> or (3)": "a node without tangents is made in forward mode, for nothing: the same values, slower"},
+        "transport.begun += 1": {
+            "Add -> Sub": "what reads it asks whether it has changed, not how",
+            "1 -> 2": "what reads it asks whether it has changed, not how"},
         "traced = _dispatch_modes() or not (ordinary or all(map(_is_plain, xs)))": {
             "and <-> or (2)": "several tensors then go by way of the operator that tracers record: the same values, slower"},
         "return x.new_empty(0, dtype=torch.float32)": {
