@@ -405,3 +405,16 @@ def test_large_results_ask_for_large_pages(rows, large, monkeypatch):
         (y,) = exchange.run((to_columns,), [x], NullTransport(1, 4))
         assert y.nbytes == 8 * rows and ("hg" in _flags(y)) == (on and large)
         del y
+
+
+def test_scratch_memory_outlives_inference_mode():
+    """What was first asked for inside it is written again outside, where torch refuses tensors of that mode."""
+    L = dd.Layout(dd.Partition((2, 1)), (4, 6))
+    plan = dd.maps.repartition(L, dd.Partition((1, 2))).plan
+    xs = [torch.rand(L.local_shape(r)) for r in range(2)]
+    programs._staging.free.clear()
+    with torch.inference_mode():
+        inside = plan.simulate([x.clone() for x in xs])
+    outside = plan.simulate(xs)
+    assert all(torch.equal(a, b) for a, b in zip(inside, outside))
+    assert plan.view(0).programs and all(p.packs for p in plan.view(0).programs.values()), "torch packs here"

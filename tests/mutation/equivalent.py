@@ -42,6 +42,8 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
             "False -> True": "a missing cotangent comes as zeros instead of being made zeros here: time and memory only"},
     },
     "program": {
+        "ends.append((-1, end))": {
+            "without USub": "the scratch memory comes after the only tensor, so that it is number 1 as well as the last"},
         "_SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then": {
             "16 -> 17": "a size from which memory is kept apart: time and memory only"},
         "place: int = 0  # bytes": {
