@@ -381,8 +381,7 @@ class _Staging:
         size = max(256, 1 << (nbytes - 1).bit_length())
         blocks = self.free[size]
         if not blocks:
-            with torch.inference_mode(False):  # it outlives the mode
-                return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
+            return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
         self.kept -= size
         return blocks.pop()
 
