@@ -94,15 +94,15 @@ class Observer:
             recorded: whether a graph will call the adjoint.
         """
         board = getattr(host, "board", None)
-        if board is None or (len(maps[0].ranks) < 2) or host.rank not in maps[0].ranks:
+        ranks = maps[0].ranks
+        if board is None or len(ranks) < 2 or host.rank not in ranks:
             return transport
-        axes = leads(maps, xs)
-        key = (tuple(maps), axes, tuple(x.dtype for x in xs), xs[0].device.type)
+        key = (*maps, *((x.shape, x.dtype) for x in xs), xs[0].device.type)
         call = self.calls.get(key)
         if call is None:
             if len(self.calls) > 4096:
                 self.calls.clear()
-            call = self.calls[key] = call_of(maps, axes, xs, host.rank)
+            call = self.calls[key] = call_of(maps, leads(maps, xs), xs, host.rank)
         return self._checked(host, board, transport, call, maps, xs, recorded)
 
     def agreement(self, host, value, ranks: tuple[int, ...], purpose: str):
@@ -153,7 +153,7 @@ class Observer:
         if self.unrecorded:  # all came, all the same
             self.unrecorded.get(call.op, {}).pop(maps[0], None)
             self.unrecorded.get(str(maps[0].T), {}).pop(maps[0].T, None)  # what an earlier call recorded is no news
-        if any(head[3] != recorded for head in swap.heads().values()):
+        if any(head[3] != recorded for head in swap.found.values()):
             self._note_unrecorded(maps[0], swap.heads(), {side.rank: where, **{r: swap.said(r).where for r in others}})
 
     def _wait(self, side, board, call, where, swap):
@@ -165,7 +165,7 @@ class Observer:
                 heard = _reported(side)
                 if heard is not None:
                     return heard
-                wrong = differs(call, swap, side.rank)
+                wrong = any(head[1:3] != call.digests for head in swap.found.values()) and differs(call, swap, side.rank)
                 if complete:
                     return self._disagreement(call, swap, side.rank, where) if wrong else None
                 waited, missing = time.monotonic() - began, swap.missing()

@@ -12,17 +12,18 @@ _known: dict[str, bool] = {}
 
 
 def _users(filename: str) -> bool:
-    known = _known.get(filename)
-    if known is None:
-        known = _known[filename] = not filename.startswith((*_INSIDE, "<frozen")) and not filename.endswith("contextlib.py")
-    return known
+    return not filename.startswith((*_INSIDE, "<frozen")) and not filename.endswith("contextlib.py")
 
 
 def user_line() -> str:
     """``file:line in function`` of the user's call, as far as this thread knows it (CUDA backward has threads of its own)."""
-    frame = sys._getframe(1)
+    frame, known = sys._getframe(1), _known
     while frame is not None:
-        if _users(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        code = frame.f_code
+        users = known.get(code.co_filename)
+        if users is None:
+            users = known[code.co_filename] = _users(code.co_filename)
+        if users:
+            return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
     return "backward, on a thread of torch's own"
