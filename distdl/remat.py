@@ -29,12 +29,24 @@ def _anchor(*tensors):
     return nothing((0,), *hooks).float().exp()
 
 
+def _asking(anchor, *tensors):
+    """An anchor that saves nothing in the region: as soon as backward comes to it, it asks for what ``anchor`` saved."""
+
+    def ask(saved):
+        anchor.grad_fn._saved_result
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, ask):
+        return _anchor(*tensors)
+
+
 def _anchored(f, begin):
     """``f(*begin(*args))``, with anchors to which every output is tied, so that every rank recomputes.
 
     torch recomputes a checkpointed region when a tensor that it saved is asked for, up to the last one that it saved. A rank whose
     part saves nothing (an empty block, a linear function) would never recompute, while its peers do and wait for its messages.
-    So something is saved after the last message: right after ``begin`` where f moves nothing, else behind f for each output.
+    So something is saved after the last message: right after ``begin`` where f moves nothing, else behind f. Backward asks for it
+    behind f in either case: hooks on tensors inside f (a GradientSync's) may send messages too.
     """
     moves = None  # whether f does, as the first run found out
 
@@ -48,8 +60,8 @@ def _anchored(f, begin):
         leaves, tree = _torch.flatten(f(*args, **kwargs))
         if moves is None:
             moves = transport.begun != before
-        if (moves or anchor is None) and (made := _smooth(leaves)):
-            anchor = _anchor(*made, *smooth)
+        if made := _smooth(leaves):
+            anchor = _anchor(*made, *smooth) if moves or anchor is None else _asking(anchor, *smooth)
         return _torch.unflatten([tie(y, anchor) if _is_smooth(y) else y for y in leaves], tree)
 
     return run

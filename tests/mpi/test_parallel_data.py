@@ -221,6 +221,10 @@ def test_bad_use_is_an_error():
     sync.finish()
     with pytest.raises(dd.errors.DistdlError, match=r"summed over the ranks before.*zero_grad.*set_to_none=True"):
         (a.sum() + b.sum()).backward()
+    a = torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="non-leaf"):
+        dp.GradientSync([a, 2 * a], P)
+    a.sum().backward()  # no hook is left
     words = torch.nn.Embedding(3, 2, sparse=True)
     sync = dp.GradientSync(words.parameters(), P)
     with pytest.raises(dd.errors.DistdlError, match=r"a sparse gradient.*sparse=False"):

@@ -157,3 +157,28 @@ def test_a_region_within_another():
     y = F.shift(plain.sin() if WORLD.rank else plain, P, 0)
     (y.exp() if WORLD.rank == 0 else 3 * y).sum().backward()
     assert torch.equal(x.grad, plain.grad)
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_hooks_inside_that_send_messages(second):
+    """They come after the region's own, on all ranks, also on those that save nothing in f."""
+    P = dd.Partition((WORLD.size,))
+    x, w = randn(3, seed=WORLD.rank).requires_grad_(), randn(3, seed=9).requires_grad_()
+    sync = dd.parallel.GradientSync([w], P)
+
+    def begin(x):
+        return (F.all_sum_reduce(x, P),)
+
+    def f(x):
+        return (x + w).exp().sin() if WORLD.rank == 0 else 2 * (x + w)
+
+    found = []
+    for region in (dd.remat(f, begin=begin), lambda x: f(*begin(x))):
+        loss = region(x).square().sum()
+        if second:
+            loss = F.tie(torch.autograd.grad(loss, x, create_graph=True)[0].square().sum(), loss)
+        loss.backward()
+        sync.finish()
+        found.append((x.grad, w.grad))
+        x.grad = w.grad = None
+    assert all(map(torch.allclose, *found))
