@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import _torch
 from ..agree import check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..ties import nothing
@@ -92,12 +93,16 @@ def _normalised(x, shift, var, eps, weight, bias, dtype):
 
 
 def _within(x, L, dims) -> bool:
-    """Whether every element's statistics, over ``dims``, are this rank's own, of some elements: torch's kernel will do."""
-    return x.numel() > 0 and all(L.partition.shape[d] == 1 for d in dims)
+    """Whether every element's statistics, over ``dims``, are this rank's own, of some elements: torch's kernel will do. (Inside a
+    vmap over nothing it gives another shape.)"""
+    some = x.numel() > 0 and all(size for _, size in _torch.vmap_levels())
+    return some and all(L.partition.shape[d] == 1 for d in dims)
 
 
 def _group_norm(x, groups, weight, bias, eps, dtype):
     """torch's, in x's dtype."""
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias)  # torch's backward fails without
     weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
     return torch.group_norm(x, groups, weight, bias, eps).to(dtype)
 
