@@ -31,12 +31,7 @@ def _anchor(*tensors):
 
 def _asking(anchor, *tensors):
     """An anchor that saves nothing in the region: as soon as backward comes to it, it asks for what ``anchor`` saved."""
-
-    def ask(saved):
-        anchor.grad_fn._saved_result
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, ask):
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: (anchor.grad_fn._saved_result, saved)[1]):
         return _anchor(*tensors)
 
 
@@ -71,13 +66,13 @@ def remat(f, *, begin=None):
     """``f``, whose intermediate results are not kept but worked out again in backward, movements included.
 
     As ``torch.utils.checkpoint`` with ``use_reentrant=False``, made safe for functions that send messages: all of them are sent
-    again, by every rank, at the same point of backward, also where a rank's part saves nothing. Local work behind them, of which
-    backward needs nothing, may be left out. The random state is kept.
+    again, by every rank, at the same point of backward, also where a rank's part saves nothing. Where f sends none (all are sent in
+    ``begin``), local work of which backward needs nothing is left out. The random state is kept.
 
     Args:
         f: a function of tensors (any pytrees) or a module. Every rank of its movements calls it.
-        begin: work that belongs to f, and is run again with it: f gets the tuple that it makes of the arguments. Where all messages
-            are sent in there (parameters gathered, say), local work at the end of f need not be done again.
+        begin: work that belongs to f, and is run again with it: f gets the tuple that it makes of the positional arguments. Where
+            all messages are sent in there (parameters gathered, say), local work at the end of f need not be done again.
 
     Returns:
         A function of the same arguments. Its results are f's (a copy of each); backward, of any order, sends f's forward

@@ -1,7 +1,7 @@
 """Normalisation over partitioned tensors: exact on uneven and empty blocks, and stable.
 
 Mean and variance come from one all-gather of each rank's own, see :mod:`moments`; where a rank has all that they are taken over,
-torch's kernel does it. Half precision is normalised in float32, and the result has the dtype of x.
+torch's kernel does layer, group and instance norms. Half precision is normalised in float32, and the result has the dtype of x.
 
 Throughout: x is this rank's block over ``P`` (a Partition, then shapes are agreed on, or a Layout, then nothing is), the
 result this rank's block in the same layout; a rank outside ``P`` gets a connected tensor without elements. ``weight`` and
