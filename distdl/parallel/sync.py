@@ -53,7 +53,7 @@ class GradientSync:
         self._hooks: list = []
         weakref.finalize(self, _remove, self._hooks)
         for i, p in enumerate(self.params):
-            self._hooks.append(p.register_post_accumulate_grad_hook(lambda _, i=i: this()._arrived(i)))
+            self._hooks.append(p.register_post_accumulate_grad_hook(lambda _, i=i: (sync := this()) and sync._arrived(i)))
         self._begin()
 
     def _begin(self):

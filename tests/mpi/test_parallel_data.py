@@ -196,6 +196,10 @@ def test_nothing_outlives_its_users():
     gone = [weakref.ref(p) for p in model.parameters()]
     del sync, model
     assert all(p() is None for p in gone), "no collector needed"
+    w, users = torch.ones(2, requires_grad=True), []
+    w.register_post_accumulate_grad_hook(lambda _: users.clear())
+    users.append(dp.GradientSync([w], P))
+    w.sum().backward()  # its hook is still to come when the one before drops it
 
 
 def test_unused_parameters():
