@@ -29,12 +29,19 @@ def _anchor(*tensors):
     return nothing((0,), *hooks).float().exp()
 
 
+def _asking(anchor, *tensors):
+    """An anchor that saves nothing in the region: as soon as backward comes to it, it asks for what ``anchor`` saved."""
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: (anchor.grad_fn._saved_result, saved)[1]):
+        return _anchor(*tensors)
+
+
 def _anchored(f, begin):
     """``f(*begin(*args))``, with anchors to which every output is tied, so that every rank recomputes.
 
     torch recomputes a checkpointed region when a tensor that it saved is asked for, up to the last one that it saved. A rank whose
     part saves nothing (an empty block, a linear function) would never recompute, while its peers do and wait for its messages.
-    So something is saved after the last message: right after ``begin`` where f moves nothing, else behind f for each output.
+    So something is saved after the last message: right after ``begin`` where f moves nothing, else behind f. Backward asks for it
+    behind f in either case: hooks on tensors inside f (a GradientSync's) may send messages too.
     """
     moves = None  # whether f does, as the first run found out
 
@@ -48,8 +55,8 @@ def _anchored(f, begin):
         leaves, tree = _torch.flatten(f(*args, **kwargs))
         if moves is None:
             moves = transport.begun != before
-        if (moves or anchor is None) and (made := _smooth(leaves)):
-            anchor = _anchor(*made, *smooth)
+        if made := _smooth(leaves):
+            anchor = _anchor(*made, *smooth) if moves or anchor is None else _asking(anchor, *smooth)
         return _torch.unflatten([tie(y, anchor) if _is_smooth(y) else y for y in leaves], tree)
 
     return run
@@ -59,13 +66,13 @@ def remat(f, *, begin=None):
     """``f``, whose intermediate results are not kept but worked out again in backward, movements included.
 
     As ``torch.utils.checkpoint`` with ``use_reentrant=False``, made safe for functions that send messages: all of them are sent
-    again, by every rank, at the same point of backward, also where a rank's part saves nothing. Local work behind them, of which
-    backward needs nothing, may be left out. The random state is kept.
+    again, by every rank, at the same point of backward, also where a rank's part saves nothing. Where f sends none (all are sent in
+    ``begin``), local work of which backward needs nothing is left out. The random state is kept.
 
     Args:
         f: a function of tensors (any pytrees) or a module. Every rank of its movements calls it.
-        begin: work that belongs to f, and is run again with it: f gets the tuple that it makes of the arguments. Where all messages
-            are sent in there (parameters gathered, say), local work at the end of f need not be done again.
+        begin: work that belongs to f, and is run again with it: f gets the tuple that it makes of the positional arguments. Where
+            all messages are sent in there (parameters gathered, say), local work at the end of f need not be done again.
 
     Returns:
         A function of the same arguments. Its results are f's (a copy of each); backward, of any order, sends f's forward

@@ -72,6 +72,7 @@ def traced(maps, xs):
 
 
 def _move_real(xs, movement):
+    _transport.begun += 1  # in a graph that was traced the operator stands alone
     return plain(_traced[movement], xs)
 
 

@@ -1,7 +1,7 @@
 """Normalisation over partitioned tensors: exact on uneven and empty blocks, and stable.
 
 Mean and variance come from one all-gather of each rank's own, see :mod:`moments`; where a rank has all that they are taken over,
-torch's kernel does it. Half precision is normalised in float32, and the result has the dtype of x.
+torch's kernel does layer, group and instance norms. Half precision is normalised in float32, and the result has the dtype of x.
 
 Throughout: x is this rank's block over ``P`` (a Partition, then shapes are agreed on, or a Layout, then nothing is), the
 result this rank's block in the same layout; a rank outside ``P`` gets a connected tensor without elements. ``weight`` and
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import _torch
 from ..agree import check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..ties import nothing
@@ -92,12 +93,16 @@ def _normalised(x, shift, var, eps, weight, bias, dtype):
 
 
 def _within(x, L, dims) -> bool:
-    """Whether every element's statistics, over ``dims``, are this rank's own, of some elements: torch's kernel will do."""
-    return x.numel() > 0 and all(L.partition.shape[d] == 1 for d in dims)
+    """Whether every element's statistics, over ``dims``, are this rank's own, of some elements: torch's kernel will do. (Inside a
+    vmap over nothing it gives another shape.)"""
+    some = x.numel() > 0 and all(size for _, size in _torch.vmap_levels())
+    return some and all(L.partition.shape[d] == 1 for d in dims)
 
 
 def _group_norm(x, groups, weight, bias, eps, dtype):
     """torch's, in x's dtype."""
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias)  # torch's backward fails without
     weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
     return torch.group_norm(x, groups, weight, bias, eps).to(dtype)
 

@@ -50,8 +50,10 @@ class GradientSync:
         self._summed: dict = {}  # weak: it keeps no gradient alive
         self._bucket_of = {i: b for b, bucket in enumerate(self.buckets) for i in bucket}
         this = weakref.ref(self)  # Python's collector does not see hooks: a cycle through one would never be freed
-        self._hooks = [p.register_post_accumulate_grad_hook(lambda _, i=i: this()._arrived(i)) for i, p in enumerate(self.params)]
+        self._hooks: list = []
         weakref.finalize(self, _remove, self._hooks)
+        for i, p in enumerate(self.params):
+            self._hooks.append(p.register_post_accumulate_grad_hook(lambda _, i=i: (sync := this()) and sync._arrived(i)))
         self._begin()
 
     def _begin(self):

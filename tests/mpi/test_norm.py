@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as f
 from serial import along, check_layer, layouts, messages, randn
-from torch.func import grad, jvp
+from torch.func import grad, jvp, vmap
 
 import distdl as dd
 import distdl.functional as F
@@ -101,6 +101,21 @@ def test_group_norm_uneven_channels():
 def test_instance_norm():
     sweep(lambda x, P, w, b: F.dist_instance_norm(x, P, w, b, **INVARIANT), lambda x, w, b: f.instance_norm(x, None, None, w, b),
           [W, B], (1,))
+
+
+def test_a_bias_without_a_weight():
+    """torch's own group_norm has no derivative then."""
+    serial = lambda norm: lambda x, b: norm(x) + b[:, None]
+    sweep(lambda x, P, b: F.dist_group_norm(x, P, 4, None, b, **INVARIANT), serial(lambda x: f.group_norm(x, 4)), [B], (1,))
+    sweep(lambda x, P, b: F.dist_instance_norm(x, P, None, b, **INVARIANT), serial(f.instance_norm), [B], (1,))
+
+
+def test_a_vmap_over_nothing():
+    """torch's own group_norm gives another shape there."""
+    L = dd.Layout(dd.Partition((dd.world().size, 1, 1)), X.shape)
+    shape = L.shard(X).shape
+    for norm in (lambda x: F.dist_group_norm(x, L, 4), lambda x: F.dist_instance_norm(x, L), lambda x: F.dist_layer_norm(x, L, 3)):
+        assert vmap(norm)(torch.ones(0, *shape)).shape == (0, *shape)
 
 
 def test_derivatives_of_any_order():

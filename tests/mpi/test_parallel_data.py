@@ -196,6 +196,10 @@ def test_nothing_outlives_its_users():
     gone = [weakref.ref(p) for p in model.parameters()]
     del sync, model
     assert all(p() is None for p in gone), "no collector needed"
+    w, users = torch.ones(2, requires_grad=True), []
+    w.register_post_accumulate_grad_hook(lambda _: users.clear())
+    users.append(dp.GradientSync([w], P))
+    w.sum().backward()  # its hook is still to come when the one before drops it
 
 
 def test_unused_parameters():
@@ -221,6 +225,10 @@ def test_bad_use_is_an_error():
     sync.finish()
     with pytest.raises(dd.errors.DistdlError, match=r"summed over the ranks before.*zero_grad.*set_to_none=True"):
         (a.sum() + b.sum()).backward()
+    a = torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="non-leaf"):
+        dp.GradientSync([a, 2 * a], P)
+    a.sum().backward()  # no hook is left
     words = torch.nn.Embedding(3, 2, sparse=True)
     sync = dp.GradientSync(words.parameters(), P)
     with pytest.raises(dd.errors.DistdlError, match=r"a sparse gradient.*sparse=False"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from serial import layouts, messages, randn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import distdl as dd
 import distdl.functional as F
@@ -52,6 +53,20 @@ def test_a_rank_that_saves_nothing():
     forward = messages(lambda: got.append(dd.remat(f)(x)))
     assert messages(lambda: got[0].sum().backward()) == forward and forward[0] == (WORLD.size > 1)
     assert torch.allclose(x.grad, x.detach().cos() if WORLD.rank == 0 else torch.full_like(x, 2))
+
+
+def test_a_movement_inside_a_traced_graph():
+    """There is only the operator that tracers record, for tensors without gradient; rank 0 alone saves something behind it."""
+    P = dd.Partition((WORLD.size,))
+    total = make_fx(lambda x: F.all_sum_reduce(x, P))(torch.ones(3, dtype=torch.float64))
+
+    def f(x):
+        s = total(x.detach())
+        return (x * s).sin() if WORLD.rank == 0 else x + s
+
+    x, got = randn(3).requires_grad_(), []
+    forward = messages(lambda: got.append(dd.remat(f)(x)))
+    assert messages(lambda: got[0].sum().backward()) == forward
 
 
 def test_second_derivative():
@@ -157,3 +172,28 @@ def test_a_region_within_another():
     y = F.shift(plain.sin() if WORLD.rank else plain, P, 0)
     (y.exp() if WORLD.rank == 0 else 3 * y).sum().backward()
     assert torch.equal(x.grad, plain.grad)
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_hooks_inside_that_send_messages(second):
+    """They come after the region's own, on all ranks, also on those that save nothing in f."""
+    P = dd.Partition((WORLD.size,))
+    x, w = randn(3, seed=WORLD.rank).requires_grad_(), randn(3, seed=9).requires_grad_()
+    sync = dd.parallel.GradientSync([w], P)
+
+    def begin(x):
+        return (F.all_sum_reduce(x, P),)
+
+    def f(x):
+        return (x + w).exp().sin() if WORLD.rank == 0 else 2 * (x + w)
+
+    found = []
+    for region in (dd.remat(f, begin=begin), lambda x: f(*begin(x))):
+        loss = region(x).square().sum()
+        if second:
+            loss = F.tie(torch.autograd.grad(loss, x, create_graph=True)[0].square().sum(), loss)
+        loss.backward()
+        sync.finish()
+        found.append((x.grad, w.grad))
+        x.grad = w.grad = None
+    assert all(map(torch.allclose, *found))
