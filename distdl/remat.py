@@ -23,20 +23,20 @@ def _smooth(tree):
     return [t for t in _torch.flatten(tree)[0] if _is_smooth(t)]
 
 
-def _anchor(*tensors):
-    """Saves something for backward whatever they are: ``exp`` of an empty tensor that depends on them."""
+def _empty(*tensors):
+    """Of real numbers, and dependent on the tensors."""
     hooks = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
-    return nothing((0,), *hooks).float().exp()
+    return nothing((0,), *hooks).float()
 
 
-def _asking(anchor, *tensors):
-    """An anchor that saves nothing in the region: as soon as backward comes to it, it asks for what ``anchor`` saved."""
+def _asking(anchor, empty):
+    """``exp`` of ``empty`` that saves nothing in the region: where backward comes to it, it asks for what ``anchor`` saved."""
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: (anchor.grad_fn._saved_result, saved)[1]):
-        return _anchor(*tensors)
+        return empty.exp()
 
 
 def _anchored(f, begin):
-    """``f(*begin(*args))``, with anchors to which every output is tied, so that every rank recomputes.
+    """``f(*begin(*args))``, its outputs tied to an anchor, ``exp`` of an empty tensor, so that every rank recomputes.
 
     torch recomputes a checkpointed region when a tensor that it saved is asked for, up to the last one that it saved. A rank whose
     part saves nothing (an empty block, a linear function) would never recompute, while its peers do and wait for its messages.
@@ -50,13 +50,14 @@ def _anchored(f, begin):
         smooth = _smooth((args, kwargs))
         if begin is not None:
             args = begin(*args)
-        anchor = _anchor(*smooth) if any(t.requires_grad for t in smooth) else None
+        empty = _empty(*smooth) if any(t.requires_grad for t in smooth) else None
+        anchor = None if empty is None else empty.exp()
         before = transport.begun
         leaves, tree = _torch.flatten(f(*args, **kwargs))
         if moves is None:
             moves = transport.begun != before
         if made := _smooth(leaves):
-            anchor = _anchor(*made, *smooth) if moves or anchor is None else _asking(anchor, *smooth)
+            anchor = _empty(*made, *smooth).exp() if moves or anchor is None else _asking(anchor, empty)
         return _torch.unflatten([tie(y, anchor) if _is_smooth(y) else y for y in leaves], tree)
 
     return run

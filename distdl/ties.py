@@ -59,5 +59,5 @@ def tie(value, *tensors):
     backward that never comes. ``F.tie(loss, unused)`` makes it come, with cotangent zero.
     """
     _check("tie", (value, *tensors))
-    hooks = [h.to(value.dtype) for h in _hooks(tensors)]
+    hooks = [h.to(value.device, value.dtype) for h in _hooks(tensors)]
     return torch.cat([_flat(value).unsqueeze(1), *hooks]).reshape(value.shape) if hooks else value

@@ -49,6 +49,33 @@ def test_layers():
     dd.testing.collective_assert(torch.allclose(on(device()).cpu(), on("cpu")), "another result")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_norms(dtype):
+    """Statistics within ranks (torch's kernel) and across them; values and gradients."""
+    n = dd.world().size
+    x = torch.linspace(-1, 1, 96 * n, dtype=torch.float64).cos().reshape(2 * n, 4, 12).to(dtype)
+    w, b = torch.linspace(1, 2, 4, dtype=torch.float64).to(dtype), torch.linspace(-1, 0, 4, dtype=torch.float64).to(dtype)
+    for grid in ((n, 1, 1), (1, 1, n)):
+        L = dd.Layout(dd.Partition(grid), x.shape)
+        calls = {"layer": lambda x, w, b: F.dist_layer_norm(x, L, 12), "group": lambda x, w, b: F.dist_group_norm(x, L, 2, w, b),
+                 "instance": lambda x, w, b: F.dist_instance_norm(x, L, None, b)}
+        for name, call in calls.items():
+            loss = lambda x, w, b: call(x, w, b).sin().sum()
+            on = lambda d: (t.cpu() for t in (call(*(t.to(d) for t in (L.shard(x), w, b))),
+                                              *grad(loss, (0, 1, 2))(*(t.to(d) for t in (L.shard(x), w, b)))))
+            same = all(torch.allclose(a, c, rtol=2e-2 if dtype.itemsize < 4 else 1e-10, atol=1e-1 if dtype.itemsize < 4 else 1e-10)
+                       for a, c in zip(on(device()), on("cpu")))
+            dd.testing.collective_assert(same, f"{name} over {grid}: another result")
+
+
+def test_ties_between_devices():
+    here = torch.ones(3, device=device(), requires_grad=True)
+    away = torch.ones(2, requires_grad=True)
+    F.tie(here.sum(), away).backward()
+    F.tie(2 * away.sum(), here).backward()
+    assert here.grad.tolist() == [1, 1, 1] and away.grad.tolist() == [2, 2]
+
+
 def test_case_37_device_kinds_differ():
     n = dd.world().size
     if n < 2:
