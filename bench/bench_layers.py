@@ -87,5 +87,7 @@ def bench_linear_dtypes(timed, dtype):
 def bench_norm(timed, kind, across, dtype):
     """Statistics across ranks (space split, or the normalised dim itself), or within them (the batch split)."""
     last = kind in ("layer_norm", "rms_norm")
-    grid = ((1, SIZE) if across else (SIZE, 1)) if last else (1, 1, SIZE, 1) if across else (SIZE, 1, 1, 1)
-    timed(cases.norm(kind, (2048, 1024) if last else (4, 32, 128, 128), grid, dtype=dtype))
+    shape, split = ((2048, 1024), 1) if last else ((4, 32, 128, 128), 2)
+    grid = [1] * len(shape)
+    grid[split if across else 0] = SIZE
+    timed(cases.norm(kind, shape, grid, dtype=dtype))

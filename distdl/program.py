@@ -352,14 +352,15 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
     receive_messages, end = _messages(receives, end, transport)
     packs = _joined(sorted((part for parts in sends.values() for part in parts if not part.direct), key=lambda part: part.place))
     late = [(to, source) for to, source in late if source is not None or not to.direct]
-    if not any(to.add for to, _ in late):  # the order does not matter then
+    sums = any(to.add for to, _ in late)
+    if not sums:  # the order does not matter then
         late = [(to, None) for to in _joined(sorted((to for to, _ in late), key=lambda part: part.place))]
     moves, arrivals = [], []
     if device.type == "cpu":
         moves, kept = _by_address(kept, transport)
         more, rest = _by_address([(part.waiting, part) for part in packs], transport)
         moves, packs = moves + more, [part for _, part in rest]
-        if not any(to.add for to, _ in late):
+        if not sums:
             arrivals, rest = _by_address([(to, to.waiting) for to, _ in late], transport)
             late = [(to, None) for to, _ in rest]
     casts = list(dtypes) if any(like.dtype != d for like, d in zip(likes, dtypes)) else None

@@ -9,18 +9,14 @@ from torch.utils.checkpoint import checkpoint
 
 from . import _torch, transport
 from .errors import DistdlError
-from .ties import nothing, tie
+from .ties import is_smooth, nothing, tie
 
 __all__ = ["remat"]
 
 
-def _is_smooth(t) -> bool:
-    return isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex())
-
-
 def _smooth(tree):
     """The differentiable tensors among the leaves of a pytree."""
-    return [t for t in _torch.flatten(tree)[0] if _is_smooth(t)]
+    return [t for t in _torch.flatten(tree)[0] if is_smooth(t)]
 
 
 def _empty(*tensors):
@@ -58,7 +54,7 @@ def _anchored(f, begin):
             moves = transport.begun != before
         if made := _smooth(leaves):
             anchor = _empty(*made, *smooth).exp() if moves or anchor is None else _asking(anchor, empty)
-        return _torch.unflatten([tie(y, anchor) if _is_smooth(y) else y for y in leaves], tree)
+        return _torch.unflatten([tie(y, anchor) if is_smooth(y) else y for y in leaves], tree)
 
     return run
 

@@ -12,6 +12,11 @@ def _flat(t):
     return t.reshape(t.numel())
 
 
+def is_smooth(t) -> bool:
+    """Whether ``t`` is a tensor that can have a gradient."""
+    return isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex())
+
+
 def _check(op, tensors):
     for t in tensors:
         if not isinstance(t, torch.Tensor):

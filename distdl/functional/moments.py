@@ -73,9 +73,14 @@ def shares_like(x, L, dims):
     return torch.tensor(shares, dtype=x.dtype, device=x.device).reshape(shape)
 
 
+def within(L, dims) -> bool:
+    """Whether a rank has all elements that statistics over ``dims`` are taken of."""
+    return all(L.partition.shape[d] == 1 for d in dims)
+
+
 def merged(own: Moments, L, dims, shape=None) -> Moments:
     """Those of the global x over ``dims``, from this rank's own; ``shape``: theirs in the layout's dims, where x has more."""
-    if all(L.partition.shape[d] == 1 for d in dims):
+    if within(L, dims):
         return own
     pair = torch.stack((own.mean, own.var))
     means, variances = one_each(pair if shape is None else pair.reshape(2, *shape), L.partition, dims)

@@ -18,7 +18,7 @@ from .. import _torch
 from ..agree import check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..ties import nothing
-from .moments import count, cut_group_moments, merged, moments, statistics
+from .moments import count, cut_group_moments, merged, moments, statistics, within
 from .movement import all_sum_reduce
 from .params import replicated
 from .reduce import check_block, wide
@@ -92,11 +92,10 @@ def _normalised(x, shift, var, eps, weight, bias, dtype):
     return _times_plus(_times_plus(x, scale, offset), weight, bias).to(dtype)
 
 
-def _within(x, L, dims) -> bool:
-    """Whether every element's statistics, over ``dims``, are this rank's own, of some elements: torch's kernel will do. (Inside a
-    vmap over nothing it gives another shape.)"""
-    some = x.numel() > 0 and all(size for _, size in _torch.vmap_levels())
-    return some and all(L.partition.shape[d] == 1 for d in dims)
+def _by_kernel(x, L, dims) -> bool:
+    """Whether torch's kernel will do: statistics over ``dims`` are this rank's own, of some elements. (Inside a vmap over nothing
+    it gives another shape.)"""
+    return within(L, dims) and x.numel() > 0 and all(size for _, size in _torch.vmap_levels())
 
 
 def _group_norm(x, groups, weight, bias, eps, dtype):
@@ -181,7 +180,7 @@ def dist_instance_norm(x, P, weight=None, bias=None, eps=1e-5, *, params="varyin
         raise ShapeError("one value for a channel has no variance", op="dist_instance_norm", partitions=L, actual=L.shape,
                          expected="more than 1 value per channel",
                          next_step="normalise over more elements, or use dist_layer_norm")
-    if _within(x, L, dims):
+    if _by_kernel(x, L, dims):
         return _group_norm(x, x.shape[1], weight, bias, eps, dtype)
     _, var, x, shift = moments(x, L, dims)
     return _normalised(x, shift, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype)
@@ -203,7 +202,7 @@ def dist_layer_norm(x, P, normalized_shape, weight=None, bias=None, eps=1e-5, *,
     dims = _trailing("dist_layer_norm", L, normalized_shape)
     weight, bias = _parameters("dist_layer_norm", params, L, range(dims[0]), tuple(x.shape[dims[0] :]), weight, bias)
     dtype, x = x.dtype, wide(x)
-    if _within(x, L, dims):  # as one group: torch's layer_norm has wrong derivatives of higher order, its group_norm right ones
+    if _by_kernel(x, L, dims):  # as one group: torch's layer_norm has wrong derivatives of higher order, its group_norm right ones
         x = torch.group_norm(x.reshape(-1, 1, count(L, dims)), 1, None, None, eps).reshape(x.shape)
         x = _times_plus(x, weight, bias) if weight is not None else x if bias is None else x + bias
         return x.to(dtype)
@@ -254,7 +253,7 @@ def dist_group_norm(x, P, num_groups, weight=None, bias=None, eps=1e-5, *, param
     dtype, x = x.dtype, wide(x)
     size, shape = max(L.shape[1] // num_groups, 1), x.shape
     cut = any(stop % size for _, stop in L.blocks(1))
-    if not cut and _within(x, L, range(2, L.ndim)):
+    if not cut and _by_kernel(x, L, range(2, L.ndim)):
         return _group_norm(x, shape[1] // size, weight, bias, eps, dtype)
     weight, bias = _of_channels(L, weight), _of_channels(L, bias)
     if cut:

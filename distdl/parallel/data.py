@@ -15,6 +15,7 @@ from .. import _torch, maps
 from .. import functional as F
 from ..agree import partition_of
 from ..functional.reduce import summed, wide
+from ..ties import is_smooth
 from .hooks import all_reduce
 
 __all__ = ["LIMITS", "accumulate", "bucketed", "global_mean", "reduce_gradients", "replicas", "replicate"]
@@ -40,13 +41,9 @@ def bucketed(leaves, limits=LIMITS) -> list[list[int]]:
     return sorted([*done, *opened.values()], key=lambda bucket: -bucket[0])
 
 
-def _smooth(t) -> bool:
-    return isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex())
-
-
 def _by_bucket(leaves, limits, each):
     """``leaves``, the differentiable ones replaced by ``each(number of the bucket, tensors)``."""
-    smooth = [i for i, leaf in enumerate(leaves) if _smooth(leaf)]
+    smooth = [i for i, leaf in enumerate(leaves) if is_smooth(leaf)]
     changed = list(leaves)
     for number, bucket in enumerate(bucketed([leaves[i] for i in smooth], limits)):
         places = [smooth[i] for i in bucket]
@@ -130,7 +127,7 @@ def accumulate(loss, params, batches, P, dims=None, *, hook=None, states=None, l
         (mean loss, gradients, states), equal on all ranks. Messages: one all-reduce of two elements, and the gradients once.
     """
     leaves, tree = _torch.flatten(params)
-    like = next(leaf for leaf in leaves if _smooth(leaf))
+    like = next(leaf for leaf in leaves if is_smooth(leaf))
     total, count, grads = wide(like.new_zeros(())), 0, [torch.zeros_like(leaf) for leaf in leaves]
 
     def counted(leaves, batch):

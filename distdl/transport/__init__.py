@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 log: list | None = None  # distdl.testing.count_messages puts a list here: (kind, peer or ranks, bytes)
 observer: Any = None  # distdl.transport.checking.Observer while ranks check each other, or are watched
-
 begun = 0  # movements, and small agreements, of this process
 
 Buffer = tuple[int, int, int]  # peer rank, address of the first byte, number of bytes (or what Transport.strided gave)
