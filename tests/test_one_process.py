@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import distdl as dd
 import distdl.functional as F
-from distdl import transport
+from distdl import ties, transport
 from distdl.errors import AgreementError, DistdlError, PartitionError, ShapeError
 
 
@@ -543,6 +543,12 @@ def refused(program, n=3):
     assert all(isinstance(one, DistdlError) and one.next_step and one.expected is not None for one in found), found
     assert len({one.problem for one in found}) == 1
     return found[0]
+
+
+def test_what_can_have_a_gradient():
+    dtypes = torch.float16, torch.float64, torch.complex64, torch.int64, torch.bool
+    smooth = [ties.is_smooth(torch.ones(2, dtype=dtype)) for dtype in dtypes]
+    assert smooth == [True, True, True, False, False] and ties.is_smooth(1.0) is ties.is_smooth(None) is False
 
 
 def test_tensors_of_one_movement_lie_on_one_device():

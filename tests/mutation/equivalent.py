@@ -21,6 +21,10 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
         "break": {
             "jump removed (2)": "where the search for two boxes that meet may stop: time only"},
     },
+    "run": {
+        "_transport.begun += 1  # in a graph that was traced the operator stands alone": {
+            "Add -> Sub": "what reads it asks whether it has changed, not how",
+            "1 -> 2": "what reads it asks whether it has changed, not how"}},
     "linear_map": {
         "return held.world == wanted.world and max(self.plan.ranks) < self.world.size": {
             "returns None": "remembers that a map fits its world; where that is not known the world is asked again, at each call"},
