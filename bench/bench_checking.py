@@ -4,10 +4,10 @@ import torch
 
 import distdl as dd
 import distdl.functional as F
-from distdl import transport
 from distdl.bench import cases
 from distdl.bench.table import Result
-from distdl.transport.checking import Observer
+from distdl.engine import transport
+from distdl.watching.observer import Observer
 
 from .choose import SIZE, choose
 

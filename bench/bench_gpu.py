@@ -270,7 +270,7 @@ def spans_row(case, what, spans, others):
 
 def events_of(x, w, strips, serial, rounds=21):
     """Medians of when the strips and the block's convolution begin and end, by events on the two streams, as this rank saw it."""
-    from distdl.side_stream import side_stream
+    from distdl.engine.side_stream import side_stream
 
     side, block, times = side_stream(x.device).stream, torch.ones(6144, 6144, device="cuda"), []
     for _ in range(rounds):

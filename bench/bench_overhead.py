@@ -14,7 +14,7 @@ from torch.func import grad, jvp, vjp, vmap
 import distdl as dd
 import distdl.functional as F
 from distdl.bench.table import report
-from distdl.transport.local import NullTransport
+from distdl.engine.local import NullTransport
 
 
 def best(call, calls: int = 10_000, blocks: int = 5) -> float:

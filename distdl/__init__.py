@@ -4,12 +4,12 @@
 """
 
 from . import checkpoint, errors, func, functional, init, maps, nn, parallel, testing
-from .checking import checking
 from .halo import HaloSpec
 from .launch import launch
 from .linear_map import LinearMap, linear_map
 from .partition import Layout, Partition
 from .remat import remat
+from .watching.checking import checking
 from .world import Topology, World, world
 
 __version__ = "0.1.0"

@@ -13,16 +13,11 @@ from operator import index as as_int
 
 from .errors import PartitionError
 from .halo import HaloSpec
-from .linear_map import LinearMap, Space
+from .linear_map import LinearMap, Move, Space, movement
 from .partition import Layout, Partition, partition_of
 from .plan import Axis, Plan, Side, key, split, whole
 
 _cached = lru_cache(maxsize=1024, typed=True)  # dim 1.0 is an error, also after dim 1
-
-
-def _map(name: str, held: Side, wanted: Side) -> LinearMap:
-    plan = Plan(held, wanted)
-    return LinearMap(name, plan, plan.T)
 
 
 def layout_over(P, shape, op: str) -> Layout:
@@ -55,7 +50,7 @@ def _laid_out(where, op: str) -> Layout:
 def repartition(where: Layout, P_out: Partition | Layout) -> LinearMap:
     """Blocks of one layout -> blocks of another, of the same global shape (an all-to-all in general)."""
     where = _laid_out(where, "repartition")
-    return _map("repartition", Side.of(where), Side.of(layout_over(P_out, where.shape, "repartition")))
+    return movement("repartition", Side.of(where), Side.of(layout_over(P_out, where.shape, "repartition")))
 
 
 @_cached
@@ -63,7 +58,7 @@ def scatter(where: Layout, root: int = 0) -> LinearMap:
     """The whole tensor on rank ``root`` -> the blocks of ``where``. Adjoint: gather."""
     where = _laid_out(where, "scatter")
     one = Layout(on_one_rank(root, where.ndim, where.partition.world), where.shape)
-    return _map("scatter", Side.of(one), Side.of(where))
+    return movement("scatter", Side.of(one), Side.of(where))
 
 
 @_cached
@@ -71,7 +66,7 @@ def gather(where: Layout, root: int = 0) -> LinearMap:
     """Blocks -> the whole tensor on rank ``root``. Adjoint: scatter."""
     where = _laid_out(where, "gather")
     one = Layout(on_one_rank(root, where.ndim, where.partition.world), where.shape)
-    return _map("gather", Side.of(where), Side.of(one))
+    return movement("gather", Side.of(where), Side.of(one))
 
 
 def _local(where, shape):
@@ -112,21 +107,21 @@ def _all_sum(where, shape, dims, op) -> tuple[Plan, Plan, int]:
 def all_sum_reduce(where, shape=None, dims=None) -> LinearMap:
     """Every rank gets the sum over its fibre along ``dims``: sum_reduce, then broadcast. Its own adjoint."""
     _, summed, _ = _all_sum(where, shape, dims, "all_sum_reduce")
-    return _map("all_sum_reduce", summed.held, summed.wanted)
+    return movement("all_sum_reduce", summed.held, summed.wanted)
 
 
 @_cached
 def mark_varying(where, shape=None, dims=None) -> LinearMap:
     """Invariant -> varying along ``dims``: the identity, whose adjoint is the all-reduce. Megatron's f, JAX's pvary."""
     same, summed, copies = _all_sum(where, shape, dims, "mark_varying")
-    return LinearMap("mark_varying", same, summed, domain=Space(copies))
+    return LinearMap((Move("mark_varying", same, summed, domain=Space(copies)),))
 
 
 @_cached
 def invariant_sum(where, shape=None, dims=None) -> LinearMap:
     """Varying -> invariant: the all-reduce along ``dims``, whose adjoint is the identity. Megatron's g, JAX's psum."""
     same, summed, copies = _all_sum(where, shape, dims, "invariant_sum")
-    return LinearMap("invariant_sum", summed, same, range=Space(copies))
+    return LinearMap((Move("invariant_sum", summed, same, range=Space(copies)),))
 
 
 def gathered_dims(P: Partition, ndim: int, dims, op: str) -> dict[int, int]:
@@ -153,7 +148,7 @@ def _gather_along(P: Partition, shape, blocks) -> LinearMap:
     keys = _own(P, [d for d in range(P.ndim) if d not in [axis.dim for axis in cut.values()]])
     wanted = [whole(n) for n in shape]
     held = [cut.get(t, axis) for t, axis in enumerate(wanted)]
-    return _map("all_gather", Side(P, (*keys, *held)), Side(P, (*keys, *wanted)))
+    return movement("all_gather", Side(P, (*keys, *held)), Side(P, (*keys, *wanted)))
 
 
 def gathering(P: Partition, shape, pairs: dict[int, int], sizes=None) -> LinearMap:
@@ -180,7 +175,7 @@ def _gathering(P: Partition, shape, pairs, sizes) -> LinearMap:
 def _gather_layout(where: Layout, dims: tuple[int, ...]) -> LinearMap:
     held = Side.of(where)
     wanted = tuple(whole(n) if d in dims else held.axes[d] for d, n in enumerate(where.shape))
-    return _map("all_gather", held, Side(where.partition, wanted))
+    return movement("all_gather", held, Side(where.partition, wanted))
 
 
 def all_gather(where: Layout, dims=None) -> LinearMap:
@@ -196,7 +191,7 @@ def reduce_scatter(where: Layout, dims=None) -> LinearMap:
 @_cached
 def transposed(name: str, A: LinearMap) -> LinearMap:
     """The transpose of a movement as a movement of its own name."""
-    return _map(name, A.plan.wanted, A.plan.held)
+    return movement(name, A.plan.wanted, A.plan.held)
 
 
 @_cached
@@ -220,7 +215,7 @@ def shift(where, dim: int, offset: int = 1, periodic: bool = True, shape=None) -
         wanted[dim] = _sized(dim, sizes)
     keys = _own(P)
     moved = [key(dim, source) if a.dim == dim else a for a in keys]
-    return _map("shift", Side(P, (*keys, *held)), Side(P, (*moved, *wanted)))
+    return movement("shift", Side(P, (*keys, *held)), Side(P, (*moved, *wanted)))
 
 
 @_cached
@@ -234,7 +229,7 @@ def keyed(name: str, held_P: Partition, wanted_P: Partition, source: tuple, held
         line = Partition((P.size,), P.ranks, P.world)
         return Side(line, (key(0, keys), *(_sized(0, sizes) for sizes in zip(*shapes))))
 
-    return _map(name, side(held_P, range(held_P.size), held_shapes), side(wanted_P, source, wanted_shapes))
+    return movement(name, side(held_P, range(held_P.size), held_shapes), side(wanted_P, source, wanted_shapes))
 
 
 def permute(P: Partition, pairs, shape) -> LinearMap:
@@ -294,7 +289,7 @@ def broadcast(P_src, P_dst: Partition, shape=None) -> LinearMap:
         else:
             copies = P_dst.shape[a.dim]
             wanted.append(Axis(a.dim, a.runs * copies, a.extents * copies))
-    return _map("broadcast", Side(src, (*_own(src), *held)), Side(P_dst, (*wanted_keys, *wanted)))
+    return movement("broadcast", Side(src, (*_own(src), *held)), Side(P_dst, (*wanted_keys, *wanted)))
 
 
 @_cached
@@ -310,10 +305,10 @@ def halo_exchange(spec: HaloSpec) -> LinearMap:
         raise PartitionError("not a HaloSpec", op="halo_exchange", expected="dd.HaloSpec(P, shape, left, right)", actual=spec,
                              next_step="dd.HaloSpec(P, shape, widths), or dd.HaloSpec.window(P, shape, kernel)", partitions=None)
     plan = spec.plan()
-    return LinearMap("halo_exchange", plan, plan.T)
+    return movement("halo_exchange", plan.held, plan.wanted)
 
 
 @_cached
 def halo_strips(spec: HaloSpec) -> dict[int, LinearMap]:
     """{dim: blocks -> what of the windows lies beside them in that dim}, see :meth:`HaloSpec.strips`."""
-    return {d: LinearMap("halo_strips", plan, plan.T) for d, plan in spec.strips().items()}
+    return {d: movement("halo_strips", plan.held, plan.wanted) for d, plan in spec.strips().items()}

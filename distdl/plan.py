@@ -276,7 +276,7 @@ class Plan(_Value):
     def simulate(self, shards):
         """Run every rank's part in this process: the held blocks in the order of ``held.partition.ranks`` to the wanted
         ones in the order of ``wanted.partition.ranks``. For tests, and to learn from."""
-        from .exchange import simulate  # the executor stands above this file
+        from .engine.exchange import simulate  # the executor stands above this file
 
         return simulate(self, shards)
 

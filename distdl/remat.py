@@ -7,7 +7,8 @@ import functools
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from . import _torch, transport
+from . import _torch
+from .engine import transport
 from .errors import DistdlError
 from .ties import is_smooth, nothing, tie
 

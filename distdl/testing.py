@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch.func import jvp, vjp, vmap
 
-from . import transport as _transport
-from .linear_map import maps_of
+from .engine import transport as _transport
+from .linear_map import Pair
 from .world import world
 
 __all__ = ["check_grads", "check_map", "collective_assert", "count_messages", "dot_test", "gather_objects"]
@@ -65,7 +65,7 @@ def _random(shape, dtype, seed, rank):
 
 
 def _ranks(A):
-    ranks = {r for m in maps_of(A) for r in m.ranks}
+    ranks = {r for step in A.steps for r in step.ranks}
     return tuple(sorted(ranks)) or (A.world.rank,)
 
 
@@ -137,7 +137,7 @@ def check_map(A, *, dtype=torch.float64, seed: int = 0) -> None:
     with count_messages() as batched:
         both = vmap(A, in_dims=-1, out_dims=-1)(torch.stack([x, x2], -1))
     expect(same(both, torch.stack([Ax, A(x2)], -1)), "vmap differs from the loop")
-    if all(not hasattr(m, "backward") for m in maps_of(A)):
+    if not any(isinstance(step, Pair) for step in A.steps):
         expect(batched.sends == single.sends, f"{batched.sends} messages for a batch, {single.sends} for one")
     collective_assert(not faults, "; ".join(faults), ranks)
     dot_test(A, dtype=dtype, seed=seed)

@@ -10,12 +10,12 @@ import traceback
 from dataclasses import dataclass, replace
 
 from . import errors
-from . import transport as _transport
+from .engine import transport as _transport
+from .engine.local import LocalTransport
+from .engine.nccl import NcclEngines, engines_on
 from .errors import AgreementError, PartitionError, TransportError
 from .partition import set_rank_source
-from .transport.local import LocalTransport
-from .transport.nccl import NcclEngines, engines_on
-from .transport.watch import watch
+from .watching.watchdog import watch
 
 _worlds: dict[str, World] = {}
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by MPI launchers for their ranks
@@ -146,7 +146,7 @@ def _host_transport(comm):
                                      f"{error}", op="World", next_step="pip install distdl[mpich]",
                                      expected="mpi4py and its MPI library", actual=type(error).__name__) from error
             return LocalTransport()
-    from .transport.mpi import MpiTransport
+    from .engine.mpi import MpiTransport
 
     transport = MpiTransport(comm)
     atexit.register(_close_all)  # after mpi4py's own handler was registered, so before it runs

@@ -27,7 +27,7 @@ from matplotlib import pyplot as plt
 import distdl as dd
 from distdl import viz
 from distdl.plan import Plan, Side
-from distdl.transport.local import LocalTransport
+from distdl.engine.local import LocalTransport
 
 dd.World(transport=LocalTransport(size=8))  # let maps be made for eight ranks, although this process is the only one
 

@@ -7,7 +7,9 @@ import contextlib
 
 import torch
 
-from distdl import _torch, exchange, fused, program, side_stream
+from distdl import _torch
+from distdl.engine import exchange, program, side_stream
+from distdl.engine.fast import fused
 
 CUDA = torch.device("cuda", 0)
 

@@ -11,7 +11,7 @@ import itertools
 import torch
 from mpi4py import MPI
 
-from distdl.transport.nccl import NcclEngines
+from distdl.engine.nccl import NcclEngines
 
 NCCL_UINT8, NCCL_INT8, NCCL_INT32, NCCL_INT64, NCCL_FLOAT16, NCCL_BFLOAT16, NCCL_FLOAT32, NCCL_FLOAT64 = range(8)
 NCCL_SUM, NCCL_MAX = range(2)

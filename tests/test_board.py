@@ -7,11 +7,11 @@ import torch
 
 import distdl as dd
 import distdl.functional as F
-from distdl.transport.board import _HEAD, _SLOT, _TEXT, Board
-from distdl.transport.checking import Observer
-from distdl.transport.signature import first_difference, unequal
-from distdl.transport.watch import report
-from distdl.transport.where import user_line
+from distdl.signature import first_difference, unequal
+from distdl.watching.board import _HEAD, _SLOT, _TEXT, Board
+from distdl.watching.observer import Observer
+from distdl.watching.watchdog import report
+from distdl.watching.where import user_line
 
 
 def boards(n=3):
@@ -76,13 +76,13 @@ def test_alone_nothing_is_compared():
 
 def test_differences_between_ranks_that_exchange_nothing_are_none():
     """Two fibres may sum tensors of different shapes; within one a difference counts, whoever looks."""
-    from distdl.transport.signature import call_of
+    from distdl.signature import call_of
 
     P = dd.Partition((2, 2))
     A, B = (dd.maps.all_sum_reduce(P, (n,), (0,)) for n in (3, 4))
 
     def said(rank, m):
-        return call_of((m,), ((),), [torch.ones(3)], rank).said(f"rank {rank}")
+        return call_of(m.steps, ((),), [torch.ones(3)], rank).said(f"rank {rank}")
 
     fibres = {0: said(0, A), 2: said(2, A), 1: said(1, B), 3: said(3, B)}
     field, _ = first_difference({**fibres, 3: said(3, A)})

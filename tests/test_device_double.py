@@ -1,6 +1,7 @@
 """What the executor does for tensors of a device, on a double of one: fused and widened copies, staging, side streams."""
 
 import random
+from types import SimpleNamespace
 
 import fake_device
 import pytest
@@ -9,9 +10,10 @@ from fake_device import Boxes, Elsewhere, notes, on_device
 from fuzzing import BUILDERS, KINDS, draw, seed_of
 
 import distdl as dd
-from distdl import exchange, side_stream
-from distdl import program as programs
-from distdl.transport.local import NullTransport
+from distdl.engine import dispatch, exchange, side_stream
+from distdl.engine import program as programs
+from distdl.engine.fast import fused
+from distdl.engine.local import NullTransport
 
 DTYPES = (torch.float32, torch.bool, torch.bfloat16, torch.complex64, torch.complex128, torch.int16)
 
@@ -80,15 +82,15 @@ def test_one_kernel_copies_the_small_boxes(monkeypatch):
     plan.view(0).programs.clear()
     fake_device.install(monkeypatch, large=x[0, 0].numel() * 4 * 8)
     some = program_of(plan, [x])
-    assert some.fused_early and some.early and all(to.nbytes > programs.fused.LARGE for to, _ in some.early)
-    assert all(part.nbytes > programs.fused.LARGE for part in (*some.packs, *(to for to, _ in some.late)))
+    assert some.fused_early and some.early and all(to.nbytes > fused.LARGE for to, _ in some.early)
+    assert all(part.nbytes > fused.LARGE for part in (*some.packs, *(to for to, _ in some.late)))
     plan.view(0).programs.clear()
     fake_device.install(monkeypatch, kernel=False)
     alone = program_of(plan, [x])
     assert alone.fused_early is alone.fused_late is None and alone.early and alone.packs and alone.late
-    fused = [len(boxes.copies) if boxes else 0 for boxes in (some.fused_early, some.fused_late)]
-    assert fused[0] + len(some.early) + len(some.packs) == len(alone.early) + len(alone.packs), "each box once"
-    assert fused[1] + len(some.late) == len(alone.late)
+    counts = [len(boxes.copies) if boxes else 0 for boxes in (some.fused_early, some.fused_late)]
+    assert counts[0] + len(some.early) + len(some.packs) == len(alone.early) + len(alone.packs), "each box once"
+    assert counts[1] + len(some.late) == len(alone.late)
 
 
 def test_every_box_is_copied_once(monkeypatch):
@@ -246,10 +248,11 @@ def test_split_phase_runs_on_a_side_stream(monkeypatch):
     assert notes == [("enter", side), ("leave", side), ("current", "waits until was here", "side")] and len(ys) == 2
     notes.clear()
     with fake_device.Cuda.stream(side):  # as autograd runs the adjoint: memory of the side stream may have been in use on others
-        exchange.run((plan.T,), [ys[0]], transport)
+        world = SimpleNamespace(transport=lambda x, ranks: transport, host=transport)
+        dispatch.engine_for([SimpleNamespace(world=world, ranks=(0,))], ys[:1], False)
     assert notes == [("enter", side), ("side", "waits for", "current"), ("leave", side)]
     notes.clear()
-    exchange.run((plan,), [x], transport)
+    dispatch.engine_for([SimpleNamespace(world=world, ranks=(0,))], [x], False)
     assert not notes, "elsewhere nothing waits"
     pending, other = exchange.start((plan,), [x], transport), fake_device.Stream("other")
     notes.clear()

@@ -11,10 +11,11 @@ import torch
 from fuzzing import BUILDERS, KINDS, draw, seed_of
 
 import distdl as dd
-from distdl import exchange, pages
-from distdl import program as programs
+from distdl.engine import exchange
+from distdl.engine import program as programs
+from distdl.engine.fast import fused, pages
+from distdl.engine.local import LocalTransport, NullTransport
 from distdl.plan import Plan, Side
-from distdl.transport.local import LocalTransport, NullTransport
 
 ROWS, COLUMNS = dd.Layout(dd.Partition((4, 1)), (8, 8)), dd.Layout(dd.Partition((1, 4)), (8, 8))
 
@@ -92,20 +93,20 @@ def test_contiguous_boxes_are_neither_packed_nor_unpacked():
     gather = dd.maps.all_gather(ROWS).plan
     for x in (torch.ones(2, 8), torch.ones(3, 2, 8)[1], torch.ones(2, 8)[None].transpose(0, 1)[:, 0]):
         transport = Posting(1)
-        (y,) = exchange.run((gather,), [x], transport)
+        (y,) = exchange.Pending((gather,), [x], transport).finish()
         assert len(transport.sends) == len(transport.receives) == 3
         assert all(within(a, x) for _, a, _ in transport.sends) and all(within(a, y) for _, a, _ in transport.receives)
         assert program_of(gather, x).staging == 0
     batch = torch.ones(2, 1, 8).as_strided((1, 2, 8), (3, 8, 1))  # a batch of one: its stride says nothing
     transport = Posting(1)
-    (y,) = exchange.run((gather,), [batch], transport)
+    (y,) = exchange.Pending((gather,), [batch], transport).finish()
     assert all(within(a, batch) for _, a, _ in transport.sends) and all(within(a, y) for _, a, _ in transport.receives)
 
 
 def test_other_boxes_are_packed_once():
     to_columns, x = Plan(Side.of(ROWS), Side.of(COLUMNS)), torch.ones(2, 8)
     transport = Posting(1)
-    (y,) = exchange.run((to_columns,), [x], transport)
+    (y,) = exchange.Pending((to_columns,), [x], transport).finish()
     program = program_of(to_columns, x)
     assert [part.size for part in program.packs] == [(2, 2, 2), (2, 2)], "two of them are one copy"
     assert [part.size for part in program_of(to_columns, x, 0).packs] == [(3, 2, 2)], "and so are three"
@@ -280,7 +281,7 @@ def test_wrong_shapes_are_refused_before_anything_is_sent():
     gather = dd.maps.all_gather(ROWS).plan
     for shape in ((8,), (8, 2), (3, 8), ()):
         with pytest.raises(dd.errors.ShapeError) as caught:
-            exchange.run((gather,), [torch.ones(shape)], Posting(1))
+            exchange.Pending((gather,), [torch.ones(shape)], Posting(1)).finish()
         assert (caught.value.expected, caught.value.actual, caught.value.rank) == ((2, 8), shape, 1)
 
 
@@ -299,7 +300,7 @@ def test_all_reduces_read_the_input_itself(monkeypatch):
     monkeypatch.setattr(Posting, "collective", lambda self, kind, source, target, *rest: told.append((source, target)))
     plan = dd.maps.all_sum_reduce(ROWS.partition, (2, 3)).plan
     for x, itself in ((torch.ones(2, 3), True), (torch.ones(3, 2).T, False), (torch.ones(2, 3).bfloat16(), False)):
-        (y,) = exchange.run((plan,), [x], Posting(1))
+        (y,) = exchange.Pending((plan,), [x], Posting(1)).finish()
         source, target = told.pop()
         assert (source == x.data_ptr()) == itself and source == (x.data_ptr() if itself else target)
         assert target == y.data_ptr() or x.dtype == torch.bfloat16
@@ -360,7 +361,7 @@ def test_boxes_in_words(shape, dtype, monkeypatch):
             plan.view(r).programs.clear()
         with monkeypatch.context() as patch:
             patch.setattr(programs, "_program", in_words)
-            patch.setattr(programs.fused, "small", lambda part: False)
+            patch.setattr(fused, "small", lambda part: False)
             for r, x in enumerate(xs):
                 current[:] = [x]
                 programs.program_of((plan,), [x], exchange.LocalTransport(r, 4))
@@ -371,8 +372,8 @@ def test_boxes_in_words(shape, dtype, monkeypatch):
 def test_boxes_of_widened_sums_are_not_fused(monkeypatch):
     """The input's elements and the output's differ in size there."""
     made = []
-    monkeypatch.setattr(programs.fused, "available", lambda: True)
-    monkeypatch.setattr(programs.fused, "Boxes", lambda copies, itemsize, device: made.append(itemsize))
+    monkeypatch.setattr(fused, "available", lambda: True)
+    monkeypatch.setattr(fused, "Boxes", lambda copies, itemsize, device: made.append(itemsize))
     plan = dd.maps.halo_exchange(dd.HaloSpec(dd.Layout(dd.Partition((2, 2)), (6, 6)), 2, boundary="circular")).T.plan
     for dtype, sizes in ((torch.bfloat16, []), (torch.int16, []), (torch.float32, [4])):
         x = torch.ones(plan.view(1).in_shape, dtype=dtype)
@@ -402,7 +403,7 @@ def test_large_results_ask_for_large_pages(rows, large, monkeypatch):
     for on in (True, False):
         monkeypatch.setattr(pages, "wanted", on)
         to_columns, x = Plan(Side.of(A), Side.of(B)), torch.empty(A.local_shape(1))
-        (y,) = exchange.run((to_columns,), [x], NullTransport(1, 4))
+        (y,) = exchange.Pending((to_columns,), [x], NullTransport(1, 4)).finish()
         assert y.nbytes == 8 * rows and ("hg" in _flags(y)) == (on and large)
         del y
 

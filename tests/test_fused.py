@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import distdl as dd
-from distdl import fused
-from distdl import program as programs
-from distdl.transport.local import LocalTransport
+from distdl.engine import program as programs
+from distdl.engine.fast import fused
+from distdl.engine.local import LocalTransport
 
 
 def copy_boxes(memory, table):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distdl as dd
+from distdl.engine.exchange import simulate
 from distdl.errors import PartitionError
-from distdl.exchange import simulate
 
 MODES = {"zeros": "constant", "circular": "circular", "reflect": "reflect", "replicate": "replicate"}
 

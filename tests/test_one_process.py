@@ -13,7 +13,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import distdl as dd
 import distdl.functional as F
-from distdl import ties, transport
+from distdl import ties
+from distdl.engine import transport
 from distdl.errors import AgreementError, DistdlError, PartitionError, ShapeError
 
 
@@ -23,9 +24,6 @@ def returned(results):
         if isinstance(found, Exception):
             raise found
     return results
-
-
-Chain = type(dd.maps.repartition(dd.Layout(dd.Partition((1,)), (1,)), dd.Partition((1,))) @ dd.linear_map(abs, abs, (1,), (1,)))
 
 
 def rank():
@@ -173,7 +171,7 @@ def test_a_map_on_every_rank():
         x = torch.arange(5.0)[:3] if rank() == 2 else torch.arange(3.0, 5.0) if rank() == 0 else torch.full((2, 2), torch.nan)
         y = A(x)
         return (A.in_shape, A.out_shape, A.active, A.T.active, A.ranks, A.plans == (A.plan,), A.T.T is A, A.T.T == A, y.tolist(),
-                A.is_identity, A.T.transposed, str(A), str(A.T))
+                A.is_identity, A.T.steps[0].transposed, str(A), str(A.T))
 
     a, b, c = returned(every_rank(3, program))
     assert a[:5] == ((2,), (0,), True, True, (0, 1, 2)) and a[8] == []
@@ -290,11 +288,11 @@ def test_chains():
         C = B @ A
         x = L.shard(torch.arange(4.0))
         assert C.in_shape == A.in_shape and C.out_shape == (4,) and C.plans == (*A.plans, *B.plans)
-        assert C.T.T == C and C.T.maps == (B.T, A.T) and (B @ A).T == A.T @ B.T
-        assert (dd.maps.reduce_scatter(L) @ C).maps == (*C.maps, dd.maps.reduce_scatter(L))
-        assert (C @ dd.maps.repartition(L, L)).maps == (dd.maps.repartition(L, L), A, B)
+        assert C.T.T == C and C.T.steps == B.T.steps + A.T.steps and (B @ A).T == A.T @ B.T
+        assert (dd.maps.reduce_scatter(L) @ C).steps == C.steps + dd.maps.reduce_scatter(L).steps
+        assert (C @ dd.maps.repartition(L, L)).steps == dd.maps.repartition(L, L).steps + A.steps + B.steps
         three = dd.maps.reduce_scatter(L) @ C
-        assert (three.in_shape, three.out_shape) == (A.in_shape, A.in_shape) and Chain((A,)).world is dd.world()
+        assert (three.in_shape, three.out_shape) == (A.in_shape, A.in_shape) and three.world is dd.world()
         total = dd.maps.invariant_sum(line(), (4,)) @ C
         assert (total.domain.kind, total.range.kind, total.T.domain.kind, total.T.range.kind) == (
             "varying", "invariant", "invariant", "varying")  # fmt: skip
@@ -343,7 +341,7 @@ def test_own_pair_and_its_faults():
     seen = []
     B = dd.linear_map(lambda x: seen.append(x.dim()) or 2 * x, double, (3,), (3,), batched=True)
     vmap(B)(torch.ones(2, 3))
-    vmap(dd.linear_map(B.forward, double, (3,), (3,)))(torch.ones(2, 3))
+    vmap(dd.linear_map(B.steps[0].forward, double, (3,), (3,)))(torch.ones(2, 3))
     assert seen == [2, 1, 1], "one by one, unless it says that it takes batches"
     assert (A @ A)(x).tolist() == [0.0, 4.0, 8.0] and "double" in str(A)
 

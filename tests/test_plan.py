@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import distdl as dd
 import distdl.plan as plan_module
+from distdl.engine.exchange import simulate
 from distdl.errors import ShapeError, TransportError
-from distdl.exchange import simulate
 from distdl.plan import Axis, Plan, Side, key, split, whole
 
 SIZES = st.sampled_from([0, 1, 2, 3, 5, 6, 7, 11])
@@ -275,7 +275,7 @@ def test_simulate_checks_its_input():
 
 
 def test_local_transport_checks_lengths():
-    from distdl.transport.local import LocalTransport
+    from distdl.engine.local import LocalTransport
 
     boxes = LocalTransport(0, 2).mailboxes
     a, b = LocalTransport(0, 2, boxes), LocalTransport(1, 2, boxes)

@@ -11,9 +11,9 @@ import torch
 from .. import _torch
 from ..agree import check_tensor, partition_of
 from ..errors import PartitionError, ShapeError
-from ..linear_map import LinearMap
+from ..linear_map import LinearMap, movement
 from ..partition import Partition, balanced
-from ..plan import Axis, Plan, Side, whole
+from ..plan import Axis, Side, whole
 from ..ties import nothing
 from ..world import world
 
@@ -40,8 +40,7 @@ def _dispatch(line: Partition, counts, width: int, name: str) -> LinearMap:
         e += size
     held_axis = Axis(0, tuple(map(tuple, held)), tuple(places))
     wanted_axis = Axis(0, tuple(((a, b, 0),) if a < b else () for a, b in wanted), tuple(b - a for a, b in wanted))
-    plan = Plan(Side(line, (held_axis, whole(width))), Side(line, (wanted_axis, whole(width))))
-    return LinearMap(name, plan, plan.T)
+    return movement(name, Side(line, (held_axis, whole(width))), Side(line, (wanted_axis, whole(width))))
 
 
 def expert_parallel(f, x, expert, P, num_experts: int):

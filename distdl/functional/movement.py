@@ -12,12 +12,14 @@ from operator import index as as_int
 
 import torch
 
-from .. import _torch, exchange, maps, run
-from .. import transport as _transport
+from .. import _torch, maps
 from ..agree import negotiate, outside, partition_of, resolve_tree
+from ..autograd import apply
+from ..engine import dispatch, exchange
+from ..engine import transport as traffic
 from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
-from ..linear_map import Chain, LinearMap, UserMap, apply
+from ..linear_map import LinearMap, Move
 from ..partition import Layout, Partition
 from ..ties import nothing, tie
 from ..world import world
@@ -29,15 +31,16 @@ __all__ = [
 
 
 def move(xs, maps_of_leaves):
-    """Apply maps of one kind to the leaves, as one set of messages."""
-    if len(xs) == 1 or not all(isinstance(m, LinearMap) for m in maps_of_leaves):
-        return [m(x) for m, x in zip(maps_of_leaves, xs)]
-    checked = [m.operand(x) for m, x in zip(maps_of_leaves, xs)]
-    moving = [i for i, m in enumerate(maps_of_leaves) if not m.is_identity]
+    """Apply movements of one kind to the leaves, as one set of messages."""
+    if len(xs) == 1:
+        return [maps_of_leaves[0](xs[0])]
+    steps = [m.steps[0] for m in maps_of_leaves]
+    results = [step.operand(x) for step, x in zip(steps, xs)]
+    moving = [i for i, step in enumerate(steps) if not step.is_identity]
     if moving:
-        for i, y in zip(moving, apply([maps_of_leaves[i] for i in moving], [checked[i] for i in moving])):
-            checked[i] = y
-    return checked
+        for i, y in zip(moving, apply([steps[i] for i in moving], [results[i] for i in moving])):
+            results[i] = y
+    return results
 
 
 def _sizes(op, shape, P):
@@ -358,24 +361,22 @@ def start(A, x) -> _Pending:
     wait in the same order. On CUDA the adjoint overlaps too: in ``.backward()`` it runs beside what stands between the two calls.
     """
     maps, given = (A, tuple(x)) if isinstance(A, tuple) else ((A,), (x,))
-    if not maps or len(given) != len(maps) or not all(isinstance(m, (LinearMap, UserMap, Chain)) for m in maps):
+    if not maps or len(given) != len(maps) or not all(isinstance(m, LinearMap) for m in maps):
         raise PartitionError("not a linear map, or not one tensor for each", op="start", partitions=None,
                              expected="one of dd.maps and a tensor, or a tuple of them and as many tensors",
                              actual=(A, f"{len(given)} x"), next_step="F.start(dd.maps.repartition(L, M), x)")
-    moving, xs = None, [m.operand(one) for m, one in zip(maps, given)]
-    now = (all(isinstance(m, LinearMap) and not m.is_identity for m in maps)
+    moving, xs, steps = None, [m.operand(one) for m, one in zip(maps, given)], [step for m in maps for step in m.steps]
+    now = (len(steps) == len(maps) and all(isinstance(step, Move) and not step.is_identity for step in steps)
            and not _torch.transforms_active() and not _torch.dispatch_modes())
     if now:
-        xs = run.checked(maps, xs)
+        xs = dispatch.checked(steps, xs)
     if now and all(map(_torch.is_plain, xs)):
-        first, _transport.begun = maps[0], _transport.begun + 1
-        transport = first.world.transport(xs[0], first.ranks)
-        if _transport.observer is not None:
-            recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-            transport = _transport.observer.movement(first.world.host, transport, maps, xs, recorded)
-        moving = exchange.start(tuple(m.plan for m in maps), [x.detach() for x in xs], transport)
-        if hasattr(transport, "pause"):  # a checked one
-            transport.pause()
+        traffic.begun += 1
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+        engine = dispatch.engine_for(steps, xs, recorded)
+        moving = exchange.start(dispatch.plans_of(steps), [x.detach() for x in xs], engine)
+        if hasattr(engine, "pause"):  # a checked one
+            engine.pause()
         if not isinstance(moving, exchange.Pending):  # on a side stream: its gradient is joined here, after what stands in between
             xs = [x.view_as(x) for x in xs]
     return _Pending(A, xs, moving)
@@ -390,13 +391,16 @@ def wait(pending: _Pending):
         raise ShapeError("this movement was already waited for", op="wait", next_step="keep the result of the first wait",
                          expected="a movement under way", actual="one that is finished", partitions=None)
     A, pending.map = pending.map, None
-    several = isinstance(A, tuple)
-    maps, moving = A if several else (A,), pending.moving
-    if moving is None:
+    several, moving = isinstance(A, tuple), pending.moving
+    maps = A if several else (A,)
+    if moving is not None:
+        traffic.begun += 1
+        with moving.joining():
+            ys = apply([m.steps[0] for m in maps], pending.xs, pending=moving)[: len(maps)]
+    elif all(len(m.steps) == 1 and isinstance(m.steps[0], Move) for m in maps):
         ys = move(pending.xs, maps)
     else:
-        with moving.joining():
-            ys = apply(maps, pending.xs, pending=moving)[: len(maps)]
+        ys = [m(x) for m, x in zip(maps, pending.xs)]
     return ys if several else ys[0]
 
 

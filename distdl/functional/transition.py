@@ -16,9 +16,9 @@ from .. import maps
 from ..agree import outside, partition_of, resolve
 from ..errors import PartitionError
 from ..halo import HaloSpec
-from ..linear_map import LinearMap
+from ..linear_map import LinearMap, movement
 from ..partition import Layout, Partition
-from ..plan import Axis, Plan, Side
+from ..plan import Axis, Side
 from ..ties import nothing
 from .movement import halo_exchange
 from .reduce import check_block
@@ -74,8 +74,7 @@ def _flattening(L: Layout, flat: Layout) -> LinearMap:
     sizes = tuple(math.prod(b - a for a, b in box) for box in boxes)
     axis = Axis(start, tuple(_flat_runs(box, L.shape[start:]) for box in boxes), sizes)
     held = Side(merged, (*Side.of(L).axes[:start], axis))
-    plan = Plan(held, Side.of(flat))
-    return LinearMap("flatten", plan, plan.T)
+    return movement("flatten", held, Side.of(flat))
 
 
 def _flat_shape(op, L, start_dim):
@@ -284,8 +283,7 @@ def _concatenation(layouts, dim: int) -> LinearMap:
         sizes.append(at[-1])
     axes = list(Side.of(layouts[0]).axes)
     axes[dim] = Axis(dim, tuple(runs), tuple(sizes))
-    plan = Plan(Side(P, tuple(axes)), Side.of(out))
-    return LinearMap("cat", plan, plan.T)
+    return movement("cat", Side(P, tuple(axes)), Side.of(out))
 
 
 def _several(op, xs, P, shapes):

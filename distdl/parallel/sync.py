@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from .. import functional as F
+from ..engine.side_stream import Beside, attend
 from ..errors import DistdlError
-from ..side_stream import Beside, attend
 from .data import LIMITS, bucketed
 from .hooks import all_reduce
 from .topology import along

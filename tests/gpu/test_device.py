@@ -126,7 +126,7 @@ def test_cuda_aware_mpi():
         pytest.skip("needs 2 ranks")
     from mpi4py import MPI
 
-    from distdl.transport.mpi import _reads_devices
+    from distdl.engine.mpi import _reads_devices
 
     dd.World(MPI.COMM_WORLD, "aware", cuda="mpi")
     results, x = by("aware")

@@ -10,10 +10,10 @@ from one_report import OneReport
 
 import distdl as dd
 import distdl.functional as F
-from distdl import run
+from distdl.engine import dispatch
+from distdl.engine.nccl import NcclTransport
 from distdl.plan import View
-from distdl.transport import where
-from distdl.transport.nccl import NcclTransport
+from distdl.watching import where
 
 # Layers are compositions: 4 ranks show every way of splitting them (uneven, empty, some of the ranks, grids), and one rank none.
 LAYERS = ("dropout_init", "expert", "fuzz_layers", "interpolate", "local", "networks", "nn", "overlap", "parallel_topology", "pool",
@@ -83,6 +83,18 @@ def folder():
         yield Path(name)
 
 
+class _OnDevice(dispatch.Pending):
+    """A movement of CPU tensors by way of this rank's device."""
+
+    __slots__ = ()
+
+    def __init__(self, plans, xs, transport):
+        super().__init__(plans, [x.cuda() for x in xs], transport)
+
+    def finish(self):
+        return [y.cpu() for y in super().finish()]
+
+
 def use(engine):
     """Let every movement of CPU tensors go by another engine. With NCCL each one is copied to this rank's device and back, so
     that the whole suite is a test of the device's side too. "cuda": tensors are on this rank's device from the beginning, local
@@ -100,7 +112,8 @@ def use(engine):
     if engine == "nccl-messages":
         NcclTransport.collectives = ("all_reduce",)
     if engine in ("nccl", "nccl-messages"):
-        plain = run.plain
         where._known[__file__] = False  # the line below is no user's
         device = torch.device("cuda", dd.world().rank % torch.cuda.device_count())
-        run.plain = lambda maps, xs, *more: [y.cpu() for y in plain(maps, [x.to(device) if x.is_cpu else x for x in xs], *more)]
+        engine_for = dispatch.engine_for
+        dispatch.engine_for = lambda steps, xs, recorded: engine_for(steps, [x.to(device) for x in xs], recorded)
+        dispatch.Pending = _OnDevice

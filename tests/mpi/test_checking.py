@@ -9,7 +9,7 @@ from torch.func import grad, hessian, vmap
 
 import distdl as dd
 import distdl.functional as F
-from distdl import transport
+from distdl.engine import transport
 from distdl.errors import AbsenceError, AgreementError, DistdlError, InvariantError
 from distdl.testing import collective_assert, count_messages, gather_objects
 
@@ -104,7 +104,7 @@ def test_batches():
     A = dd.maps.shift(P, 0, 1, True, (2,))
     from distdl.linear_map import apply
 
-    raises_everywhere(AgreementError, lambda: apply((A,), (x[: 3 if R else 4],)), "the batch sizes (vmap)", "(4,)", "(3,)")
+    raises_everywhere(AgreementError, lambda: apply(A.steps, (x[: 3 if R else 4],)), "the batch sizes (vmap)", "(4,)", "(3,)")
 
 
 def test_adjoints_are_compared_too():

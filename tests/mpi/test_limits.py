@@ -82,7 +82,7 @@ def test_case_25_no_leak_in_100_000_calls():
 @needs(2)
 def test_too_many_groups_is_an_error(monkeypatch):
     """A limit, never an eviction: an eviction that differs by rank hangs."""
-    from distdl.transport import mpi
+    from distdl.engine import mpi
 
     host = dd.world().host
     monkeypatch.setattr(mpi, "_MAX_GROUPS", len(host.groups))

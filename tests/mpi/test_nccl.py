@@ -9,8 +9,8 @@ import torch
 
 import distdl as dd
 import distdl.functional as F
-from distdl.transport import nccl
-from distdl.transport.nccl import NcclEngines
+from distdl.engine import nccl
+from distdl.engine.nccl import NcclEngines
 
 pytestmark = pytest.mark.mpi(2)
 
@@ -158,7 +158,7 @@ def test_native_sums_of_halves(engines, monkeypatch):
 def test_an_mpi_that_cannot_read_devices_is_refused():
     """It would take a device's addresses for its own."""
     host = dd.world().host
-    from distdl.transport import mpi
+    from distdl.engine import mpi
 
     if mpi._reads_devices() is False:
         with pytest.raises(dd.errors.TransportError, match="cannot read CUDA memory"):

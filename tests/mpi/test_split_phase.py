@@ -7,7 +7,7 @@ from torch.func import grad, jvp, vmap
 
 import distdl as dd
 import distdl.functional as F
-from distdl import exchange
+from distdl.engine import exchange
 from distdl.testing import count_messages
 
 

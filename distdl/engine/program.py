@@ -14,8 +14,9 @@ from itertools import accumulate
 
 import torch
 
-from . import _torch, fused, pages
-from .errors import ShapeError
+from .. import _torch
+from ..errors import ShapeError
+from .fast import fused, pages
 
 _SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
 _ALIGN = 64  # each part of a message starts at such an offset, on both ends

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 log: list | None = None  # distdl.testing.count_messages puts a list here: (kind, peer or ranks, bytes)
-observer: Any = None  # distdl.transport.checking.Observer while ranks check each other, or are watched
+observer: Any = None  # distdl.watching.observer.Observer while ranks check each other, or are watched
 begun = 0  # movements, and small agreements, of this process
 
 Buffer = tuple[int, int, int]  # peer rank, address of the first byte, number of bytes (or what Transport.strided gave)
 
 
 class Transport(Protocol):
-    """What :mod:`distdl.exchange` asks of an engine. Addresses must stay valid until :meth:`wait` returns."""
+    """What :mod:`distdl.engine.exchange` asks of an engine. Addresses must stay valid until :meth:`wait` returns."""
 
     rank: int
     size: int

@@ -5,7 +5,7 @@ and for the watchdog), and, where a time limit is set, first swaps a signature w
 a communicator of its own, because a collective would itself wait for a rank that never comes. A rank that finds a fault tells
 all ranks of the movement, also those that come later, and raises; they raise the same error.
 
-This changes neither results nor graphs. While ``distdl.transport.observer`` is ``None``, a movement pays for one comparison.
+This changes neither results nor graphs. While ``distdl.engine.transport.observer`` is ``None``, a movement pays for one comparison.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 from typing import Any
 
 from .. import errors
+from ..signature import HEAD, Call, Field, call_of, differs, fingerprint, first_difference, groups, leads, names, unequal
 from .board import INSIDE, Board
-from .signature import HEAD, Call, Field, call_of, differs, fingerprint, first_difference, groups, leads, names, unequal
 from .where import user_line
 
 _SPINS, _GRACE = 200, 1.0  # polls before sleeping; seconds for the other ranks, once a fault is found

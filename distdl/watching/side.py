@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from mpi4py import MPI
 
-from .signature import HEAD, Said, unpack
+from ..signature import HEAD, Said, unpack
 
 _SWAP, _REPORT = 1, 2  # tags
 _ROOM = 8192  # bytes of a swapped message, at most

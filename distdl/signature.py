@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _torch, errors
+from . import _torch, errors
 
 HEAD = struct.Struct("<Q16s16s?8sd")  # count, digests of the common and of all fields, recorded, hash and norm of an invariant
 

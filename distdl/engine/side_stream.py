@@ -11,7 +11,7 @@ import contextlib
 
 import torch
 
-from . import _torch
+from .. import _torch
 
 
 class _Side:

@@ -13,9 +13,9 @@ import threading
 import time
 import traceback
 
-from .. import transport as _transport
+from ..engine import transport as _transport
 from .board import INSIDE, LEFT
-from .checking import Observer, default_timeout
+from .observer import Observer, default_timeout
 
 
 def watch(host) -> None:

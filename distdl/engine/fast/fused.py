@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from . import _torch
+from ... import _torch
 
 LARGE = 2**22  # bytes from which a box is copied alone: without words the kernel takes twice as long for them
 _DIMS = 8

@@ -12,9 +12,9 @@ import torch
 from mpi4py import MPI
 
 from ..errors import TransportError
-from .board import Board
-from .side import SideChannel
-from .strided import Strided, strided
+from ..watching.board import Board
+from ..watching.side import SideChannel
+from .fast.by_address import Strided, strided
 
 _TAGS = 32768  # every MPI offers at least this many
 _SLOT = 1024  # bytes per rank of one small all-gather

@@ -12,12 +12,13 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from . import _torch, pages
-from . import transport as _transport
-from .errors import ShapeError
+from .. import _torch
+from ..errors import ShapeError
+from . import transport as traffic
+from .fast import pages
+from .local import LocalTransport
 from .program import NO_SUMS, program_of
-from .side_stream import Beside, settle
-from .transport.local import LocalTransport
+from .side_stream import Beside
 
 _empty_like, _address = torch.empty_like, torch.Tensor.data_ptr
 
@@ -66,8 +67,8 @@ class Pending:
                 (_, source, nbytes), (_, target, _), dtype = sends[0], receives[0], xs[0].dtype
                 self.handle = _collect(transport, program.kind, source, target, nbytes // dtype.itemsize, dtype, program.group)
                 return
-            if _transport.log is not None:
-                _transport.log.extend(("send", peer, nbytes) for peer, _, nbytes in sends)
+            if traffic.log is not None:
+                traffic.log.extend(("send", peer, nbytes) for peer, _, nbytes in sends)
             self.handle = transport.post(sends, receives)
 
     def finish(self):
@@ -106,8 +107,8 @@ class Pending:
 
 
 def _collect(transport, kind, source, target, count, dtype, group):
-    if _transport.log is not None:
-        _transport.log.append((kind, group, count * dtype.itemsize))
+    if traffic.log is not None:
+        traffic.log.append((kind, group, count * dtype.itemsize))
     return transport.collective(kind, source, target, count, dtype, group)
 
 
@@ -159,13 +160,6 @@ def start(plans, xs, transport) -> Pending | Aside:
     """Begin a movement of tensors ``xs`` (each with any leading batch axes) by ``plans``, as one set of messages."""
     aside = xs[0].is_cuda and "cpu" not in transport.device_types
     return Aside(plans, xs, transport) if aside else Pending(plans, xs, transport)
-
-
-def run(plans, xs, transport):
-    """Move tensors ``xs`` by ``plans`` as one set of messages; returns fresh tensors."""
-    if xs[0].is_cuda:
-        settle(xs[0].device)
-    return Pending(plans, xs, transport).finish()
 
 
 def simulate(plan, shards):

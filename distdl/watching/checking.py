@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-from . import transport as _transport
-from .errors import AgreementError
-from .transport.checking import Observer, default_timeout
+from ..engine import transport as _transport
+from ..errors import AgreementError
+from .observer import Observer, default_timeout
 
 
 @contextmanager

@@ -4,43 +4,63 @@ from __future__ import annotations
 
 import torch
 
-from . import _torch, exchange
-from . import transport as _transport
-from .errors import AgreementError, ShapeError
+from .. import _torch
+from ..errors import AgreementError, ShapeError
+from . import transport as traffic
+from .exchange import Pending
+from .side_stream import settle
 
 
-def checked(maps, xs):
+def checked(steps, xs):
     """``xs`` as plain memory, also where they come out of a grad or jvp that has ended.
 
     Raises:
         ShapeError: something is no dense tensor, or comes out of a vmap that has ended; or they lie on several devices.
     """
     if len({x.device for x in xs}) > 1:
-        raise ShapeError("the tensors of one movement lie on different devices", op=str(maps[0]), rank=maps[0].world.rank,
+        raise ShapeError("the tensors of one movement lie on different devices", op=str(steps[0]), rank=steps[0].world.rank,
                          expected=f"all on {xs[0].device}", actual=", ".join(str(x.device) for x in xs),
-                         partitions=maps[0].partitions, next_step="move them to one device, or in two calls")
+                         partitions=steps[0].partitions, next_step="move them to one device, or in two calls")
     xs = [_torch.unwrap_if_dead(x) if _of_torch_func(x) else x for x in xs]
     for x in xs:
         if x.layout is not _strided or x.is_quantized or _of_torch_func(x):
             found = "a quantized one" if x.is_quantized else str(x.layout)
-            raise ShapeError("only dense tensors can be moved", op=str(maps[0]), rank=maps[0].world.rank, expected=_strided,
+            raise ShapeError("only dense tensors can be moved", op=str(steps[0]), rank=steps[0].world.rank, expected=_strided,
                              actual="one example of a vmap that has ended" if _of_torch_func(x) else found,
-                             partitions=maps[0].partitions,
+                             partitions=steps[0].partitions,
                              next_step="x.to_dense(), or move a sparse tensor's parts; move a batch inside its vmap, or after it")
     return xs
 
 
 _strided, _of_torch_func = torch.strided, _torch.of_torch_func
+is_plain, dispatch_modes = _torch.is_plain, _torch.dispatch_modes
 
 
-def plain(maps, xs, recorded=False):
-    """Move plain tensors ``xs`` by ``maps``, outside any trace; ``recorded``: a graph holds the adjoint."""
-    first = maps[0]
-    plans = first._plans if len(maps) == 1 else tuple(m.plan for m in maps)
-    transport = first.world.transport(xs[0], first.plan.ranks)
-    if _transport.observer is not None:
-        transport = _transport.observer.movement(first.world.host, transport, maps, xs, recorded)
-    return exchange.run(plans, xs, transport)
+def plans_of(steps):
+    """The plans of steps that go as one set of messages."""
+    return (steps[0].plan,) if len(steps) == 1 else tuple(step.plan for step in steps)
+
+
+def engine_for(steps, xs, recorded):
+    """The engine that moves plain tensors ``xs`` by ``steps``, watched where somebody watches; ``recorded``: a graph holds the
+    adjoint."""
+    first, x = steps[0], xs[0]
+    if not x.is_cpu:
+        settle(x.device)
+    engine = first.world.transport(x, first.ranks)
+    observer = traffic.observer
+    return engine if observer is None else observer.movement(first.world.host, engine, steps, xs, recorded)
+
+
+def together(steps, xs, recorded=False):
+    """Move tensors ``xs`` by ``steps``, of one kind over the same ranks, as one set of messages; returns fresh tensors."""
+    traffic.begun += 1
+    ordinary = len(xs) == 1 and is_plain(xs[0])  # nearly always
+    if not ordinary:
+        xs = checked(steps, xs)
+    if dispatch_modes() or not (ordinary or all(map(is_plain, xs))):
+        return traced(steps, xs)
+    return Pending(plans_of(steps), xs, engine_for(steps, xs, recorded)).finish()
 
 
 # ---------------------------------------------------------------- as a torch operator
@@ -50,11 +70,11 @@ _library.define("move(Tensor[] xs, str movement) -> Tensor[]")
 _traced: dict[str, tuple] = {}
 
 
-def traced(maps, xs):
+def traced(steps, xs):
     """The same while a torch dispatch mode is active: make_fx and linearize then record the operator."""
-    name = "; ".join(f"{m} {m.plan.digest}" for m in maps)
-    _traced[name] = tuple(maps)
-    observer = _transport.observer
+    name = "; ".join(f"{m} {m.plan.digest}" for m in steps)
+    _traced[name] = tuple(steps)
+    observer = traffic.observer
     before = None if observer is None else observer.tracing
     try:
         if observer is not None:
@@ -63,8 +83,8 @@ def traced(maps, xs):
     except (NotImplementedError, TypeError) as error:
         if all(map(_torch.is_plain, xs)):
             raise
-        raise ShapeError("a tensor of a class with operators of its own, which does not know movements", op=str(maps[0]),
-                         partitions=maps[0].partitions, rank=maps[0].world.rank, expected="a plain tensor",
+        raise ShapeError("a tensor of a class with operators of its own, which does not know movements", op=str(steps[0]),
+                         partitions=steps[0].partitions, rank=steps[0].world.rank, expected="a plain tensor",
                          actual=", ".join(type(x).__name__ for x in xs), next_step="pass its local part: x.to_local()") from error
     finally:
         if observer is not None:
@@ -72,13 +92,14 @@ def traced(maps, xs):
 
 
 def _move_real(xs, movement):
-    _transport.begun += 1  # in a graph that was traced the operator stands alone
-    return plain(_traced[movement], xs)
+    traffic.begun += 1  # in a graph that was traced the operator stands alone
+    steps = _traced[movement]
+    return Pending(plans_of(steps), xs, engine_for(steps, xs, False)).finish()
 
 
 def _move_fake(xs, movement):
-    maps = _traced[movement]
-    return [x.new_empty((*x.shape[: x.dim() - len(m.in_shape)], *m.out_shape)) for m, x in zip(maps, xs)]
+    steps = _traced[movement]
+    return [x.new_empty((*x.shape[: x.dim() - len(m.in_shape)], *m.out_shape)) for m, x in zip(steps, xs)]
 
 
 def _move_autograd(xs, movement):
