@@ -123,9 +123,7 @@ class View:
 
     ``kept`` are the messages that stay here, as (where from, where to). ``received`` orders every arrival, kept ones
     included, as sums are to be taken: largest first, then in grid order, so that results do not depend on timing and are
-    bitwise equal on ranks that want the same box. ``adds``: some element arrives more than once; ``piles``: perhaps more than
-    twice. ``covered``: what arrives fills the output without a gap. ``gaps``: the boxes in which nothing arrives, or ``None``
-    where they were not worked out.
+    bitwise equal on ranks that want the same box. ``adds``: some element arrives more than once.
     """
 
     in_shape: tuple[int, ...]
@@ -134,9 +132,6 @@ class View:
     received: tuple[Message, ...]
     kept: Message | None
     adds: bool
-    piles: bool
-    covered: bool
-    gaps: tuple[Box, ...] | None
     programs: dict = field(default_factory=dict, repr=False)  # the executor's notes, per shape and strides
 
 
@@ -172,39 +167,7 @@ class Plan(_Value):
         side = self.held
         if side != self.wanted or any(len(runs) > 1 for a in side.axes for runs in a.runs):
             return False
-        return _alone(side.partition, side.axes) and all(map(_full, side.axes))
-
-    def summing_group(self, rank: int) -> tuple[int, ...] | None:
-        """The ranks among which this movement is an all-reduce, or ``None`` where it is something else."""
-        view = self.view(rank)
-        if self.held != self.wanted or len(view.received) < 2 or not view.adds:
-            return None
-        full = ((0,) * len(view.out_shape), view.out_shape)
-        if any(m.boxes != (full,) for m in view.received):
-            return None
-        return tuple(sorted(m.peer for m in view.received))
-
-    @cached_property
-    def gathered(self) -> tuple[int, ...] | None:
-        """The grid dims along which this movement is an all-gather of equal blocks (its transpose then is a reduce-scatter), or
-        ``None`` where it is something else; the same on all ranks, whichever asks."""
-        P, dims, equal = self.held.partition, [], []
-        if self.wanted.partition != P:
-            return None
-        for held, wanted in zip(self.held.axes, self.wanted.axes):
-            if held == wanted:
-                equal.append(held)
-                continue
-            if held.dim is None or held.extents is None or wanted.dim is not None:
-                return None
-            n, count = held.extents[0], len(held.extents)
-            blocks = tuple(((i * n, (i + 1) * n, 0),) for i in range(count))
-            if held.runs != blocks or wanted.runs != (((0, n * count, 0),),) or wanted.extents != (n * count,):
-                return None
-            dims.append(held.dim)
-        if any(a.dim in dims or not _full(a) for a in equal) or not _alone(P, equal, dims):
-            return None
-        return tuple(sorted(dims)) if dims and len(set(dims)) == len(dims) else None
+        return alone(side.partition, side.axes) and all(map(full, side.axes))
 
     def view(self, rank: int) -> View:
         """The part of ``rank``: its messages, and how arrivals combine. Cached."""
@@ -225,13 +188,8 @@ class Plan(_Value):
         received = [_message(peer, pairs, 1, self.wanted) for peer, pairs in fro]
         received.sort(key=lambda m: -m.volume)  # stable: grid order among equals
         kept = next((_message(peer, pairs, 0, self.held) for peer, pairs in to if peer == rank), None)
-        total, first = math.prod(out_shape), received[0] if received else None
-        covered = (first.volume if adds else sum(m.volume for m in received)) == total if first else total == 0
-        if adds and covered and len(first.boxes) > 1:
-            covered = False  # one message may name an element twice; only a single box surely fills the output
         sends.sort(key=lambda m: m.peer)
-        return View(in_shape, out_shape, tuple(sends), tuple(received), kept, adds,
-                    adds and _piles(received), covered, () if covered else None if adds else _gaps(received, out_shape))
+        return View(in_shape, out_shape, tuple(sends), tuple(received), kept, adds)
 
     def _meetings(self, rank: int, sending: bool):
         """Whose pieces meet this rank's: [(peer, per axis the overlaps)], and whether two of them meet each other here."""
@@ -248,7 +206,7 @@ class Plan(_Value):
         fixed = {i: overlaps(i, 0) for i, a in enumerate(theirs.axes) if a.dim is None}
         if not all(fixed.values()):
             return [], False
-        collide = any(_collide([_arrivals([o]) for o in found]) for found in fixed.values())
+        collides = any(collide([_arrivals([o]) for o in found]) for found in fixed.values())
         candidates = []  # per grid dim: the coordinates that meet, with their overlaps
         for d, n in enumerate(grid.shape):
             tied = [i for i, a in enumerate(theirs.axes) if a.dim == d]
@@ -264,14 +222,14 @@ class Plan(_Value):
             candidates.append(found)
             if not sending:
                 boxes = [_arrivals(entry) for _, per_axis in found for entry in product(*per_axis.values())]
-                collide = collide or _collide(boxes)
+                collides = collides or collide(boxes)
         meetings = []
         for combination in product(*candidates):
             per_axis = dict(fixed)
             for _, of_coordinate in combination:
                 per_axis.update(of_coordinate)
             meetings.append((grid.rank_at([c for c, _ in combination]), [per_axis[i] for i in range(len(per_axis))]))
-        return meetings, collide and bool(meetings)
+        return meetings, collides and bool(meetings)
 
     def simulate(self, shards):
         """Run every rank's part in this process: the held blocks in the order of ``held.partition.ranks`` to the wanted
@@ -289,42 +247,18 @@ class Plan(_Value):
         return sum(m.volume for m in self.view(rank).sends)
 
 
-def _piles(received) -> bool:
-    """Whether three of these messages may meet in one element: some two of them, the first one left aside, do."""
-    boxes = [box for m in received[1:] for box in m.boxes]
-    return len(received[0].boxes) > 1 or len(boxes) > 64 or _collide([[(a, a + n) for a, n in zip(*box)] for box in boxes])
-
-
-def _gaps(received, shape):
-    """The boxes around what these messages, which do not meet, fill: where that is a single box; else ``None``."""
-    boxes = [box for m in received for box in m.boxes]
-    if not boxes:
-        return None
-    low = [min(starts) for starts in zip(*(starts for starts, _ in boxes))]
-    high = [max(stops) for stops in zip(*([a + n for a, n in zip(*box)] for box in boxes))]
-    if sum(m.volume for m in received) != math.prod(b - a for a, b in zip(low, high)):
-        return None
-    gaps, starts, sizes = [], [0] * len(shape), list(shape)
-    for d, n in enumerate(shape):  # what lies before and after in dim d, within what is left of the dims before it
-        for a, b in ((0, low[d]), (high[d], n)):
-            if a < b:
-                gaps.append(((*starts[:d], a, *starts[d + 1 :]), (*sizes[:d], b - a, *sizes[d + 1 :])))
-        starts[d], sizes[d] = low[d], high[d] - low[d]
-    return tuple(gaps)
-
-
-def _fills(runs, n: int) -> bool:
+def fills(runs, n: int) -> bool:
     return len(runs) == 1 and runs[0][2] == 0 and runs[0][1] - runs[0][0] == n
 
 
-def _full(axis: Axis) -> bool:
+def full(axis: Axis) -> bool:
     """Whether every coordinate has this dim without a gap."""
-    return all(axis.runs if axis.extents is None else map(_fills, axis.runs, axis.extents))
+    return all(axis.runs if axis.extents is None else map(fills, axis.runs, axis.extents))
 
 
-def _alone(P: Partition, axes, dims=()) -> bool:
+def alone(P: Partition, axes, dims=()) -> bool:
     """Whether no two ranks that differ in another grid dim than ``dims`` have a common element."""
-    apart = {a.dim for a in axes if not _collide([[(s, e)] for runs in a.runs for s, e, _ in runs if s < e])}
+    apart = {a.dim for a in axes if not collide([[(s, e)] for runs in a.runs for s, e, _ in runs if s < e])}
     return all(n == 1 or d in apart or d in dims for d, n in enumerate(P.shape))
 
 
@@ -344,7 +278,7 @@ def _arrivals(overlaps):
     return [(w, w + n) for _, w, n in overlaps]
 
 
-def _collide(boxes) -> bool:
+def collide(boxes) -> bool:
     """Whether two of these boxes, (start, stop) per dim, have a common element."""
     if boxes and not boxes[0]:
         return len(boxes) > 1  # of no dim, or of a grid dim that no axis uses: copies, all with the same box

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from . import _torch, errors
+from .engine.recognise import summing_group
 
 HEAD = struct.Struct("<Q16s16s?8sd")  # count, digests of the common and of all fields, recorded, hash and norm of an invariant
 
@@ -97,7 +98,7 @@ def call_of(maps, leads, xs, rank) -> Call:
             waits |= bool(here) and plan is m.plan
     copies: tuple[int, ...] = ()
     if first.domain.kind == "invariant":
-        found = (m.adjoint.summing_group(rank) for m in maps)
+        found = (summing_group(m.adjoint, rank) for m in maps)
         copies = next((g for g in found if g), ())
 
     def each(values):

@@ -26,8 +26,8 @@ from matplotlib import pyplot as plt
 
 import distdl as dd
 from distdl import viz
-from distdl.plan import Plan, Side
 from distdl.engine.local import LocalTransport
+from distdl.plan import Plan, Side
 
 dd.World(transport=LocalTransport(size=8))  # let maps be made for eight ranks, although this process is the only one
 

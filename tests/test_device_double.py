@@ -289,7 +289,7 @@ def test_nothing_else_is_copied_first(monkeypatch):
     assert program_of(gather, [torch.ones(2)]).moves and not program_of(gather, [on_device(torch.ones(2))]).moves
     plan, L = halo()
     x = on_device(torch.rand(L.local_shape(0)))
-    pool = programs._staging
+    pool = programs.scratch
     kept = pool.kept
     first, second = (exchange.Pending((plan,), [x], NullTransport(0, 4)) for _ in range(2))
     assert type(first.staging[0]) is Elsewhere and first.staging[0].numel() == first.program.staging

@@ -13,8 +13,9 @@ from fuzzing import BUILDERS, KINDS, draw, seed_of
 import distdl as dd
 from distdl.engine import exchange
 from distdl.engine import program as programs
-from distdl.engine.fast import fused, pages
+from distdl.engine.fast import by_address, fused, pages
 from distdl.engine.local import LocalTransport, NullTransport
+from distdl.engine.recognise import covered, gaps
 from distdl.plan import Plan, Side
 
 ROWS, COLUMNS = dd.Layout(dd.Partition((4, 1)), (8, 8)), dd.Layout(dd.Partition((1, 4)), (8, 8))
@@ -60,11 +61,15 @@ class Box(tuple):
         return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
+def every_box(*box):
+    """For ``by_address.strided``: all of them, while they travel and within a rank."""
+    return Box(box[:3])
+
+
 class Typed(LocalTransport):
     """Packs and unpacks single boxes itself, as MPI's datatypes let it; and it reads and writes as early as it may."""
 
-    def strided(self, sizes, strides, itemsize, travels=True):
-        return Box((sizes, strides, itemsize))
+    takes_types = True
 
     @staticmethod
     def memory(address, message):
@@ -134,13 +139,14 @@ def test_an_engine_that_packs_single_boxes(name, kind, monkeypatch):
             wanted = plan.simulate(blocks)
             with monkeypatch.context() as patch:
                 patch.setattr(exchange, "LocalTransport", Typed)
+                patch.setattr(by_address, "strided", every_box)
                 for r in plan.ranks:
                     plan.view(r).programs.clear()
                 assert all(torch.equal(a, b) for a, b in zip(plan.simulate(blocks), wanted))
                 for r in plan.ranks:
                     view = plan.view(r)
                     (program,) = view.programs.values()
-                    added = [view.adds and not (i == 0 and view.covered) for i in range(len(view.received))]
+                    added = [view.adds and not (i == 0 and covered(view)) for i in range(len(view.received))]
                     assert {peer: leaf for peer, leaf, _, _ in program.sends} == {
                         m.peer: -1 if len(m.boxes) > 1 else 0 for m in view.sends}
                     assert {peer: leaf for peer, leaf, _, _ in program.receives} == {
@@ -149,20 +155,14 @@ def test_an_engine_that_packs_single_boxes(name, kind, monkeypatch):
                 plan.view(r).programs.clear()
 
 
-class Copying(Typed):
-    """Packs and unpacks, but sends only what is one run of memory."""
-
-    def strided(self, sizes, strides, itemsize, travels=True):
-        return None if travels else Box((sizes, strides, itemsize))
-
-
 @pytest.mark.parametrize("n", [64, 20])
 def test_such_an_engine_copies_what_stays_and_what_is_staged(n, monkeypatch):
     """Without views of tensors, where one end of a copy is a run of memory."""
     rows, columns = (dd.Layout(dd.Partition(grid), (n, n)) for grid in ((4, 1), (1, 4)))
     X, there = torch.randint(9, (n, n)), Plan(Side.of(rows), Side.of(columns))
     strided = [columns.shard(X, r) for r in range(4)]  # neither end of what stays is a run of memory
-    monkeypatch.setattr(exchange, "LocalTransport", Copying)
+    monkeypatch.setattr(exchange, "LocalTransport", Typed)
+    monkeypatch.setattr(by_address, "strided", lambda *box, travels: None if travels else Box(box[:3]))
     for plan, blocks, layout, whole in (
         (there, [rows.shard(X, r) for r in range(4)], columns, True),
         (Plan(Side.of(columns), Side.of(rows)), [columns.shard(X, r).contiguous() for r in range(4)], rows, True),
@@ -186,6 +186,7 @@ def test_what_arrives_at_once_stays(boundary, small, monkeypatch):
     blocks = [L.shard(X, r) for r in range(4)]
     wanted = plan.simulate(blocks)
     monkeypatch.setattr(exchange, "LocalTransport", Typed)
+    monkeypatch.setattr(by_address, "strided", every_box)
     monkeypatch.setattr(programs, "_SMALL", small)
     monkeypatch.setattr(exchange, "_empty_like", lambda like: torch.full(like.shape, -1, dtype=like.dtype))
     for order in (1, -1):  # the first and the last to send, in turn
@@ -213,7 +214,7 @@ def test_what_stays_is_copied_in_the_cheapest_way():
 @pytest.mark.parametrize("size, small", [(1, True), (5000, False)])
 def test_small_staging_stays_with_its_program_and_large_goes_back(size, small, monkeypatch):
     to_columns = Plan(Side.of(ROWS), Side.of(COLUMNS))
-    pool = programs._staging
+    pool = programs.scratch
     x = torch.ones(size, 2, 8)
     program = program_of(to_columns, x)
     assert (program.staging <= 2**16) == small and not program.spare
@@ -254,7 +255,7 @@ def _size(nbytes):
 
 
 def test_the_pool_keeps_what_it_is_allowed():
-    pool = programs._Staging()
+    pool = type(programs.scratch)()
     block = pool.take(1000)
     assert block.numel() == 1024 and pool.take(1).numel() == 256 and pool.take(1024).numel() == 1024
     assert pool.take(1025).numel() == 2048
@@ -336,7 +337,7 @@ def test_only_the_gaps_of_large_windows_are_zeroed(widths, monkeypatch):
         view.programs.clear()
         monkeypatch.setattr(programs, "_SMALL", small)
         program = program_of(plan, xs[0], 0)
-        assert (program.zeroed, bool(program.blanks)) == (([0], False) if nbytes < small and view.gaps else ([], bool(view.gaps)))
+        assert (program.zeroed, bool(program.blanks)) == (([0], False) if nbytes < small and gaps(view) else ([], bool(gaps(view))))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex64, torch.complex128])
@@ -413,7 +414,7 @@ def test_scratch_memory_outlives_inference_mode():
     L = dd.Layout(dd.Partition((2, 1)), (4, 6))
     plan = dd.maps.repartition(L, dd.Partition((1, 2))).plan
     xs = [torch.rand(L.local_shape(r)) for r in range(2)]
-    programs._staging.free.clear()
+    programs.scratch.free.clear()
     with torch.inference_mode():
         inside = plan.simulate([x.clone() for x in xs])
     outside = plan.simulate(xs)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import distdl as dd
 import distdl.plan as plan_module
 from distdl.engine.exchange import simulate
+from distdl.engine.recognise import covered, gaps, gathered, summing_group
 from distdl.errors import ShapeError, TransportError
 from distdl.plan import Axis, Plan, Side, key, split, whole
 
@@ -129,9 +130,9 @@ def test_summing_group_and_identity():
     x = whole(5)
     everyone, rows = Side(P, (x,)), Side(P, (key(0, range(2)), x))
     alone = Side(P, (key(0, range(2)), key(1, range(2)), x))
-    assert Plan(everyone, everyone).summing_group(0) == (0, 1, 2, 3)
-    assert Plan(rows, rows).summing_group(3) == (1, 3) and Plan(rows, rows).summing_group(2) == (0, 2)
-    assert Plan(alone, alone).summing_group(0) is None and Plan(alone, alone).is_identity()
+    assert summing_group(Plan(everyone, everyone), 0) == (0, 1, 2, 3)
+    assert summing_group(Plan(rows, rows), 3) == (1, 3) and summing_group(Plan(rows, rows), 2) == (0, 2)
+    assert summing_group(Plan(alone, alone), 0) is None and Plan(alone, alone).is_identity()
     assert not Plan(rows, rows).is_identity() and not Plan(everyone, everyone).is_identity()
 
 
@@ -182,7 +183,7 @@ def test_how_arrivals_combine():
     L, everyone = Side.of(dd.Layout(P, (5,))), Side(P, (whole(5),))
 
     def combine(plan):
-        return [(plan.view(r).adds, plan.view(r).covered) for r in P.ranks]
+        return [(plan.view(r).adds, covered(plan.view(r))) for r in P.ranks]
 
     assert combine(Plan(L, everyone)) == [(False, True)] * 2  # all-gather
     assert combine(Plan(everyone, L)) == combine(Plan(everyone, everyone)) == [(True, True)] * 2  # reduce-scatter, all-reduce
@@ -193,7 +194,7 @@ def test_how_arrivals_combine():
     assert combine(around) == [(False, True)] * 2 and combine(around.T) == [(True, False)] * 2
     again = Side(P, (Axis(0, (((0, 1, 0), (0, 1, 1)), ((0, 2, 0),)), (2, 2)),))  # two boxes, as large as the output
     summed = Plan(again, Side(dd.Partition((1,)), (whole(2),)))
-    assert (summed.view(0).adds, summed.view(0).covered) == (True, False)
+    assert (summed.view(0).adds, covered(summed.view(0))) == (True, False)
     assert summed.simulate([torch.ones(2), torch.ones(2)])[0].tolist() == [3.0, 1.0]
     back = Plan(Side(dd.Partition((3,)), (split(((0, 1), (5, 6), (0, 1)), 0),)), Side(dd.Partition((1,)), (whole(6),)))
     assert back.view(0).adds and back.simulate([torch.ones(1)] * 3)[0].tolist() == [2.0, 0, 0, 0, 0, 1.0], "in any order"
@@ -203,7 +204,7 @@ def test_how_arrivals_combine():
     empty = Side.of(dd.Layout(P, (0,)))
     assert combine(Plan(empty, empty)) == [(False, True)] * 2
     apart = Side(dd.Partition((3,)), (split(((0, 3), (1, 4), (0, 4)), 0),))  # blocks that overlap are no all-reduce
-    assert [Plan(apart, apart).summing_group(r) for r in range(3)] == [None] * 3
+    assert [summing_group(Plan(apart, apart), r) for r in range(3)] == [None] * 3
 
 
 def test_tensors_under_two_keys():
@@ -225,12 +226,12 @@ def check_combining(plan):
         gapless = bool((arrivals > 0).all())
         if view.adds:  # then the first message alone, as one box, must fill the output
             first = view.received[0]
-            assert view.covered == (len(first.boxes) == 1 and first.volume == len(arrivals)), plan
+            assert covered(view) == (len(first.boxes) == 1 and first.volume == len(arrivals)), plan
         else:
-            assert view.covered == gapless, plan
-        if view.gaps is not None:
+            assert covered(view) == gapless, plan
+        if gaps(view) is not None:
             marked = torch.zeros(view.out_shape, dtype=torch.int64)
-            for starts, sizes in view.gaps:
+            for starts, sizes in gaps(view):
                 marked[tuple(slice(a, a + n) for a, n in zip(starts, sizes))] += 1
             assert torch.equal(marked.reshape(-1), (arrivals == 0).long()), plan
 
@@ -335,35 +336,35 @@ def test_gathered():
     P, L = dd.Partition((2, 3)), dd.Layout(dd.Partition((2, 3)), (4, 6))
     for dims in ((0,), (1,), (0, 1), (1, 0)):
         plan = dd.maps.all_gather(L, dims).plan
-        assert plan.gathered == tuple(sorted(dims)) and plan.T.gathered is None, dims
-    assert dd.maps.reduce_scatter(L, 1).plan.T.gathered == (1,)
-    assert dd.maps.gathering(P, (2, 5, 6), {2: 1}).plan.gathered == (1,), "copies of other ranks have keys of their own"
-    assert dd.maps.gathering(P, (6, 4), {1: 0, 0: 1}).plan.gathered == (0, 1)
-    assert dd.maps.gathering(dd.Partition((1, 3)), (6,), {0: 1}).plan.gathered == (1,), "a dim of one rank needs no key"
+        assert gathered(plan) == tuple(sorted(dims)) and gathered(plan.T) is None, dims
+    assert gathered(dd.maps.reduce_scatter(L, 1).plan.T) == (1,)
+    assert gathered(dd.maps.gathering(P, (2, 5, 6), {2: 1}).plan) == (1,), "copies of other ranks have keys of their own"
+    assert gathered(dd.maps.gathering(P, (6, 4), {1: 0, 0: 1}).plan) == (0, 1)
+    assert gathered(dd.maps.gathering(dd.Partition((1, 3)), (6,), {0: 1}).plan) == (1,), "a dim of one rank needs no key"
     uneven, empty = dd.Layout(P, (5, 6)), dd.Layout(P, (4, 2))
-    assert dd.maps.all_gather(uneven, 0).plan.gathered is None and dd.maps.all_gather(uneven, 1).plan.gathered == (1,)
-    assert dd.maps.all_gather(empty, 1).plan.gathered is None and dd.maps.all_gather(empty, 0).plan.gathered == (0,)
+    assert gathered(dd.maps.all_gather(uneven, 0).plan) is None and gathered(dd.maps.all_gather(uneven, 1).plan) == (1,)
+    assert gathered(dd.maps.all_gather(empty, 1).plan) is None and gathered(dd.maps.all_gather(empty, 0).plan) == (0,)
     backwards = dd.Layout(dd.Partition((3,), ranks=(2, 0, 1)), (6,))
-    assert dd.maps.all_gather(backwards).plan.gathered == (0,)
+    assert gathered(dd.maps.all_gather(backwards).plan) == (0,)
     line = dd.Partition((3,))
     for A in (dd.maps.repartition(L, dd.Partition((3, 2))), dd.maps.halo_exchange(dd.HaloSpec(L, 1)),
               dd.maps.shift(line, 0, shape=(2,)), dd.maps.all_sum_reduce(line, (2,)),
               dd.maps.broadcast(dd.Partition((1,)), line, (2,)), dd.maps.scatter(L, 0),
               dd.maps.gather(L, 0), dd.maps.repartition(L, dd.Layout(P, (4, 6), ((1, 3), None)))):
-        assert A.plan.gathered is None and A.plan.T.gathered is None, A
+        assert gathered(A.plan) is None and gathered(A.plan.T) is None, A
     blocks = (((0, 2),), ((2, 4),))
     held, whole_4 = split(tuple(b[0] for b in blocks), 0), whole(4)
     columns = dd.Partition((2, 2))
-    assert Plan(Side(columns, (held,)), Side(columns, (whole_4,))).gathered is None, "copies along the other dim would be added"
+    assert gathered(Plan(Side(columns, (held,)), Side(columns, (whole_4,)))) is None, "copies along the other dim would be added"
     row = dd.Partition((2, 1))
-    assert Plan(Side(row, (held,)), Side(row, (whole_4,))).gathered == (0,), "there is no other"
+    assert gathered(Plan(Side(row, (held,)), Side(row, (whole_4,)))) == (0,), "there is no other"
     keyed = key(1, (0, 1))
-    assert Plan(Side(columns, (keyed, held)), Side(columns, (keyed, whole_4))).gathered == (0,)
-    assert Plan(Side(columns, (key(1, (0, 0)), held)), Side(columns, (key(1, (0, 0)), whole_4))).gathered is None
-    assert Plan(Side(columns, (keyed, held)), Side(dd.Partition((2, 2), (0, 1, 3, 2)), (keyed, whole_4))).gathered is None
-    assert Plan(Side(columns, (keyed, held)), Side(columns, (keyed, whole(5)))).gathered is None
+    assert gathered(Plan(Side(columns, (keyed, held)), Side(columns, (keyed, whole_4)))) == (0,)
+    assert gathered(Plan(Side(columns, (key(1, (0, 0)), held)), Side(columns, (key(1, (0, 0)), whole_4)))) is None
+    assert gathered(Plan(Side(columns, (keyed, held)), Side(dd.Partition((2, 2), (0, 1, 3, 2)), (keyed, whole_4)))) is None
+    assert gathered(Plan(Side(columns, (keyed, held)), Side(columns, (keyed, whole(5))))) is None
     twice = Plan(Side(columns, (keyed, held, held)), Side(columns, (keyed, whole_4, whole_4)))
-    assert twice.gathered is None, "two tensor dims along one grid dim are no row of blocks"
+    assert gathered(twice) is None, "two tensor dims along one grid dim are no row of blocks"
 
 
 def test_piles():
@@ -394,16 +395,16 @@ def test_gaps():
     """What a window with zeros leaves free, as boxes; not worked out where arrivals are no single box, or are added."""
     L = dd.Layout(dd.Partition((2, 1)), (4, 3))
     view = dd.HaloSpec(L, (1, 2), (0, 1), boundary="zeros").plan().view
-    assert view(0).gaps == (((0, 0), (1, 6)), ((1, 0), (2, 2)), ((1, 5), (2, 1)))
-    assert view(1).gaps == (((0, 0), (3, 2)), ((0, 5), (3, 1)))
+    assert gaps(view(0)) == (((0, 0), (1, 6)), ((1, 0), (2, 2)), ((1, 5), (2, 1)))
+    assert gaps(view(1)) == (((0, 0), (3, 2)), ((0, 5), (3, 1)))
     below = dd.HaloSpec(dd.Layout(dd.Partition((2,)), (4,)), 0, 3, boundary="zeros").plan().view
-    assert below(0).gaps == (((4,), (1,)),) and below(1).gaps == (((2,), (3,)),)
-    assert dd.maps.repartition(L, dd.Partition((1, 2))).plan.view(0).gaps == ()
-    assert dd.maps.shift(dd.Partition((2,)), 0, 1, False, (2,)).plan.view(0).gaps is None, "nothing arrives"
-    assert dd.maps.halo_exchange(dd.HaloSpec(L, 1)).plan.T.view(0).gaps == ()
+    assert gaps(below(0)) == (((4,), (1,)),) and gaps(below(1)) == (((2,), (3,)),)
+    assert gaps(dd.maps.repartition(L, dd.Partition((1, 2))).plan.view(0)) == ()
+    assert gaps(dd.maps.shift(dd.Partition((2,)), 0, 1, False, (2,)).plan.view(0)) is None, "nothing arrives"
+    assert gaps(dd.maps.halo_exchange(dd.HaloSpec(L, 1)).plan.T.view(0)) == ()
     ends = Axis(0, (((0, 1, 0), (2, 3, 1)), ()), (2, 0))
     corner = Plan(Side(dd.Partition((2,)), (ends,)), Side(dd.Partition((1,)), (whole(3),)))
-    assert corner.view(0).gaps is None
+    assert gaps(corner.view(0)) is None
     assert corner.simulate([torch.ones(2), torch.ones(0)])[0].tolist() == [1.0, 0.0, 1.0]
 
 
@@ -421,10 +422,10 @@ def test_gathered_asks_every_axis():
     P = dd.Partition((4,))
     held, wanted = split(tuple((2 * i, 2 * i + 2) for i in range(4)), 0), whole(8)
     pairs = key(0, (0, 0, 1, 1))
-    assert Plan(Side(P, (held,)), Side(P, (wanted,))).gathered == (0,)
-    assert Plan(Side(P, (pairs, held)), Side(P, (pairs, wanted))).gathered is None
+    assert gathered(Plan(Side(P, (held,)), Side(P, (wanted,)))) == (0,)
+    assert gathered(Plan(Side(P, (pairs, held)), Side(P, (pairs, wanted)))) is None
     hole = Axis(None, (((0, 1, 0), (2, 3, 2)),), (3,))
-    assert Plan(Side(P, (held, hole)), Side(P, (wanted, hole))).gathered is None
+    assert gathered(Plan(Side(P, (held, hole)), Side(P, (wanted, hole)))) is None
 
 
 def test_arrivals_of_one_size_come_in_grid_order():

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from contextlib import contextmanager, nullcontext
+from operator import index
 
 import torch
 
 from .. import _torch
 from ..errors import ShapeError
 from . import transport as traffic
-from .fast import pages
 from .local import LocalTransport
 from .program import NO_SUMS, program_of
 from .side_stream import Beside
@@ -37,8 +37,8 @@ class Pending:
         program, xs = program_of(plans, xs, transport)
         self.program, self.xs, self.transport, self.staging, self.handle = program, xs, transport, None, None
         ys = self.ys = [_empty_like(like) for like in program.likes]
-        for leaf in program.large:
-            pages.prefer_large_pages(ys[leaf])
+        for leaf, prepare in program.fresh:
+            prepare(ys[leaf])
         if program.kind == "all_reduce":
             _sum(transport, xs, ys, program.group)
             return
@@ -68,7 +68,7 @@ class Pending:
                 self.handle = _collect(transport, program.kind, source, target, nbytes // dtype.itemsize, dtype, program.group)
                 return
             if traffic.log is not None:
-                traffic.log.extend(("send", peer, nbytes) for peer, _, nbytes in sends)
+                traffic.log.extend(("send", peer, index(nbytes)) for peer, _, nbytes in sends)
             self.handle = transport.post(sends, receives)
 
     def finish(self):

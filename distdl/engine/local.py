@@ -14,14 +14,12 @@ class LocalTransport:
     device_types: tuple[str, ...] = ("cpu",)
     collectives: tuple[str, ...] = ()
     sums: frozenset = frozenset()
+    takes_types = False
     wide = True
 
     def __init__(self, rank: int = 0, size: int = 1, mailboxes=None):
         self.rank, self.size = rank, size
         self.mailboxes = defaultdict(deque) if mailboxes is None else mailboxes
-
-    def strided(self, sizes, strides, itemsize, travels=True):
-        return None
 
     def post(self, sends, receives):
         for peer, address, nbytes in sends:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import os
 from collections import defaultdict
 from functools import cached_property
+from operator import index
 
 import torch
 from mpi4py import MPI
@@ -14,7 +14,6 @@ from mpi4py import MPI
 from ..errors import TransportError
 from ..watching.board import Board
 from ..watching.side import SideChannel
-from .fast.by_address import Strided, strided
 
 _TAGS = 32768  # every MPI offers at least this many
 _SLOT = 1024  # bytes per rank of one small all-gather
@@ -44,7 +43,7 @@ class MpiTransport:
     sums = frozenset(_SUM_TYPES)
     wide = True
     chunk = 2**30  # bytes per MPI message; below every MPI's limit of 2^31 - 1
-    types = os.environ.get("DISTDL_MPI_TYPES", "1") != "0"  # whether MPI may pack strided memory by itself
+    takes_types = True
 
     def __init__(self, comm=None):
         self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
@@ -70,18 +69,12 @@ class MpiTransport:
                                  next_step="set DISTDL_CUDA to nccl, or to staged")
         engine = copy.copy(self)
         engine.device_types = ("cpu", "cuda")
+        engine.takes_types = False  # MPI copies what lies on a device piece by piece
         return engine
 
     def _ready(self) -> None:
         if "cuda" in self.device_types:
             torch.cuda.current_stream().synchronize()
-
-    def strided(self, sizes, strides, itemsize, travels=True):
-        """Only in host memory: MPI copies what lies on a device piece by piece."""
-        if not self.types or "cuda" in self.device_types:
-            return None
-        message = strided(sizes, strides, itemsize, travels)
-        return None if message is None or message > self.chunk else message
 
     def abandon(self, handle, memory):
         incoming, outgoing, _ = handle
@@ -104,10 +97,16 @@ class MpiTransport:
 
     def _parts(self, address, nbytes):
         """The messages of MPI that carry these bytes."""
-        if type(nbytes) is Strided:
+        if type(nbytes) is not int:
             return [(MPI.buffer.fromaddress(address, nbytes.span), 1, nbytes.kind)]
         chunk, starts = self.chunk, range(0, nbytes, self.chunk)
         return [(MPI.buffer.fromaddress(address + start, min(chunk, nbytes - start)), MPI.BYTE) for start in starts]
+
+    def _lengths(self, nbytes):
+        """Their sizes."""
+        if type(nbytes) is not int:
+            return [index(nbytes)]
+        return [min(self.chunk, nbytes - start) for start in range(0, nbytes, self.chunk)]
 
     def wait(self, handle, board=None):
         if handle is None:  # a collective, which is done
@@ -125,7 +124,7 @@ class MpiTransport:
                 f"MPI failed: {error}", op="exchange", rank=self.rank,
                 expected=f"messages of {[(p, n) for p, _, n in receives]} (rank, bytes)", actual="an error",
                 next_step="check that every rank calls the same operators with the same layouts and dtype") from error
-        expected = [(p, min(self.chunk, n - s)) for p, _, n in receives for s in range(0, n, self.chunk)]
+        expected = [(p, size) for p, _, n in receives for size in self._lengths(n)]
         for (peer, nbytes), status in zip(expected, statuses):
             if status.Get_count(MPI.BYTE) != nbytes:
                 raise TransportError(
@@ -135,7 +134,7 @@ class MpiTransport:
 
     def _note_missing(self, incoming, statuses, receives, board):
         """Wait for all messages, while ``board.missing`` tells who has not sent yet."""
-        peers = [p for p, _, n in receives for _ in range(0, n, self.chunk)]
+        peers = [p for p, _, n in receives for _ in self._lengths(n)]
         left = set(range(len(peers)))
         while left:
             board.missing = sorted({peers[i] for i in left})

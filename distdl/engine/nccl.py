@@ -152,6 +152,7 @@ class NcclTransport:
     device_types: tuple[str, ...] = ("cuda",)
     collectives: tuple[str, ...] = ("all_reduce", "all_gather", "reduce_scatter")
     sums = frozenset(_SUM_TYPES)
+    takes_types = False
 
     def __init__(self, engines: NcclEngines, comm, ranks):
         self.engines, self.comm, self.nccl, self.device = engines, comm, engines.nccl, engines.device
@@ -159,9 +160,6 @@ class NcclTransport:
         self.places = {r: i for i, r in enumerate(ranks)}
         self.wide = engines.world.host.wide
         self._byte = self.nccl.NCCL_UINT8
-
-    def strided(self, sizes, strides, itemsize, travels=True):
-        return None
 
     def post(self, sends, receives):
         nccl, comm, places, byte, device = self.nccl, self.comm, self.places, self._byte, self.device

@@ -6,17 +6,18 @@ dtype they are added; or that all of it is one collective of the engine. :mod:`e
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections import defaultdict, deque
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
 from .. import _torch
 from ..errors import ShapeError
-from .fast import fused, pages
+from .fast import paths, scratch
+from .recognise import covered, gaps, gathered, piles, summing_group
 
 _SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
 _ALIGN = 64  # each part of a message starts at such an offset, on both ends
@@ -28,7 +29,6 @@ NO_SUMS = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: t
 NO_SUMS |= {dtype: torch.float32 for dtype in vars(torch).values()
              if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize == 1 and "x2" not in str(dtype)}
 _WIDER |= NO_SUMS
-_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 @dataclass(eq=False)
@@ -68,23 +68,6 @@ class Part:
         """The box inside the staging memory, as strided memory itself."""
         return Part(-1, self.size, self.dense, self.place // self.dtype.itemsize, self.dtype)
 
-    def factor(self, shape, most: int) -> int:
-        """How many elements can be copied as one word of at most 16 bytes, in a tensor of this shape."""
-        if self.add or self.cast or not self.size or self.stride[-1] != 1:
-            return 1
-        return math.gcd(most, shape[-1], self.size[-1], self.offset, *self.stride[:-1])
-
-    def in_words(self, k: int) -> Part:
-        """The same box, ``k`` elements at a time."""
-        if k == 1:
-            return self
-
-        def shrink(numbers):
-            return tuple(n // k for n in numbers[:-1])
-
-        return replace(self, size=(*self.size[:-1], self.size[-1] // k), stride=(*shrink(self.stride), 1), offset=self.offset // k,
-                       dense=(*shrink(self.dense), 1), dtype=_WORDS[k * self.dtype.itemsize], words=True)
-
 
 @dataclass
 class Program:
@@ -109,47 +92,9 @@ class Program:
     group: tuple[int, ...]  # and its ranks, in the order of their blocks
     travels: bool  # whether there is any message
     spare: list  # small staging memory that is free, with the parts' views of it
-    fused_early: fused.Boxes | None = None  # on a device: small boxes of ``early`` and ``packs``, which one kernel copies,
-    fused_late: fused.Boxes | None = None  # and those of ``late``
-
-    def __post_init__(self):
-        self.large = [i for i, like in enumerate(self.likes) if pages.wanted and like.is_cpu and like.nbytes >= pages.LARGE]
-
-    def fuse(self, xs) -> None:
-        """Let one kernel copy many small boxes, in the widest words that all of them allow."""
-        if len(self.likes) > 1 or self.casts or not fused.available():
-            return
-        x, leave = xs[0], lambda part: not fused.small(part)
-        kept = [(to, source) for to, source in self.early if fused.small(to)]
-        packs = [part for part in self.packs if fused.small(part)]
-        if len(kept) + len(packs) > 1:
-            read = [*(source for _, source in kept), *packs]
-            k = math.gcd(*(self._factor(to) for to, _ in kept), *(self._factor(part, x) for part in read))
-            copies = [fused.keeping(to.in_words(k), source.in_words(k)) for to, source in kept]
-            copies += [fused.packing(part.in_words(k)) for part in packs]
-            self.fused_early = fused.Boxes(copies, k * x.dtype.itemsize, x.device)
-            self.early = [(to, source) for to, source in self.early if leave(to)]
-            self.packs = [part for part in self.packs if leave(part)]
-        late = [to for to, _ in self.late if fused.small(to)]
-        if len(late) > 1:  # no sums then: they add to one box at most that is copied, the first
-            k = math.gcd(*map(self._factor, late))
-            self.fused_late = fused.Boxes([fused.unpacking(to.in_words(k)) for to in late], k * x.dtype.itemsize, x.device)
-            self.late = [(to, None) for to, _ in self.late if leave(to)]
-
-    def _factor(self, part, x=None):
-        """How many elements one word can hold in a box of ``x``, or of a fresh output."""
-        size = part.dtype.itemsize
-        if x is None:
-            return part.factor(self.likes[part.leaf].shape, 16 // size)
-        return part.factor(x.shape, max(math.gcd(16, x.data_ptr(), x.storage_offset() * size) // size, 1))
-
-    def widen(self, xs) -> None:
-        """Copy what is left in words of up to 16 bytes: a device copies strided memory element by element."""
-        for i, (to, source) in enumerate(self.early):
-            k = math.gcd(self._factor(to), self._factor(source, xs[source.leaf]))
-            self.early[i] = to.in_words(k), source.in_words(k)
-        self.packs = [part.in_words(self._factor(part, xs[part.leaf])) for part in self.packs]
-        self.late = [(to.in_words(self._factor(to)), None) if source is None else (to, source) for to, source in self.late]
+    fresh: list[tuple[int, Any]] = field(default_factory=list)  # what is done with fresh outputs: (leaf, function)
+    fused_early: Any = None  # on a device: small boxes of ``early`` and ``packs``, which one kernel copies,
+    fused_late: Any = None  # and those of ``late``
 
     def take_staging(self, device):
         """Staging memory, with views of it for ``packs`` and for ``late`` (None where nothing is staged)."""
@@ -157,7 +102,7 @@ class Program:
             return self._views(torch.empty(self.staging, dtype=torch.uint8, device=device))
         if self.spare:
             return self.spare.pop()
-        block = _staging.take(self.staging)
+        block = scratch.take(self.staging)
         if not self.packs and not self.late:
             return block, (), ()
         with torch.inference_mode(False):  # they outlive the mode
@@ -173,7 +118,7 @@ class Program:
         if self.staging <= _SMALL and not self.spare:
             self.spare.append(staging)
         else:
-            _staging.give(staging[0])
+            scratch.give(staging[0])
 
 
 def _dense(shape):
@@ -204,7 +149,7 @@ def _messages(by_peer, end: int, transport):
         if len(parts) == 1 and part.direct:
             messages.append((peer, part.leaf, part.offset * part.dtype.itemsize, part.nbytes))
             continue
-        if len(parts) == 1 and (strided := _strided(part, transport)) is not None:
+        if len(parts) == 1 and (strided := _as_it_lies(part, transport)) is not None:
             messages.append((peer, part.leaf, part.offset * part.dtype.itemsize, strided))
             part.direct = True
             continue
@@ -217,32 +162,18 @@ def _messages(by_peer, end: int, transport):
     return messages, end
 
 
-def _strided(part, transport, travels=True):
-    """A part as a message that the engine packs or unpacks while it travels, or as a copy within this rank; or ``None``."""
-    itemsize = part.dtype.itemsize
-    if part.add or part.cast:
-        return None
-    return transport.strided(part.size, tuple(s * itemsize for s in part.stride), itemsize, travels)
+def _as_it_lies(part, transport):
+    """A box that is not one run of memory as one message, where a fast path makes it one."""
+    return next((found for path in paths if (found := path.message(part, transport)) is not None), None)
 
 
 def _by_address(pairs, transport):
-    """Of copies in host memory (to, from): those that need no tensors, as in :attr:`Program.moves`, and the others."""
-    copies, others = [], []
-    for to, source in pairs:
-        copy = None
-        if to.contiguous and not to.add and not to.cast:
-            if source.contiguous:
-                copy = ctypes.memmove
-            elif (box := _strided(source, transport, travels=False)) is not None:
-                copy = box.pack
-        elif source.contiguous and (box := _strided(to, transport, travels=False)) is not None:
-            copy = box.unpack
-        if copy is None:
-            others.append((to, source))
-        else:
-            ends = [number for part in (to, source) for number in (part.leaf, part.offset * part.dtype.itemsize)]
-            copies.append((copy, *ends, to.nbytes))
-    return copies, others
+    """Copies in host memory (to, from): those that need no tensors, as in :attr:`Program.moves`, and the others."""
+    moves = []
+    for path in paths:
+        some, pairs = path.copies(pairs, transport)
+        moves += some
+    return moves, pairs
 
 
 def _joined(parts):
@@ -269,21 +200,21 @@ def _stacked(run) -> Part:
 def _widens(view, dtype, kind, transport) -> bool:
     """Whether a sum is taken in the wider dtype."""
     lacking = kind is not None and dtype not in transport.sums
-    return view.adds and dtype in _WIDER and (dtype in NO_SUMS or lacking or (view.piles and transport.wide))
+    return view.adds and dtype in _WIDER and (dtype in NO_SUMS or lacking or (piles(view) and transport.wide))
 
 
 def _collective(plans, leads, dtypes, transport):
     """(kind, ranks) where these plans are one collective that the engine has, the same on all of its ranks; else (None, ())."""
     rank, collectives = transport.rank, transport.collectives
     if "all_reduce" in collectives:
-        groups = {plan.summing_group(rank) for plan in plans}
+        groups = {summing_group(plan, rank) for plan in plans}
         group = groups.pop()
         if group and not groups:
             return "all_reduce", group
     plan = plans[0]
     if len(plans) == 1 and plan.held.partition.index(rank) is not None and math.prod(leads[0]):
         widens = _widens(plan.view(rank), dtypes[0], "reduce_scatter", transport)  # then its blocks go as messages
-        for kind, dims in (("all_gather", plan.gathered), ("reduce_scatter", None if widens else plan.T.gathered)):
+        for kind, dims in (("all_gather", gathered(plan)), ("reduce_scatter", None if widens else gathered(plan.T))):
             if dims and kind in collectives and plan.volume(rank):
                 return kind, plan.held.partition.along(dims, rank).ranks
     return None, ()
@@ -329,10 +260,11 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
         work = _WIDER.get(dtype, dtype) if _widens(view, dtype, kind, transport) else dtype
         shape = (*lead, *view.out_shape)
         likes.append(_like(shape, work, device))
-        if view.gaps is None or (view.gaps and math.prod(shape) * work.itemsize < _SMALL):
+        empty = gaps(view)
+        if empty is None or (empty and math.prod(shape) * work.itemsize < _SMALL):
             zeroed.append(leaf)
         else:
-            blanks += [_box(leaf, lead, starts, sizes, _dense(shape), work) for starts, sizes in view.gaps]
+            blanks += [_box(leaf, lead, starts, sizes, _dense(shape), work) for starts, sizes in empty]
         if kind or not math.prod(lead):
             continue
 
@@ -340,7 +272,7 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
         for message in view.sends:
             sends[message.peer] += _parts(message, *about, stride)
         for position, message in enumerate(view.received):
-            add = view.adds and not (position == 0 and view.covered)
+            add = view.adds and not (position == 0 and covered(view))
             targets = _parts(message, *about, _dense(shape), add=add, cast=work != dtype)
             if message.peer == rank:
                 (late if add else kept).extend(zip(targets, _parts(view.kept, *about, stride)))
@@ -368,32 +300,6 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
     travels = bool(send_messages or receive_messages)
     return Program(likes, zeroed, blanks, casts, send_messages, receive_messages, moves, kept, packs, arrivals, late, end, kind,
                    group, travels, [])
-
-
-class _Staging:
-    """Scratch memory that is given back and used again: fresh large blocks would cost a page fault for every 4 KiB."""
-
-    limit = 2**30  # bytes kept for later
-
-    def __init__(self):
-        self.free = defaultdict(deque)
-        self.kept = 0
-
-    def take(self, nbytes: int):
-        size = max(256, 1 << (nbytes - 1).bit_length())
-        blocks = self.free[size]
-        if not blocks:
-            return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever torch's default device is
-        self.kept -= size
-        return blocks.pop()
-
-    def give(self, block) -> None:
-        if self.kept + block.numel() <= self.limit:
-            self.kept += block.numel()
-            self.free[block.numel()].append(block)
-
-
-_staging = _Staging()
 
 
 def _place(x):
@@ -428,7 +334,6 @@ def program_of(plans, xs, transport):
             cache.clear()
         strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
         program = cache[key] = _program(plans, leads, strides, dtypes, transport, xs[0].device)
-        if not xs[0].is_cpu:
-            program.fuse(xs)
-            program.widen(xs)
+        for path in paths:
+            path.rewrite(program, xs)
     return program, xs

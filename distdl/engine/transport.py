@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 log: list | None = None  # distdl.testing.count_messages puts a list here: (kind, peer or ranks, bytes)
 observer: Any = None  # distdl.watching.observer.Observer while ranks check each other, or are watched
 begun = 0  # movements, and small agreements, of this process
 
-Buffer = tuple[int, int, int]  # peer rank, address of the first byte, number of bytes (or what Transport.strided gave)
+Buffer = tuple[int, int, SupportsIndex]  # peer rank, address of the first byte, number of bytes (or an MPI type that knows it)
 
 
 class Transport(Protocol):
@@ -19,13 +19,8 @@ class Transport(Protocol):
     device_types: tuple[str, ...]  # which devices' memory it reads and writes; others are staged through the host
     collectives: tuple[str, ...]  # the kinds that :meth:`collective` has; other plans go as messages
     sums: frozenset  # the torch dtypes that its sums know
+    takes_types: bool  # whether :meth:`post` takes an MPI type (fast.by_address.Strided) where it takes a number of bytes
     wide: bool  # whether sums of more than two float16 or bfloat16 are taken in float32
-
-    def strided(self, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int, travels: bool = True) -> int | None:
-        """A box that is not one run of memory (strides in bytes), for :meth:`post` to send or receive as it lies: the number of
-        bytes, as a kind of ``int`` that knows the rest; ``None`` where the engine cannot, or where staging memory is faster.
-        One end may do so alone. Not ``travels``: for copies within this rank, by its methods ``pack`` (to one run of memory) and
-        ``unpack``, both of (to, from, bytes)."""
 
     def post(self, sends: list[Buffer], receives: list[Buffer]) -> Any:
         """Start sending and receiving; messages between two ranks keep their order."""

@@ -34,10 +34,7 @@ class Checked:
     def __init__(self, inner, board: Board, op: str, where: str):
         self.inner, self.board, self.op, self.where = inner, board, op, where
         self.rank, self.size, self.device_types = inner.rank, inner.size, inner.device_types
-        self.collectives, self.sums, self.wide = inner.collectives, inner.sums, inner.wide
-
-    def strided(self, sizes, strides, itemsize, travels=True):
-        return self.inner.strided(sizes, strides, itemsize, travels)
+        self.collectives, self.sums, self.wide, self.takes_types = inner.collectives, inner.sums, inner.wide, inner.takes_types
 
     def post(self, sends, receives):
         return self.inner.post(sends, receives)

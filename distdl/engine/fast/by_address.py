@@ -17,55 +17,105 @@ times as slow as torch.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+from dataclasses import dataclass
+from typing import Any
 
-from mpi4py import MPI
+from . import Fast
 
+wanted = os.environ.get("DISTDL_MPI_TYPES", "1") != "0"  # whether MPI may pack strided memory by itself
 _LARGEST = 2**19  # bytes of such a message
 _SMALL, _LONG = 2**12, 2**10  # up to so many bytes runs may be short; beyond they need so many each,
 _FAST = ("Open MPI",)  # unless this MPI copies short runs faster than torch does, and any within a rank
 
-_memory, _SELF = MPI.buffer.fromaddress, MPI.COMM_SELF
 
 
-class Strided(int):
-    """The number of bytes of a box that is not one run of memory, and how it lies there.
+@dataclass(eq=False)
+class Strided:
+    """A box that is not one run of memory, as MPI knows it.
 
     Attributes:
+        nbytes: of the box.
         span: bytes from its first one to its last one, gaps included.
         kind: all of it, as a committed type of MPI.
+        MPI: the module.
     """
 
+    nbytes: int
     span: int
-    kind: MPI.Datatype
+    kind: Any
+    MPI: Any
+
+    def __index__(self):
+        return self.nbytes
 
     def pack(self, to: int, source: int, nbytes: int) -> None:
         """Copy the box at address ``source`` to one run of memory."""
-        self.kind.Pack(_memory(source, self.span), _memory(to, nbytes), 0, _SELF)
+        memory = self.MPI.buffer.fromaddress
+        self.kind.Pack(memory(source, self.span), memory(to, nbytes), 0, self.MPI.COMM_SELF)
 
     def unpack(self, to: int, source: int, nbytes: int) -> None:
         """Copy one run of memory to the box at address ``to``."""
-        self.kind.Unpack(_memory(source, nbytes), 0, _memory(to, self.span), _SELF)
+        memory = self.MPI.buffer.fromaddress
+        self.kind.Unpack(memory(source, nbytes), 0, memory(to, self.span), self.MPI.COMM_SELF)
 
-    def __del__(self, finalized=MPI.Is_finalized):
-        if hasattr(self, "kind") and not finalized():
+    def __del__(self):
+        if not self.MPI.Is_finalized():
             self.kind.Free()  # messages under way keep it
+
+
+class ByAddress(Fast):
+    """Runs of memory by ``memmove``; other boxes where the engine is MPI, which knows types for them."""
+
+    def message(self, part, transport):
+        return _box(part, transport, travels=True)
+
+    def copies(self, pairs, transport):
+        done, others = [], []
+        for to, source in pairs:
+            copy = None
+            if to.contiguous and not to.add and not to.cast:
+                if source.contiguous:
+                    copy = ctypes.memmove
+                elif (box := _box(source, transport, travels=False)) is not None:
+                    copy = box.pack
+            elif source.contiguous and (box := _box(to, transport, travels=False)) is not None:
+                copy = box.unpack
+            if copy is None:
+                others.append((to, source))
+            else:
+                ends = [number for part in (to, source) for number in (part.leaf, part.offset * part.dtype.itemsize)]
+                done.append((copy, *ends, to.nbytes))
+        return done, others
+
+
+def _box(part, transport, travels):
+    itemsize = part.dtype.itemsize
+    if not wanted or not transport.takes_types or part.add or part.cast:
+        return None
+    return strided(part.size, tuple(s * itemsize for s in part.stride), itemsize, travels)
 
 
 def strided(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int, travels: bool = True) -> Strided | None:
     """A box (strides in bytes) as one message, or as one copy; ``None`` where torch does it better."""
+    from mpi4py import MPI  # an engine has it: importing distdl starts no MPI
+
     run, dims = itemsize, [(n, step) for n, step in zip(sizes, strides) if n != 1]
     while dims and dims[-1][1] == run:
         run *= dims.pop()[0]
     runs = math.prod(n for n, _ in dims)
-    message = Strided(runs * run)
-    short = message > _SMALL and run < _LONG
-    if (travels and message > _LARGEST) or ((short or not travels) and MPI.get_vendor()[0] not in _FAST):
+    nbytes = runs * run
+    short = nbytes > _SMALL and run < _LONG
+    if (travels and nbytes > _LARGEST) or ((short or not travels) and MPI.get_vendor()[0] not in _FAST):
         return None
-    message.span = run + sum((n - 1) * step for n, step in dims)
+    span = run + sum((n - 1) * step for n, step in dims)
     kind = MPI.BYTE.Create_contiguous(run)  # of bytes, whatever the dtype: the fastest
     for n, step in reversed(dims):
         inner, kind = kind, kind.Create_hvector(n, 1, step)
         inner.Free()
-    message.kind = kind.Commit()
-    return message
+    return Strided(nbytes, span, kind.Commit(), MPI)
+
+
+path = ByAddress()

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import replace
 from functools import cache, lru_cache
 
 import torch
 
 from ... import _torch
+from . import Fast
 
 LARGE = 2**22  # bytes from which a box is copied alone: without words the kernel takes twice as long for them
 _DIMS = 8
 _WORDS = 5 + 3 * _DIMS
+_WORD = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 INPUT, STAGING, OUTPUT = range(3)
 _SOURCE = """
 template <typename T>
@@ -131,3 +134,76 @@ class Boxes:
         with _torch.on_device(self.index), _stream(_torch.current_stream(self.index)):
             self.kernel(self.grid, (256,), (x.data_ptr(), 0 if staging is None else staging[0].data_ptr(), y.data_ptr(),
                                             self.address, self.count, self.total))
+
+
+# ---------------------------------------------------------------- programs in words, and fused
+
+
+def factor(part, shape, most: int) -> int:
+    """How many elements of a box can be copied as one word of at most 16 bytes, in a tensor of this shape."""
+    if part.add or part.cast or not part.size or part.stride[-1] != 1:
+        return 1
+    return math.gcd(most, shape[-1], part.size[-1], part.offset, *part.stride[:-1])
+
+
+def in_words(part, k: int):
+    """The same box, ``k`` elements at a time."""
+    if k == 1:
+        return part
+
+    def shrink(numbers):
+        return tuple(n // k for n in numbers[:-1])
+
+    return replace(part, size=(*part.size[:-1], part.size[-1] // k), stride=(*shrink(part.stride), 1), offset=part.offset // k,
+                   dense=(*shrink(part.dense), 1), dtype=_WORD[k * part.dtype.itemsize], words=True)
+
+
+class Fused(Fast):
+    """On a device: small boxes by one kernel, and the others in words."""
+
+    def rewrite(self, program, xs):
+        if not xs[0].is_cpu:
+            _fuse(program, xs)
+            _widen(program, xs)
+
+
+def _fuse(program, xs) -> None:
+    """Let one kernel copy many small boxes, in the widest words that all of them allow."""
+    if len(program.likes) > 1 or program.casts or not available():
+        return
+    x = xs[0]
+    kept = [(to, source) for to, source in program.early if small(to)]
+    packs = [part for part in program.packs if small(part)]
+    if len(kept) + len(packs) > 1:
+        read = [*(source for _, source in kept), *packs]
+        k = math.gcd(*(_factor(program, to) for to, _ in kept), *(_factor(program, part, x) for part in read))
+        copies = [keeping(in_words(to, k), in_words(source, k)) for to, source in kept]
+        copies += [packing(in_words(part, k)) for part in packs]
+        program.fused_early = Boxes(copies, k * x.dtype.itemsize, x.device)
+        program.early = [(to, source) for to, source in program.early if not small(to)]
+        program.packs = [part for part in program.packs if not small(part)]
+    late = [to for to, _ in program.late if small(to)]
+    if len(late) > 1:  # no sums then: they add to one box at most that is copied, the first
+        k = math.gcd(*(_factor(program, to) for to in late))
+        program.fused_late = Boxes([unpacking(in_words(to, k)) for to in late], k * x.dtype.itemsize, x.device)
+        program.late = [(to, None) for to, _ in program.late if not small(to)]
+
+
+def _factor(program, part, x=None):
+    """How many elements one word can hold in a box of ``x``, or of a fresh output."""
+    size = part.dtype.itemsize
+    if x is None:
+        return factor(part, program.likes[part.leaf].shape, 16 // size)
+    return factor(part, x.shape, max(math.gcd(16, x.data_ptr(), x.storage_offset() * size) // size, 1))
+
+
+def _widen(program, xs) -> None:
+    """Copy what is left in words of up to 16 bytes: a device copies strided memory element by element."""
+    for i, (to, source) in enumerate(program.early):
+        k = math.gcd(_factor(program, to), _factor(program, source, xs[source.leaf]))
+        program.early[i] = in_words(to, k), in_words(source, k)
+    program.packs = [in_words(part, _factor(program, part, xs[part.leaf])) for part in program.packs]
+    program.late = [(in_words(to, _factor(program, to)), None) if source is None else (to, source) for to, source in program.late]
+
+
+path = Fused()

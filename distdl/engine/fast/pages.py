@@ -11,10 +11,21 @@ import ctypes
 import mmap
 import os
 
+from . import Fast
+
 LARGE = 2**25  # bytes: glibc's highest threshold for mapping a block by itself
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 _madvise = ctypes.CDLL(None).madvise if _ADVICE is not None else None
 wanted = _madvise is not None and os.environ.get("DISTDL_LARGE_PAGES", "1") != "0"
+
+
+class Pages(Fast):
+    """Results of at least :data:`LARGE` bytes."""
+
+    def rewrite(self, program, xs):
+        if wanted:
+            large = [i for i, like in enumerate(program.likes) if like.is_cpu and like.nbytes >= LARGE]
+            program.fresh += [(i, prefer_large_pages) for i in large]
 
 
 def prefer_large_pages(tensor) -> None:
@@ -22,3 +33,6 @@ def prefer_large_pages(tensor) -> None:
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = tensor.data_ptr() + tensor.nbytes - first
     _madvise(ctypes.c_void_p(first), ctypes.c_size_t(length // mmap.PAGESIZE * mmap.PAGESIZE), _ADVICE)
+
+
+path = Pages()
