@@ -125,7 +125,7 @@ class Boxes:
 
     def copy(self, x, staging, y):
         assert x.dtype.itemsize == y.dtype.itemsize and self.itemsize % x.dtype.itemsize == 0
-        words = x.dtype if x.dtype.itemsize == self.itemsize else program._WORDS[self.itemsize]
+        words = x.dtype if x.dtype.itemsize == self.itemsize else fused._WORD[self.itemsize]
         memory = [None if t is None else t.view(words) for t in (x, None if staging is None else staging[0], y)]
         for source, target, size, a, b, from_strides, to_strides in self.copies:
             a, b = (at + memory[which].storage_offset() for at, which in ((a, source), (b, target)))

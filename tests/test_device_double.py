@@ -101,7 +101,7 @@ def test_every_box_is_copied_once(monkeypatch):
     def copied(**how):
         fake_device.install(monkeypatch, **how)
         program = programs._program((plan,), [()], [x.stride()], [x.dtype], NullTransport(0, 8), x.device)
-        program.fuse([x])
+        fused.fuse(program, [x])
         alone = [[to for to, _ in program.early] + program.packs, [to for to, _ in program.late]]
         together = [[copy[2] for copy in boxes.copies] if boxes else [] for boxes in (program.fused_early, program.fused_late)]
         return [[part.size for part in parts] for parts in alone], together

@@ -162,7 +162,7 @@ def test_such_an_engine_copies_what_stays_and_what_is_staged(n, monkeypatch):
     X, there = torch.randint(9, (n, n)), Plan(Side.of(rows), Side.of(columns))
     strided = [columns.shard(X, r) for r in range(4)]  # neither end of what stays is a run of memory
     monkeypatch.setattr(exchange, "LocalTransport", Typed)
-    monkeypatch.setattr(by_address, "strided", lambda *box, travels: None if travels else Box(box[:3]))
+    monkeypatch.setattr(by_address, "strided", lambda *box: None if box[3] else Box(box[:3]))
     for plan, blocks, layout, whole in (
         (there, [rows.shard(X, r) for r in range(4)], columns, True),
         (Plan(Side.of(columns), Side.of(rows)), [columns.shard(X, r).contiguous() for r in range(4)], rows, True),
@@ -349,7 +349,7 @@ def test_boxes_in_words(shape, dtype, monkeypatch):
 
     def in_words(plans, leads, strides, dtypes, transport, device):
         program = make(plans, leads, strides, dtypes, transport, device)
-        program.widen(current)
+        fused.widen(program, current)
         widened.extend(p for p in (*program.packs, *(p for pair in (*program.early, *program.late) for p in pair if p)) if p.words)
         return program
 
@@ -378,7 +378,7 @@ def test_boxes_of_widened_sums_are_not_fused(monkeypatch):
     plan = dd.maps.halo_exchange(dd.HaloSpec(dd.Layout(dd.Partition((2, 2)), (6, 6)), 2, boundary="circular")).T.plan
     for dtype, sizes in ((torch.bfloat16, []), (torch.int16, []), (torch.float32, [4])):
         x = torch.ones(plan.view(1).in_shape, dtype=dtype)
-        program_of(plan, x).fuse([x])
+        fused.fuse(program_of(plan, x), [x])
         assert made == sizes, dtype
 
 

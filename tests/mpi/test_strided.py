@@ -109,7 +109,7 @@ def test_several_boxes_in_one_message_are_packed():
 @pytest.mark.parametrize("packing", [{0}, {1}], ids=["rank 0 packs", "rank 1 packs"])
 def test_one_end_may_pack(packing, monkeypatch):
     """What travels is the same: each end decides by itself, as strides may differ by rank."""
-    monkeypatch.setattr(HOST, "types", RANK not in packing)
+    monkeypatch.setattr(HOST, "takes_types", RANK not in packing)
     A, B, plan = between((2 * SIZE, 4 * SIZE), (SIZE, 1), (1, SIZE))
     X = torch.arange(8.0 * SIZE * SIZE).reshape(A.shape)
     (y,) = exchange.Pending((plan,), [A.shard(X)], HOST).finish()

@@ -163,11 +163,11 @@ class Fused(Fast):
 
     def rewrite(self, program, xs):
         if not xs[0].is_cpu:
-            _fuse(program, xs)
-            _widen(program, xs)
+            fuse(program, xs)
+            widen(program, xs)
 
 
-def _fuse(program, xs) -> None:
+def fuse(program, xs) -> None:
     """Let one kernel copy many small boxes, in the widest words that all of them allow."""
     if len(program.likes) > 1 or program.casts or not available():
         return
@@ -197,7 +197,7 @@ def _factor(program, part, x=None):
     return factor(part, x.shape, max(math.gcd(16, x.data_ptr(), x.storage_offset() * size) // size, 1))
 
 
-def _widen(program, xs) -> None:
+def widen(program, xs) -> None:
     """Copy what is left in words of up to 16 bytes: a device copies strided memory element by element."""
     for i, (to, source) in enumerate(program.early):
         k = math.gcd(_factor(program, to), _factor(program, source, xs[source.leaf]))
