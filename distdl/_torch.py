@@ -208,6 +208,17 @@ def batch_mask(level: int, size: int, device):
     return _functorch._add_batch_dim(mask, 0, level)
 
 
+def no_modes():
+    """A context without __torch_dispatch__ modes: tensors made in it are real, under FakeTensorMode too."""
+    return _disable_modes() if dispatch_modes() else _here
+
+
+def is_fake(tensor) -> bool:
+    """Whether a tensor has no numbers: on the meta device, or of a class with operators of its own (FakeTensor)."""
+    return tensor.is_meta or type(tensor).__torch_dispatch__ is not _ordinary
+
+
+_disable_modes = torch.utils._python_dispatch._disable_current_modes
 _strided, _ordinary = torch.strided, torch.Tensor.__torch_dispatch__
 
 

@@ -205,12 +205,17 @@ class Partition(_Value):
 
 
 def is_int(value) -> bool:
-    """Whether ``value`` stands for one integer."""
+    """Whether ``value`` stands for one integer, Python's, NumPy's or torch's; a truth value does not."""
     try:
         as_int(value)
     except TypeError:
         return False
-    return True
+    return not is_bool(value)
+
+
+def is_bool(value) -> bool:
+    """Whether ``value`` is a truth value, of which Python would make 0 or 1."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
 def partition_of(P, op: str = "partition") -> Partition:

@@ -9,13 +9,13 @@ import torch.nn.functional as tf
 
 from ..agree import block_sizes, check_tensor, partition_of
 from ..errors import PartitionError, ShapeError
-from ..halo import HaloSpec
+from ..halo import HaloSpec, per_dim, plain
 from ..partition import Layout, balanced
 from ..ties import nothing
 from .linear import bias_once, check_layouts, collect, spread
 from .overlap import overlap_of, overlapped
 from .params import check_bias, replicated
-from .window import MODES, hashable, on_window, tuple_of, window_spec, windowed, with_layout
+from .window import MODES, on_window, window_spec, windowed, with_layout
 
 __all__ = ["conv_layout", "conv_transpose_layout", "dist_conv", "dist_conv_transpose"]
 
@@ -25,7 +25,7 @@ _CONV_TRANSPOSE = {1: tf.conv_transpose1d, 2: tf.conv_transpose2d, 3: tf.conv_tr
 
 def _paddings(padding, kernel, stride, dilation, op):
     """``padding`` as pairs (before, after)."""
-    n = len(kernel)
+    n, padding = len(kernel), plain(padding, "padding", op)
     if padding == "valid":
         return ((0, 0),) * n
     if padding == "same":
@@ -37,7 +37,7 @@ def _paddings(padding, kernel, stride, dilation, op):
     if isinstance(padding, str):
         raise PartitionError("no such padding", op=op, expected="an int, a tuple, 'same' or 'valid'", actual=padding,
                              next_step="give the number of zeros on each side, or one of the two words")
-    return tuple(tuple(p) if isinstance(p, (tuple, list)) else (p, p) for p in tuple_of(padding, n, "padding", op))
+    return tuple(p if isinstance(p, tuple) else (p, p) for p in per_dim(padding, n, "padding", op))
 
 
 def _with_sizes(L: Layout, channels, space) -> Layout:
@@ -75,7 +75,7 @@ def _conv_need(stride, pads, dilation, kernel):
 def _conv_arguments(kernel, stride, padding, dilation, padding_mode):
     """(stride, dilation, padding before and after, smallest window), one for each spatial dim."""
     op, n = "dist_conv", len(kernel)
-    stride, dilation = (tuple_of(v, n, "stride or dilation", op) for v in (stride, dilation))
+    stride, dilation = (per_dim(v, n, "stride or dilation", op) for v in (stride, dilation))
     if padding_mode not in MODES:
         raise PartitionError("no such padding_mode", op=op, expected=sorted(MODES), actual=padding_mode,
                              next_step="use one of them, as torch.nn.functional.pad names them")
@@ -101,7 +101,7 @@ def _conv_windows(L, channels, kernel, stride, pads, dilation, groups, in_per_gr
 def conv_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, dilation=1) -> Layout:
     """The layout of :func:`dist_conv`'s result for an x of layout ``L``; ``out_channels`` a number, or one for each block."""
     n, op = L.ndim - 2, "conv_layout"
-    kernel, stride, dilation = (tuple_of(v, n, "an argument", op) for v in (kernel_size, stride, dilation))
+    kernel, stride, dilation = (per_dim(v, n, "an argument", op) for v in (kernel_size, stride, dilation))
     pads = _paddings(padding, kernel, stride, dilation, op)
     blocks = out_channels if isinstance(out_channels, tuple) else balanced(out_channels, L.partition.shape[1])
     return _with_sizes(L, blocks, window_spec(L, None, kernel, stride, pads, dilation).out_layout.shape[2:])
@@ -110,7 +110,7 @@ def conv_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, dilat
 def conv_transpose_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, output_padding=0, dilation=1) -> Layout:
     """The layout of :func:`dist_conv_transpose`'s result for an x of layout ``L``."""
     n, op = L.ndim - 2, "conv_transpose_layout"
-    k, s, p, extra, d = (tuple_of(v, n, "an argument", op) for v in (kernel_size, stride, padding, output_padding, dilation))
+    k, s, p, extra, d = (per_dim(v, n, "an argument", op) for v in (kernel_size, stride, padding, output_padding, dilation))
     blocks = out_channels if isinstance(out_channels, tuple) else balanced(out_channels, L.partition.shape[1])
     return _with_sizes(L, blocks, _transposed_size(L.shape[2:], k, s, p, extra, d))
 
@@ -189,12 +189,13 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
     if n not in _CONV:
         raise ShapeError("w needs 3 to 5 dims", op=op, expected="(out, in, *kernel)", actual=tuple(w.shape), partitions=P,
                          next_step="pass this rank's block of the weights, for 1 to 3 spatial dims")
+    stride, padding, dilation, groups = (plain(v, "an argument", op) for v in (stride, padding, dilation, groups))
     options = dict(stride=stride, padding=padding, dilation=dilation, padding_mode=padding_mode, overlap=overlap)
     if where.ndim == n + 3:
         return _general(dist_conv, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[1], w.shape[0], options)
     w, bias = replicated(params, where, [d for d in range(where.ndim) if d != 1], w, bias)
     kernel, in_per_group = w.shape[2:], w.shape[1]
-    stride, dilation, pads, least = _conv_arguments(kernel, *map(hashable, (stride, padding, dilation)), padding_mode)
+    stride, dilation, pads, least = _conv_arguments(kernel, stride, padding, dilation, padding_mode)
 
     def body(x, L):
         channels = block_sizes(w.shape[0], where, 1, out_channels)
@@ -293,12 +294,13 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
     if n not in _CONV:
         raise ShapeError("w needs 3 to 5 dims", op=op, expected="(in, out, *kernel)", actual=tuple(w.shape), partitions=P,
                          next_step="pass this rank's block of the weights, for 1 to 3 spatial dims")
+    groups = plain(groups, "groups", op)
     options = dict(stride=stride, padding=padding, output_padding=output_padding, dilation=dilation)
     if where.ndim == n + 3:
         return _general(dist_conv_transpose, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[0],
                         w.shape[1], options)
     w, bias = replicated(params, where, [d for d in range(where.ndim) if d != 1], w, bias)
-    s, p, extra, d = (tuple_of(v, n, "an argument", op) for v in (stride, padding, output_padding, dilation))
+    s, p, extra, d = (per_dim(v, n, "an argument", op) for v in (stride, padding, output_padding, dilation))
     k = tuple(w.shape[2:])
     if any(e >= max(a, b) for e, a, b in zip(extra, s, d)) or min((*s, *d)) < 1 or min((*p, *extra)) < 0:
         raise PartitionError("not a legal transposed convolution", op=op, actual=options,

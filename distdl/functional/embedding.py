@@ -101,7 +101,8 @@ def dist_embedding(idx, w, P, *, padding_idx=None, max_norm=None, norm_type=2.0,
         idx = broadcast(idx, holders, where, shape=None if L is None else L.local_shape()[:-2])
     rank = world(where.world).rank
     expected = None if L is None else L.local_shape()[:-2]
-    if idx.is_floating_point() or idx.is_complex() or idx.dim() != batch or (L is not None and idx.shape != expected):
+    numbers = not (idx.is_floating_point() or idx.is_complex() or idx.dtype == torch.bool)
+    if not numbers or idx.dim() != batch or (L is not None and idx.shape != expected):
         raise ShapeError("idx is not this rank's block of indices", op=op, partitions=P, rank=rank, actual=f"{idx.dtype} "
                          f"of shape {tuple(idx.shape)}", expected=f"integers of {expected or f'{batch} dims'}",
                          next_step="pass this rank's indices: P has one dim for each of idx's, then (vocabulary, embedding)")

@@ -72,9 +72,9 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     if coords is None:
         check_tensor(op, x, where)
         return nothing((0, x.shape[-1]), x)
-    if x.dim() != 2 or expert.shape != x.shape[:1]:
-        raise ShapeError("one expert for each token is needed", op=op, expected="x (tokens, features), expert (tokens,)",
-                         actual=(tuple(x.shape), tuple(expert.shape)), partitions=where,
+    if x.dim() != 2 or expert.shape != x.shape[:1] or expert.is_floating_point() or expert.dtype == torch.bool:
+        raise ShapeError("one expert for each token is needed", op=op, expected="x (tokens, features), integers expert (tokens,)",
+                         actual=(tuple(x.shape), tuple(expert.shape), expert.dtype), partitions=where,
                          next_step="flatten x to one row for each token, and give one expert's number for each row")
     if expert.numel() and not 0 <= int(expert.min()) <= int(expert.max()) < num_experts:
         raise ShapeError("no such expert", op=op, partitions=where, expected=f"0 <= expert < {num_experts}",

@@ -13,12 +13,12 @@ from functools import lru_cache
 import torch
 
 from ..errors import PartitionError, ShapeError
-from ..halo import HaloSpec
+from ..halo import HaloSpec, per_dim
 from ..ties import nothing
 from .movement import halo_exchange
 from .pool import dist_adaptive_avg_pool
 from .reduce import wide
-from .window import tuple_of, with_layout
+from .window import with_layout
 
 __all__ = ["dist_interpolate", "interpolate_layout"]
 
@@ -41,9 +41,9 @@ def _sizes(op, L, size, scale_factor, recompute):
         if recompute:
             raise PartitionError("recompute_scale_factor goes with scale_factor", op=op, actual=size, expected="no size",
                                  partitions=L, next_step="leave it out, or give scale_factor")
-        sizes, scales = tuple_of(size, n, "size", op), (None,) * n
+        sizes, scales = per_dim(size, n, "size", op), (None,) * n
     else:
-        scales = tuple(float(s) for s in tuple_of(scale_factor, n, "scale_factor", op))
+        scales = tuple(float(s) for s in per_dim(scale_factor, n, "scale_factor", op))
         if min(scales) <= 0 or not all(map(math.isfinite, scales)):
             raise PartitionError("scale factors are positive", op=op, expected="> 0", actual=scale_factor, partitions=L,
                                  next_step="give numbers above 0")

@@ -9,14 +9,14 @@ import torch
 from .. import maps
 from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
-from ..halo import HaloSpec
+from ..halo import HaloSpec, per_dim
 from ..partition import Layout, balanced
 from ..ties import nothing
 from .conv import _CONV, _conv_need, _own_start, _spec, _transposed_size, _with_sizes
 from .movement import all_sum_reduce, halo_exchange
 from .params import replicated
 from .reduce import power, wide
-from .window import tuple_of, windowed, with_layout
+from .window import windowed, with_layout
 
 __all__ = ["dist_lcn", "dist_local_conv", "dist_local_conv_transpose"]
 
@@ -52,7 +52,7 @@ def _arguments(op, w, stride):
     if n not in _CONV or w.dim() % 2:
         raise ShapeError("w needs 4, 6 or 8 dims", op=op, expected="(filters, *output block, channels, *kernel)",
                          actual=tuple(w.shape), next_step="pass this rank's block of the weights, for 1 to 3 spatial dims")
-    stride = tuple_of(stride, n, "stride", op)
+    stride = per_dim(stride, n, "stride", op)
     if min(stride) < 1 or min(w.shape[-n:]) < 1:
         raise PartitionError("not a legal window", op=op, expected="kernel and stride >= 1", actual=(tuple(w.shape), stride),
                              next_step="give sizes and strides of at least 1")
@@ -132,7 +132,7 @@ def _output_layout(op, L: Layout, channels: int, kernel, stride, output_size) ->
     least = _transposed_size(L.shape[2:], kernel, stride, (0,) * n, (0,) * n, (1,) * n)
     out = output_size
     if not isinstance(out, Layout):
-        sizes = least if out is None else tuple_of(out, n, "output_size", op)
+        sizes = least if out is None else per_dim(out, n, "output_size", op)
         out = _with_sizes(L, balanced(channels, L.partition.shape[1]), sizes)
     fits = out.ndim == n + 2 and all(0 <= m - low < s for m, low, s in zip(out.shape[2:], least, stride))
     if not fits or out.partition != L.partition or out.shape[:2] != (L.shape[0], channels):
@@ -230,7 +230,7 @@ def dist_lcn(x, P, kernel_size, *, shape=None):
         if n not in _CONV:
             raise PartitionError("x needs batch, channel and 1 to 3 dims", op=op, partitions=L, expected="3 to 5", actual=L.ndim,
                                  next_step="give P one dim for the batch, one for the channels and one for each spatial dim")
-        kernel = tuple_of(kernel_size, n, "kernel_size", op)
+        kernel = per_dim(kernel_size, n, "kernel_size", op)
         if any(k < 1 or k % 2 == 0 for k in kernel):
             raise PartitionError("the window needs a centre", op=op, expected="odd sizes", actual=kernel, partitions=L,
                                  next_step="use an odd kernel_size")

@@ -17,6 +17,7 @@ import torch
 from .. import _torch
 from ..agree import check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
+from ..halo import sizes_of
 from ..ties import nothing
 from .moments import count, cut_group_moments, merged, moments, statistics, within
 from .movement import all_sum_reduce
@@ -62,7 +63,7 @@ def _of_channels(L, t):
 
 def _trailing(op, L, normalized_shape):
     """The dims of ``normalized_shape``, the global shape of the trailing dims."""
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    shape = sizes_of(normalized_shape, "normalized_shape", op)
     if not shape or L.shape[L.ndim - len(shape) :] != shape or len(shape) > L.ndim:
         raise ShapeError("normalized_shape is not the global shape of the trailing dims", op=op, partitions=L, actual=shape,
                          expected=f"the end of {L.shape}", next_step="pass the global sizes, not this rank's")

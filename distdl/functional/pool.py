@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as tf
 
 from ..errors import PartitionError
-from ..halo import HaloSpec
+from ..halo import HaloSpec, per_dim, plain
 from ..partition import Layout
 from ..ties import nothing
 from .movement import sum_reduce
 from .reduce import power
-from .window import tuple_of, window_spec, windowed, with_layout
+from .window import window_spec, windowed, with_layout
 
 __all__ = ["dist_adaptive_avg_pool", "dist_adaptive_max_pool", "dist_avg_pool", "dist_l2_pool", "dist_max_pool",
            "pool_layout"]
@@ -28,8 +28,9 @@ def _arguments(op, L, kernel_size, stride, padding, dilation, ceil_mode):
     if n not in _MAX:
         raise PartitionError("x needs batch, channel and 1 to 3 dims", op=op, partitions=L, expected="3 to 5", actual=L.ndim,
                              next_step="give P one dim for the batch, one for the channels and one for each spatial dim")
-    kernel, padding, dilation = (tuple_of(v, n, "an argument", op) for v in (kernel_size, padding, dilation))
-    stride = kernel if stride is None or stride == () else tuple_of(stride, n, "stride", op)
+    kernel, padding, dilation = (per_dim(v, n, "an argument", op) for v in (kernel_size, padding, dilation))
+    stride = plain(stride, "stride", op)
+    stride = kernel if stride in (None, ()) else per_dim(stride, n, "stride", op)
     if any(2 * p > (k - 1) * d + 1 for p, k, d in zip(padding, kernel, dilation)):
         raise PartitionError("padding is more than half of the kernel", op=op, actual=padding, expected=f"half of {kernel}",
                              partitions=L, next_step="pad less, or with F.dist_pad first")
@@ -192,7 +193,7 @@ def dist_l2_pool(x, P, kernel_size, stride=None, *, shape=None):
 def _adaptive_spec(op, L, output_size):
     """Windows of adaptive pooling: output o of dim d reads [floor(o n / m), ceil((o + 1) n / m))."""
     n = L.ndim - 2
-    sizes = tuple_of(output_size, n, "output_size", op)
+    sizes = per_dim(output_size, n, "output_size", op)
     sizes = tuple(have if want is None else want for want, have in zip(sizes, L.shape[2:]))
     if n not in _MAX or min(sizes) < 0:
         raise PartitionError("not a legal output_size", op=op, partitions=L, expected="sizes >= 0", actual=output_size,

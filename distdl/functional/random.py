@@ -34,14 +34,22 @@ def _shift(z, n: int):
     return (z >> n) & ((1 << (64 - n)) - 1)
 
 
+def _times(z, n: int):
+    """Their product modulo 2^64, as int64 tensors wrap by themselves."""
+    return z * n if isinstance(z, torch.Tensor) else _signed(z * n)
+
+
 def _mix(z):
-    z = (z ^ _shift(z, 30)) * _MIX1
-    z = (z ^ _shift(z, 27)) * _MIX2
+    z = _times(z ^ _shift(z, 30), _MIX1)
+    z = _times(z ^ _shift(z, 27), _MIX2)
     return z ^ _shift(z, 31)
 
 
 def _key(seed, device):
-    """``seed`` (an int, or an integer tensor without dims, perhaps under vmap) as a well-mixed int64 tensor."""
+    """``seed`` (an int, or an integer tensor without dims, perhaps under vmap), well mixed: an int of 64 bits, or an int64 tensor.
+
+    Of an int no tensor is made: it stays a number on the meta device and under FakeTensorMode.
+    """
     if isinstance(seed, torch.Tensor):
         if seed.dim() or seed.is_floating_point() or seed.is_complex():
             raise ShapeError("a seed is one integer", op="random", expected="an int, or an integer tensor of shape ()",
@@ -49,7 +57,7 @@ def _key(seed, device):
         seed = seed.to(device, torch.int64)
     else:
         try:
-            seed = torch.tensor(_signed(as_int(seed)), device=device)
+            return _mix(_signed(_times(_signed(as_int(seed)), _GAMMA) + _MIX1))
         except TypeError:
             raise ShapeError("a seed is one integer", op="random", expected="an int, or an integer tensor of shape ()",
                              actual=seed, next_step="draw one number and give every rank the same") from None
@@ -62,10 +70,8 @@ def fold_in(seed, *numbers):
     Order matters. Returns an int, or a tensor where ``seed`` or a number is one.
     """
     for n in numbers:
-        tensors = isinstance(seed, torch.Tensor) or isinstance(n, torch.Tensor)
         device = next((t.device for t in (seed, n) if isinstance(t, torch.Tensor)), None)
-        mixed = _mix(_key(seed, device) ^ (_key(n, device) * _MIX2))
-        seed = mixed if tensors else int(mixed)
+        seed = _mix(_key(seed, device) ^ _times(_key(n, device), _MIX2))
     return seed
 
 
@@ -96,7 +102,7 @@ def bits(box, shape, seed, device, make):
     parts = []
     for at in range(0, max(math.prod(local), 1), _CHUNK):
         place = torch.arange(at, min(at + _CHUNK, math.prod(local)), device=device)
-        index = 0
+        index = 0 if dims else place  # one number has no dims, and place 0
         for d, (start, size, stride) in reversed(list(enumerate(dims))):
             here = place % size if d else place
             index, place = index + (here + start) * stride, place // size if d else place

@@ -15,7 +15,7 @@ import torch
 from .. import maps
 from ..agree import outside, partition_of, resolve
 from ..errors import PartitionError
-from ..halo import HaloSpec
+from ..halo import HaloSpec, sizes_of
 from ..linear_map import LinearMap
 from ..partition import Layout, Partition
 from ..plan import Axis, Plan, Side
@@ -179,7 +179,7 @@ _BOUNDARY = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate"
 
 def _pads(op, L, pad):
     """``pad``, in torch's order (the last dim first), as (before, after) of each dim."""
-    pad = tuple(pad)
+    pad = sizes_of(pad, "pad", op)
     if len(pad) % 2 or len(pad) > 2 * L.ndim:
         raise PartitionError("pad needs two numbers for each padded dim", op=op, partitions=L, actual=pad,
                              expected=f"an even number, at most {2 * L.ndim}",

@@ -7,7 +7,6 @@ from functools import lru_cache
 import torch
 
 from ..agree import check_tensor, outside, resolve
-from ..errors import PartitionError
 from ..halo import HaloSpec
 from ..ties import nothing
 from .movement import halo_exchange
@@ -17,20 +16,6 @@ MODES = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate", "circ
 
 # The windows of a layer's every call: worked out once.
 window_spec = lru_cache(maxsize=1024)(HaloSpec.window)
-
-
-def tuple_of(value, n: int, what: str, op: str) -> tuple[int, ...]:
-    """An int or a sequence of ``n`` as a tuple."""
-    values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * n
-    if len(values) != n:
-        raise PartitionError(f"{what} needs one value or {n}", op=op, expected=n, actual=value,
-                             next_step="give one int for all dims, or one for each")
-    return values
-
-
-def hashable(value):
-    """``value``, lists in it as tuples: what is worked out once for equal arguments is kept under them."""
-    return tuple(map(hashable, value)) if isinstance(value, (tuple, list)) else value
 
 
 @lru_cache(maxsize=1024)

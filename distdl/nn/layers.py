@@ -7,11 +7,11 @@ import math
 
 import torch
 
+from .. import _torch, init
 from .. import functional as F
-from .. import init
 from ..agree import partition_of
 from ..errors import PartitionError
-from ..functional.window import tuple_of
+from ..halo import per_dim, plain, sizes_of
 from ..world import world
 
 _OF_DIMS = ("Conv", "ConvTranspose", "LocalConv", "MaxPool", "AvgPool", "L2Pool", "AdaptiveMaxPool", "AdaptiveAvgPool")
@@ -22,8 +22,11 @@ __all__ = [
 
 
 def agreed_seed(P) -> int:
-    """A seed from torch's generator, the one of ``P``'s first rank: parameters fit together also where generators do not."""
-    seed, P = int(torch.randint(2**62, ())), partition_of(P)
+    """A seed from torch's generator on the CPU, the one of ``P``'s first rank: parameters fit together also where generators do
+    not. A number also where tensors have none (meta device, FakeTensorMode): what is filled in later has the values of a module
+    that was made at once."""
+    with _torch.no_modes():
+        seed, P = int(torch.randint(2**62, (), device="cpu")), partition_of(P)
     where = world(P.world)
     if P.size > 1 and P.index(where.rank) is not None:
         seed = where.all_gather(seed, P.ranks, "a seed for parameters")[P.ranks[0]]
@@ -39,7 +42,7 @@ class Layer(torch.nn.Module):
     """
 
     def __init__(self, P, device=None, dtype=None):
-        super().__init__()
+        torch.nn.Module.__init__(self)  # BatchNorm has torch's for a base too, whose constructor takes other arguments
         self.P, self.layouts, self._draws = P, {}, {}
         self._seed = agreed_seed(P)
         self._kind = {"device": device, "dtype": dtype}
@@ -49,6 +52,7 @@ class Layer(torch.nn.Module):
         if not wanted:
             self.register_parameter(name, None)
             return
+        shape = tuple(plain(n, f"a size of {name}", type(self).__name__) for n in shape)
         layout = init.parameter_layout(self.P, shape, dims)
         self.layouts[name], self._draws[name] = layout, draw
         self.register_parameter(name, torch.nn.Parameter(self._block(name, **self._kind)))
@@ -57,12 +61,14 @@ class Layer(torch.nn.Module):
         layout, seed = self.layouts[name], F.fold_in(self._seed, list(self._draws).index(name))
         if not layout.active:  # a rank outside the partition: never used, but of a shape that its empty part accepts
             return torch.zeros(layout.local_shape(layout.partition.ranks[0]), device=device, dtype=dtype)
+        if _torch.is_fake(torch.empty(0, device=device, dtype=dtype)):  # nothing to draw
+            return torch.empty(layout.local_shape(), device=device, dtype=dtype)
         return self._draws[name](layout, seed, device=device, dtype=dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw all parameters again, the same as at first."""
-        for name in self._draws:
+        for name in (n for n in self._draws if getattr(self, n) is not None):
             old = getattr(self, name)
             old.copy_(self._block(name, old.device, old.dtype))
 
@@ -110,14 +116,14 @@ class _Conv(Layer):
     def __init__(self, P, in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, groups=1, bias=True,
                  padding_mode="zeros", device=None, dtype=None, **layout):
         options = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, padding_mode=padding_mode, **layout)
-        shape = (out_channels, in_channels // groups, *tuple_of(kernel_size, self.n, "kernel_size", type(self).__name__))
+        shape = (out_channels, in_channels // groups, *per_dim(kernel_size, self.n, "kernel_size", type(self).__name__))
         self._build(P, shape, out_channels, in_channels, groups, bias, device, dtype, options)
 
     def _build(self, P, shape, out_channels, in_channels, groups, bias, device, dtype, options):
         Layer.__init__(self, P, device, dtype)
-        where = partition_of(P)
-        if in_channels % groups or out_channels % groups:
-            raise PartitionError("groups divide neither channels", op=type(self).__name__, actual=groups,
+        where, groups = partition_of(P), plain(groups, "groups", type(self).__name__)
+        if groups < 1 or in_channels % groups or out_channels % groups:
+            raise PartitionError("groups do not divide the channels", op=type(self).__name__, actual=groups,
                                  expected=f"a divisor of {in_channels} and {out_channels}", partitions=P,
                                  next_step="choose groups that divide both")
         general = where.ndim == self.n + 3
@@ -139,7 +145,7 @@ class _ConvTranspose(_Conv):
     def __init__(self, P, in_channels, out_channels, kernel_size, stride=1, padding=0, output_padding=0, groups=1, bias=True,
                  dilation=1, device=None, dtype=None, **layout):
         options = dict(stride=stride, padding=padding, output_padding=output_padding, groups=groups, dilation=dilation, **layout)
-        shape = (in_channels, out_channels // groups, *tuple_of(kernel_size, self.n, "kernel_size", type(self).__name__))
+        shape = (in_channels, out_channels // groups, *per_dim(kernel_size, self.n, "kernel_size", type(self).__name__))
         self._build(P, shape, out_channels, in_channels, groups, bias, device, dtype, options)
 
     def _weights(self, shape, general, groups):
@@ -167,7 +173,7 @@ class _LocalConv(Layer):
 
     def __init__(self, P, in_channels, out_channels, kernel_size, input_size, stride=1, device=None, dtype=None):
         super().__init__(P, device, dtype)
-        kernel, size, step = (tuple_of(v, self.n, "an argument", type(self).__name__) for v in (kernel_size, input_size, stride))
+        kernel, size, step = (per_dim(v, self.n, "an argument", type(self).__name__) for v in (kernel_size, input_size, stride))
         self.options = {"stride": step, "out_channels": out_channels}
         shape = (out_channels, *((m - k) // s + 1 for m, k, s in zip(size, kernel, step)), in_channels, *kernel)
         dims = (*range(1, self.n + 2), *(None,) * (self.n + 1))
@@ -238,21 +244,23 @@ for _n in (1, 2, 3):
         _define(_Function, f"{_kind}{_n}d", _n, function=staticmethod(_function))
 
 
-class BatchNorm(Layer):
+class BatchNorm(Layer, torch.nn.modules.batchnorm._BatchNorm):
     """:func:`distdl.functional.dist_batch_norm` for any number of spatial dims; torch.nn.BatchNorm1d/2d/3d's arguments.
 
-    In training it updates its running statistics (buffers); inside torch.func transforms use the pure function.
+    In training it updates its running statistics (buffers); inside torch.func transforms use the pure function. An instance of
+    torch's ``_BatchNorm``: what ``torch.optim.swa_utils.update_bn`` and its like do with one is right here.
     """
 
     running_mean: torch.Tensor
     running_var: torch.Tensor
     num_batches_tracked: torch.Tensor
 
-    def __init__(self, P, num_features, eps=1e-5, momentum=0.1, affine=True, track_running_stats=True, device=None, dtype=None):
-        super().__init__(P, device, dtype)
-        self.eps, self.momentum = eps, momentum
+    def __init__(self, P, num_features, eps=1e-5, momentum=0.1, affine=True, track_running_stats=True, device=None, dtype=None, *,
+                 bias=True):
+        Layer.__init__(self, P, device, dtype)
+        self.eps, self.momentum, self.affine, self.track_running_stats = eps, momentum, affine, track_running_stats
         self._parameter("weight", (num_features,), (1,), _ones, affine)
-        self._parameter("bias", (num_features,), (1,), _zeros, affine)
+        self._parameter("bias", (num_features,), (1,), _zeros, affine and bias)
         layout = init.parameter_layout(P, (num_features,), (1,))
         shape = layout.local_shape(None if layout.active else layout.partition.ranks[0])
         for name, make in (("running_mean", torch.zeros), ("running_var", torch.ones)):
@@ -262,14 +270,29 @@ class BatchNorm(Layer):
         count = torch.zeros((), dtype=torch.int64, device=device) if track_running_stats else None
         self.register_buffer("num_batches_tracked", count)
 
+    @property
+    def num_features(self):  # type: ignore[override]
+        """Raises: who asks a ``_BatchNorm`` for it makes another norm of this one (``SyncBatchNorm.convert_sync_batchnorm``), which
+        would know nothing of the partition."""
+        raise PartitionError("torch's norm cannot take the place of this one", op="BatchNorm.num_features", partitions=self.P,
+                             expected="a norm that knows the partition", actual="a request for the number of features",
+                             next_step="keep this norm, whose statistics are those of all ranks (SyncBatchNorm adds nothing), or "
+                                       "ask module.layouts['running_mean'].shape")
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters again, the same as at first, and forget the statistics."""
+        self.reset_running_stats()
+        super().reset_parameters()
+
     def forward(self, x):
         """Normalise with the batch's statistics in training, with the running ones (where there are any) in evaluation."""
-        tracked = self.running_mean is not None
-        if self.training and tracked:
+        tracked = self.track_running_stats and self.running_mean is not None
+        if self.training and tracked and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        count = int(self.num_batches_tracked) if tracked and self.momentum is None else None
-        y, mean, var = F.dist_batch_norm(x, self.P, self.running_mean, self.running_var, self.weight, self.bias,
-                                         self.training or not tracked, self.momentum, self.eps, num_batches_tracked=count,
+        count = int(self.num_batches_tracked) if self.training and tracked and self.momentum is None else None
+        old = (self.running_mean, self.running_var) if tracked or not self.training else (None, None)  # torch's rule
+        y, mean, var = F.dist_batch_norm(x, self.P, *old, self.weight, self.bias,
+                                         self.training or old[0] is None, self.momentum, self.eps, num_batches_tracked=count,
                                          params="invariant")
         if self.training and tracked:
             with torch.no_grad():
@@ -281,7 +304,7 @@ class BatchNorm(Layer):
 class _Norm(Layer):
     """A norm with ``weight`` and ``bias`` over some dims, and without state."""
 
-    def _affine(self, shape, dims, affine, bias=True):
+    def _affine(self, shape, dims, affine, bias):
         self._parameter("weight", shape, dims, _ones, affine)
         self._parameter("bias", shape, dims, _zeros, affine and bias)
 
@@ -291,8 +314,7 @@ class LayerNorm(_Norm):
 
     def __init__(self, P, normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None, dtype=None):
         super().__init__(P, device, dtype)
-        self.shape, self.eps = tuple_of(normalized_shape, 1 if isinstance(normalized_shape, int) else len(normalized_shape),
-                                        "normalized_shape", "LayerNorm"), eps
+        self.shape, self.eps = sizes_of(normalized_shape, "normalized_shape", "LayerNorm"), eps
         first = partition_of(P).ndim - len(self.shape)
         self._affine(self.shape, tuple(range(first, first + len(self.shape))), elementwise_affine, bias)
 
@@ -315,10 +337,10 @@ class RMSNorm(LayerNorm):
 class GroupNorm(_Norm):
     """:func:`distdl.functional.dist_group_norm`."""
 
-    def __init__(self, P, num_groups, num_channels, eps=1e-5, affine=True, device=None, dtype=None):
+    def __init__(self, P, num_groups, num_channels, eps=1e-5, affine=True, device=None, dtype=None, *, bias=True):
         super().__init__(P, device, dtype)
-        self.groups, self.eps = num_groups, eps
-        self._affine((num_channels,), (1,), affine)
+        self.groups, self.eps = plain(num_groups, "num_groups", "GroupNorm"), eps
+        self._affine((num_channels,), (1,), affine, bias)
 
     def forward(self, x):
         """Normalise each group of channels."""
@@ -328,10 +350,10 @@ class GroupNorm(_Norm):
 class InstanceNorm(_Norm):
     """:func:`distdl.functional.dist_instance_norm`."""
 
-    def __init__(self, P, num_features, eps=1e-5, affine=False, device=None, dtype=None):
+    def __init__(self, P, num_features, eps=1e-5, affine=False, device=None, dtype=None, *, bias=True):
         super().__init__(P, device, dtype)
         self.eps = eps
-        self._affine((num_features,), (1,), affine)
+        self._affine((num_features,), (1,), affine, bias)
 
     def forward(self, x):
         """Normalise each channel of each example."""
@@ -343,7 +365,7 @@ class Embedding(Layer):
 
     def __init__(self, P, num_embeddings, embedding_dim, padding_idx=None, device=None, dtype=None, **options):
         super().__init__(P, device, dtype)
-        n = partition_of(P).ndim
+        n, padding_idx = partition_of(P).ndim, plain(padding_idx, "padding_idx", "Embedding")
         self.options = dict(options, padding_idx=padding_idx, num_embeddings=num_embeddings)
         draw = functools.partial(_rows, padding_idx=padding_idx)
         self._parameter("weight", (num_embeddings, embedding_dim), (n - 2, n - 1), draw)
