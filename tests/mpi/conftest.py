@@ -16,7 +16,7 @@ from distdl.transport import where
 from distdl.transport.nccl import NcclTransport
 
 # Layers are compositions: 4 ranks show every way of splitting them (uneven, empty, some of the ranks, grids), and one rank none.
-LAYERS = ("dropout_init", "expert", "fuzz_layers", "interpolate", "local", "networks", "nn", "overlap", "parallel_topology", "pool",
+LAYERS = ("convert", "dropout_init", "expert", "fuzz_layers", "interpolate", "local", "networks", "nn", "overlap", "parallel_topology", "pool",
           "reduce", "remat", "transition")
 # Those that others are made of, on an odd number too.
 ODD = ("conv", "linear", "loss", "norm")
