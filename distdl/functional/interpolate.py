@@ -8,7 +8,7 @@ so no window has ghosts. The tables below are torch's, rounding included, as one
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -68,11 +68,12 @@ def _taps(mode, n, m, scale, align, kernel):
     exact whatever the scale).
     """
     dtype, fused, doubles = kernel
-    exact, place = mode == "nearest-exact", torch.arange(m)
+    constant = partial(torch.tensor, dtype=dtype, device="cpu")  # whatever torch's default device is
+    exact, place = mode == "nearest-exact", torch.arange(m, device="cpu")
     if align:
-        ratio = torch.tensor(float(n - 1), dtype=dtype) / (m - 1) if m > 1 else torch.tensor(0.0, dtype=dtype)
+        ratio = constant(float(n - 1)) / (m - 1) if m > 1 else constant(0.0)
     else:
-        ratio = torch.tensor(float(n), dtype=dtype) / m if scale is None else torch.tensor(1.0 / scale, dtype=dtype)
+        ratio = constant(float(n)) / m if scale is None else constant(1.0 / scale)
 
     def centred():
         # (o + 1/2) ratio - 1/2; in float64 the product of two float32 is exact, so this is the fused form of float32
@@ -131,7 +132,7 @@ def _kernel(x, sizes, nearest):
 def _apply_taps(x, d, index, weight):
     """One dim: Σ_j weight_j · x[index_j]."""
     if weight is None:
-        same = index.shape[1] == x.shape[d] and torch.equal(index[0], torch.arange(x.shape[d]))
+        same = index.shape[1] == x.shape[d] and torch.equal(index[0], torch.arange(x.shape[d], device="cpu"))
         return x if same else x.index_select(d, index[0].to(x.device))
     weight = weight.to(x.device, x.dtype).reshape(len(weight), -1, *(1,) * (x.dim() - d - 1))
     parts = [w * x.index_select(d, i) for i, w in zip(index.to(x.device), weight)]
@@ -186,7 +187,7 @@ def dist_interpolate(x, P, size=None, scale_factor=None, mode="nearest", align_c
             return y if L.active else nothing(L.with_shape((*L.shape[:2], *sizes)).local_shape(), y)
         kernel = _kernel(x, sizes, taps == 1)
         copied = _copied(x, mode, L.shape[2:], sizes)
-        tables = [_taps(mode, n, m, s, bool(align_corners), kernel) if not same else (torch.arange(n)[None], None)
+        tables = [_taps(mode, n, m, s, bool(align_corners), kernel) if not same else (torch.arange(n, device="cpu")[None], None)
                   for n, m, s, same in zip(L.shape[2:], sizes, scales, copied)]
 
         def need(d, o0, o1):  # indices rise with o

@@ -198,7 +198,7 @@ def stands_for(module, classes) -> bool:
     """
     if isinstance(module, classes):
         return True
-    bases = [c for c in type(module).__mro__ if c.__module__ in (layers.__name__, losses.__name__)]
-    twins = [serial for serial, (ours, *_) in _OURS.items() if ours in bases]
-    twins += [getattr(nn, c.__name__) for c in bases if hasattr(nn, c.__name__)]
+    own = next((c for c in type(module).__mro__ if c.__module__ in (layers.__name__, losses.__name__)), None)
+    twins = [serial for serial, (ours, *_) in _OURS.items() if ours is own]
+    twins += [getattr(nn, own.__name__)] if own is not None and hasattr(nn, own.__name__) else []
     return any(issubclass(c, classes) for c in twins)

@@ -115,17 +115,22 @@ class _Conv(Layer):
 
     def __init__(self, P, in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, groups=1, bias=True,
                  padding_mode="zeros", device=None, dtype=None, **layout):
+        in_channels, out_channels, groups = self._counts(P, in_channels, out_channels, groups)
         options = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, padding_mode=padding_mode, **layout)
         shape = (out_channels, in_channels // groups, *per_dim(kernel_size, self.n, "kernel_size", type(self).__name__))
         self._build(P, shape, out_channels, in_channels, groups, bias, device, dtype, options)
 
-    def _build(self, P, shape, out_channels, in_channels, groups, bias, device, dtype, options):
-        Layer.__init__(self, P, device, dtype)
-        where, groups = partition_of(P), plain(groups, "groups", type(self).__name__)
+    def _counts(self, P, in_channels, out_channels, groups):
+        numbers = per_dim((in_channels, out_channels, groups), 3, "a number of channels or groups", type(self).__name__)
         if groups < 1 or in_channels % groups or out_channels % groups:
             raise PartitionError("groups do not divide the channels", op=type(self).__name__, actual=groups,
                                  expected=f"a divisor of {in_channels} and {out_channels}", partitions=P,
                                  next_step="choose groups that divide both")
+        return numbers
+
+    def _build(self, P, shape, out_channels, in_channels, groups, bias, device, dtype, options):
+        Layer.__init__(self, P, device, dtype)
+        where = partition_of(P)
         general = where.ndim == self.n + 3
         self.options = options if general else {**options, "out_channels": out_channels}
         self._weights(shape, general, groups)
@@ -144,6 +149,7 @@ class _ConvTranspose(_Conv):
 
     def __init__(self, P, in_channels, out_channels, kernel_size, stride=1, padding=0, output_padding=0, groups=1, bias=True,
                  dilation=1, device=None, dtype=None, **layout):
+        in_channels, out_channels, groups = self._counts(P, in_channels, out_channels, groups)
         options = dict(stride=stride, padding=padding, output_padding=output_padding, groups=groups, dilation=dilation, **layout)
         shape = (in_channels, out_channels // groups, *per_dim(kernel_size, self.n, "kernel_size", type(self).__name__))
         self._build(P, shape, out_channels, in_channels, groups, bias, device, dtype, options)

@@ -16,8 +16,8 @@ from distdl.transport import where
 from distdl.transport.nccl import NcclTransport
 
 # Layers are compositions: 4 ranks show every way of splitting them (uneven, empty, some of the ranks, grids), and one rank none.
-LAYERS = ("convert", "dropout_init", "expert", "fuzz_layers", "interpolate", "local", "networks", "nn", "overlap", "parallel_topology", "pool",
-          "reduce", "remat", "transition")
+LAYERS = ("convert", "dropout_init", "expert", "fuzz_layers", "interpolate", "local", "networks", "nn", "nn_idioms", "overlap",
+          "parallel_topology", "pool", "reduce", "remat", "transition")
 # Those that others are made of, on an odd number too.
 ODD = ("conv", "linear", "loss", "norm")
 # Trainings of whole models and their like take long.

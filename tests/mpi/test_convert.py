@@ -14,7 +14,8 @@ from distdl.nn.convert import _CONTAINERS, _ELEMENTWISE, _OURS
 tn = torch.nn
 CHANNELS, SIZES = 4, (9, 6, 5)
 OPTIONS = {
-    "Conv": [((CHANNELS, 6, 3), {"padding": 1, "padding_mode": "circular"}), ((CHANNELS, 4, 2), {"stride": 2, "groups": 2, "bias": False})],
+    "Conv": [((CHANNELS, 6, 3), {"padding": 1, "padding_mode": "circular"}),
+             ((CHANNELS, 4, 2), {"stride": 2, "groups": 2, "bias": False})],
     "ConvTranspose": [((CHANNELS, 6, 3), {"stride": 2, "padding": 1, "output_padding": 1, "groups": 2})],
     "MaxPool": [((3, 2, 1), {}), ((2,), {"return_indices": True, "ceil_mode": True})],
     "AvgPool": [((3, 2, 1), {"count_include_pad": False})],
@@ -66,7 +67,7 @@ def test_every_class(name, n, args, kwargs):
         for p in serial.parameters():
             p.add_(torch.rand_like(p) / 4)
     X = randn(3, CHANNELS, *SIZES[:n]) / 2
-    for P in partitions(n):
+    for P in [rows()] if getattr(tn, name) in _ELEMENTWISE else partitions(n):
         reference, L = copy.deepcopy(serial), dd.Layout(P, X.shape)
         twin = nn.convert(serial, P)
         for mode in (True, False):
@@ -144,7 +145,8 @@ def test_sharing():
 
 
 def test_flags_dtypes_and_attributes():
-    serial = tn.Sequential(tn.Conv2d(2, 4, 3), tn.BatchNorm2d(4, affine=False), tn.Sequential(tn.BatchNorm2d(4), tn.ReLU())).double()
+    inner = tn.Sequential(tn.BatchNorm2d(4), tn.ReLU())
+    serial = tn.Sequential(tn.Conv2d(2, 4, 3), tn.BatchNorm2d(4, affine=False), inner).double()
     serial[0].weight.requires_grad_(False)
     serial[2][0].eval()
     serial[2][0].weight.data = serial[2][0].weight.data.float()
@@ -274,7 +276,8 @@ REFUSED = {
     "linear": (lambda: tn.Linear(3, 3), "no twin"), "layer norm": (lambda: tn.LayerNorm(3), "no twin"),
     "flatten": (lambda: tn.Flatten(), "no twin"), "softmax": (lambda: tn.Softmax(1), "no twin"),
     "prelu": (lambda: tn.PReLU(), "no twin"), "ours": (lambda: nn.Conv2d(rows(), 3, 3, 1), "no twin"),
-    "a subclass": (lambda: Clamped(3), "a subclass of BatchNorm2d"), "of a container": (lambda: Doubled(), "a subclass of Sequential"),
+    "a subclass": (lambda: Clamped(3), "a subclass of BatchNorm2d"),
+    "of a container": (lambda: Doubled(), "a subclass of Sequential"),
     "of an activation": (lambda: Steep(), "a subclass of ReLU"), "another forward": (replaced, "forward was replaced"),
     "a lazy layer": (lambda: tn.LazyConv2d(3, 3), "not there yet"), "own tensors": (with_tensor, "tensors of its own"),
     "parametrized": (lambda: parametrizations.weight_norm(tn.Conv2d(3, 3, 1)), "parametrized"),
