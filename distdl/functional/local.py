@@ -179,7 +179,7 @@ def dist_local_conv_transpose(y, w, P, *, stride=1, output_size=None, shape=None
             return back(nothing(back.in_shape, y, w))
         pixels, offsets = "hij"[:n], "klm"[:n]
         z = torch.einsum(f"bf{pixels},f{pixels}c{offsets}->bc{pixels}{offsets}", y, w)
-        return back(_fold(z, stride, back.in_shape[2:]))
+        return back(_fold(wide(z), stride, back.in_shape[2:]).to(z.dtype))
 
     return with_layout(op, y, P, shape, body)
 

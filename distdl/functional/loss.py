@@ -107,28 +107,29 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
 
     dtype, x = x.dtype, wide(x)
     if softmax:
-        x = x - pivot(x, where, (c,))
+        x = x - pivot(x, where, (c,))  # of an infinite or NaN one all is NaN, as in torch
     weight = None if weight is None else weight.to(x.dtype)
     by_class = 1 if weight is None else weight.reshape(-1, *[1] * (where.ndim - c - 1))
     if likely:
         q = by_class * ((1 - eps) * target.to(x.dtype) + eps / classes)
         valid = known = None
-        rows = [(q * x).sum(c), q.sum(c)]
+        rows = [(q * x).sum(c, True), q.sum(c, True)]
     else:
+        target = target.unsqueeze(c)
         valid, known = target != ignore_index, (target >= 0) & (target < classes)
         here = valid & (target >= first) & (target < first + x.shape[c])
         place = torch.where(here, target - first, 0)
-        dot = torch.where(here, x.gather(c, place.unsqueeze(c)).squeeze(c), 0) if x.shape[c] else x.sum(c)
+        dot = torch.where(here, x.gather(c, place), 0) if x.shape[c] else x.sum(c, True)
         rows = [dot]
         if weight is not None:
             chosen = torch.where(here, weight[place] if x.shape[c] else 0, 0).to(x.dtype)
             rows = [dot * chosen, chosen]
         if eps:
-            rows[0] = (1 - eps) * rows[0] + eps / classes * (by_class * x).sum(c)
+            rows[0] = (1 - eps) * rows[0] + eps / classes * (by_class * x).sum(c, True)
             if weight is not None:
                 rows.append(weight.sum().expand(dot.shape))
     if softmax:
-        rows.append(x.exp().sum(c))
+        rows.append(x.exp().sum(c, True))
 
     dot, *mass = invariant_sum(torch.stack(rows), where, (c,))
     log_sum = mass.pop().log() if softmax else 0
@@ -144,7 +145,7 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
         spoil = torch.where(known | ~valid, 1.0, math.nan)  # a factor, so that derivatives are NaN too
         losses = torch.where(valid, (scale * log_sum - dot) * spoil.to(dot.dtype), 0)
         count = torch.where(valid, share, 0).sum()
-    return _reduced(losses, count, reduction, where, rest, dtype)
+    return _reduced(losses.squeeze(c), count, reduction, where, rest, dtype)
 
 
 def _classes(op, x, P, c):

@@ -22,7 +22,7 @@ from .. import maps
 from ..agree import check_tensor, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..partition import Layout
-from ..ties import nothing
+from ..ties import nothing, tie
 from .movement import invariant_sum, mark_varying, move
 
 __all__ = [
@@ -73,15 +73,14 @@ def one_each(x, P, dims):
 
 
 def pivot(x, P, dims: tuple[int, ...]):
-    """A constant near the largest x over ``dims`` and all ranks: what exponentials are taken relative to.
+    """The largest x over ``dims`` and all ranks, as a constant: what exponentials are taken relative to.
 
     It has no derivative, as results do not depend on it. One all-gather of N elements; none backward.
     """
     x = x.detach()
     empty = 0 in (x.shape[d] for d in dims)
     highest = x.new_full(_kept(x, dims), -math.inf) if empty else x.amax(dims, keepdim=True)
-    highest = one_each(highest, P, dims).amax(dims, keepdim=True)
-    return torch.where(highest.isfinite(), highest, 0)
+    return one_each(highest, P, dims).amax(dims, keepdim=True)
 
 
 def zero_loss(*tensors):
@@ -191,6 +190,7 @@ def dist_logsumexp(x, P, dim, keepdim=False):
     if not where.active:
         return _outside(x, where, dims, keepdim)
     high = pivot(wide(x), where, dims)
+    high = torch.where(high.isfinite(), high, 0)  # so that the sum of -inf alone is -inf, and with inf inf
     total = invariant_sum((wide(x) - high).exp().sum(dims, True), where, dims)
     return _squeeze(total.log() + high, dims, keepdim).to(x.dtype)
 
@@ -257,14 +257,15 @@ def dist_norm(x, P, dim=None, keepdim=False, *, ord=2):
 
     Messages: one all-reduce of N elements (``inf``: as :func:`dist_max`); none backward.
     """
+    where, dims = _start("dist_norm", x, P, dim, "a floating or complex dtype")
     if abs(ord) == math.inf:
         return (dist_max if ord > 0 else dist_min)(x.abs(), P, dim, keepdim)
-    where, dims = _start("dist_norm", x, P, dim, "a floating or complex dtype")
     if not where.active:
         return _outside(x.abs(), where, dims, keepdim)
     x, dtype = wide(x), x.abs().dtype
     if ord == 0:
-        return invariant_sum((x != 0).to(x.abs().dtype).sum(dims, keepdim), where, dims).to(dtype)
+        nonzero = (x != 0).to(x.abs().dtype).sum(dims, keepdim)
+        return invariant_sum(tie(nonzero, x), where, dims).to(dtype)  # its derivative is zero, and not absent
     terms = x.square() if ord == 2 and not x.is_complex() else power(x.abs(), ord)
     return power(invariant_sum(terms.sum(dims, keepdim), where, dims), 1 / ord).to(dtype)
 
