@@ -18,6 +18,7 @@ from .. import _torch
 from ..agree import check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..ties import nothing
+from .autocast import autocast
 from .moments import count, cut_group_moments, merged, moments, statistics, within
 from .movement import all_sum_reduce
 from .params import replicated
@@ -32,6 +33,7 @@ __all__ = ["dist_batch_norm", "dist_group_norm", "dist_instance_norm", "dist_lay
 def _enter(op, x, P, least, *parameters):
     """(x, its layout), or (a placeholder that depends on x and the parameters, ``None``) on a rank that takes no part."""
     where = partition_of(P)
+    (x,) = autocast(op, where.ndim, x)
     if where.ndim < least:
         raise PartitionError("too few dims", op=op, partitions=P, expected=f"at least {least}", actual=where.ndim,
                              next_step="lay x out over a partition with one dim for each of its own")
