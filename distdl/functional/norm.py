@@ -105,8 +105,8 @@ def _group_norm(x, groups, weight, bias, eps, dtype):
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # torch's backward fails without
     weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
-    if _torch.forward_mode_active():
-        x = x.contiguous()  # torch's rule for tangents takes a view, which channels_last has not
+    if _torch.transforms_active() or _torch.forward_mode_active():
+        x = x.contiguous()  # torch's rules for batches and tangents fail for channels_last
     return torch.group_norm(x, groups, weight, bias, eps).to(dtype)
 
 
