@@ -388,8 +388,8 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
             late = [(to, None) for to, _ in rest]
     casts = list(dtypes) if any(like.dtype != d for like, d in zip(likes, dtypes)) else None
     travels = bool(send_messages or receive_messages)
-    return Program(likes, formats, zeroed, blanks, casts, send_messages, receive_messages, moves, kept, packs, arrivals, late, end, kind,
-                   group, travels, [])
+    return Program(likes, formats, zeroed, blanks, casts, send_messages, receive_messages, moves, kept, packs, arrivals, late, end,
+                   kind, group, travels, [])
 
 
 class _Staging:

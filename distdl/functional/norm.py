@@ -158,7 +158,8 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
             momentum = 1 / num_batches_tracked if momentum is None else momentum
             new = mean.detach().reshape(-1), var.detach().reshape(-1) * (n / (n - 1))
             running_mean, running_var = (
-                (wide(old) * (1 - momentum) + fresh * momentum).to(old.dtype) for old, fresh in zip((running_mean, running_var), new)
+                (wide(old) * (1 - momentum) + fresh * momentum).to(old.dtype)
+                for old, fresh in zip((running_mean, running_var), new)
             )
     return _normalised(x, shift, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype), running_mean, running_var
 
