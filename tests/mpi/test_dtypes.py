@@ -95,7 +95,8 @@ def _fold(x, L, w):
 # name -> (x, split dims, distributed (x, layout), serial x)
 LONG, IMAGES, CHANNELS = torch.ones(1, 1, 5000).half(), _near_the_end(1, 2, 6, 7), _near_the_end(3, 6, 40)
 HALVES = {
-    "avg_pool": (torch.full((1, 1, 4, 6), 2e4).half(), (2, 3), lambda x, L: F.dist_avg_pool(x, L, 2), lambda x: tf.avg_pool2d(x, 2)),
+    "avg_pool": (torch.full((1, 1, 4, 6), 2e4).half(), (2, 3), lambda x, L: F.dist_avg_pool(x, L, 2),
+                 lambda x: tf.avg_pool2d(x, 2)),
     "avg_pool, long": (LONG, (2,), lambda x, L: F.dist_avg_pool(x, L, 5000), lambda x: tf.avg_pool1d(x, 5000)),
     "avg_pool3d": (IMAGES[None], (3, 4), lambda x, L: F.dist_avg_pool(x, L, 2, 1, 1), lambda x: tf.avg_pool3d(x, 2, 1, 1)),
     "divisor": (IMAGES, (2, 3), lambda x, L: F.dist_avg_pool(x, L, 3, divisor_override=20),
@@ -272,8 +273,9 @@ def test_channels_last(name):
                 torch.testing.assert_close(a, b, msg=lambda m: f"{name} {where}: {m}")
             batch = torch.func.vmap(lambda x: dist(x, L))(torch.stack([z, 2 * z]))
             torch.testing.assert_close(batch[0], plain[0])
-            kept = serial is None or not L.active or z is x or not serial(X.to(memory_format=last)).is_contiguous(memory_format=last)
-            assert kept or 0 in y.shape or y.is_contiguous(memory_format=last), f"{name} {where}: {y.shape} {y.stride()}"
+            free = serial is None or not L.active or z is x
+            free = free or not serial(X.to(memory_format=last)).is_contiguous(memory_format=last)
+            assert free or 0 in y.shape or y.is_contiguous(memory_format=last), f"{name} {where}: {y.shape} {y.stride()}"
 
 
 # ---------------------------------------------------------------- torch.autocast
@@ -355,7 +357,8 @@ _alike("instance_norm", (3, 2, 3), (0, 2), F.dist_instance_norm, tf.instance_nor
 for _name, _serial in {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "var": torch.var, "logsumexp": torch.logsumexp,
                        "norm": torch.linalg.vector_norm}.items():  # fmt: skip
     _alike(_name, (3, 5), (0, 1), getattr(F, f"dist_{_name}"), _serial, dim=1)
-for _name in ("mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss", "kl_div", "poisson_nll_loss", "bce_loss", "bce_with_logits_loss"):
+for _name in ("mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss", "kl_div", "poisson_nll_loss", "bce_loss",
+              "bce_with_logits_loss"):  # fmt: skip
     _long = {"bce_loss": "binary_cross_entropy", "bce_with_logits_loss": "binary_cross_entropy_with_logits"}.get(_name, _name)
     for _reduction in ("mean", "none"):
         _loss_alike(_name, getattr(F, f"dist_{_name}"), getattr(tf, _long), _reduction)
