@@ -273,7 +273,7 @@ def test_channels_last(name):
                 torch.testing.assert_close(a, b, msg=lambda m: f"{name} {where}: {m}")
             batch = torch.func.vmap(lambda x: dist(x, L))(torch.stack([z, 2 * z]))
             torch.testing.assert_close(batch[0], plain[0])
-            free = serial is None or not L.active or z is x
+            free = serial is None or not L.active or z is x or 0 in x.shape  # of no element no format is known
             free = free or not serial(X.to(memory_format=last)).is_contiguous(memory_format=last)
             assert free or 0 in y.shape or y.is_contiguous(memory_format=last), f"{name} {where}: {y.shape} {y.stride()}"
 
