@@ -19,6 +19,7 @@ from ..agree import check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..halo import sizes_of
 from ..ties import nothing
+from .autocast import autocast
 from .moments import count, cut_group_moments, merged, moments, statistics, within
 from .movement import all_sum_reduce
 from .params import replicated
@@ -33,6 +34,7 @@ __all__ = ["dist_batch_norm", "dist_group_norm", "dist_instance_norm", "dist_lay
 def _enter(op, x, P, least, *parameters):
     """(x, its layout), or (a placeholder that depends on x and the parameters, ``None``) on a rank that takes no part."""
     where = partition_of(P)
+    (x,) = autocast(op, where.ndim, x)
     if where.ndim < least:
         raise PartitionError("too few dims", op=op, partitions=P, expected=f"at least {least}", actual=where.ndim,
                              next_step="lay x out over a partition with one dim for each of its own")
@@ -104,6 +106,8 @@ def _group_norm(x, groups, weight, bias, eps, dtype):
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # torch's backward fails without
     weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
+    if _torch.transforms_active() or _torch.forward_mode_active():
+        x = x.contiguous()  # torch's rules for batches and tangents fail for channels_last
     return torch.group_norm(x, groups, weight, bias, eps).to(dtype)
 
 
@@ -140,7 +144,7 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
                          next_step="pass both running statistics")
     dtype, x = x.dtype, wide(x)
     if not training and running_mean is not None:
-        shift, var = -_of_channels(L, running_mean), _of_channels(L, running_var)
+        shift, var = -_of_channels(L, wide(running_mean)), _of_channels(L, wide(running_var))
     else:
         (mean, var, x, shift), n = moments(x, L, dims), count(L, dims)
         if training and n < 2:
@@ -155,7 +159,8 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
             momentum = 1 / num_batches_tracked if momentum is None else momentum
             new = mean.detach().reshape(-1), var.detach().reshape(-1) * (n / (n - 1))
             running_mean, running_var = (
-                (old * (1 - momentum) + fresh.to(old.dtype) * momentum) for old, fresh in zip((running_mean, running_var), new)
+                (wide(old) * (1 - momentum) + fresh * momentum).to(old.dtype)
+                for old, fresh in zip((running_mean, running_var), new)
             )
     return _normalised(x, shift, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype), running_mean, running_var
 

@@ -6,11 +6,15 @@ from functools import lru_cache
 
 import torch
 
-from ..agree import check_tensor, outside, resolve
+from .. import _torch
+from ..agree import check_tensor, outside, partition_of, resolve
 from ..halo import HaloSpec
+from ..program import channels_last
 from ..ties import nothing
+from .autocast import autocast
 from .movement import halo_exchange
 
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 MODES = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
 
@@ -54,6 +58,7 @@ def on_window(window, spec: HaloSpec, least, local):
 
 def with_layout(op, x, P, shape, body):
     """Resolve the layout of x and call ``body(x, layout)``; on a rank that takes no part, a placeholder."""
+    (x,) = autocast(op, partition_of(P, op).ndim, x)
     xs, layouts = resolve(op, [x], P, shape)
     if layouts is None:
         return outside(xs, P)[0]
@@ -62,4 +67,9 @@ def with_layout(op, x, P, shape, body):
     if not layout.active:
         check_tensor(op, x, layout)
         x = x if x.shape == layout.local_shape() else nothing(layout.local_shape(), x)
-    return body(x, layout)
+    y = body(x, layout)
+    if x.dim() not in _FORMATS or x.is_contiguous() or _torch.transforms_active() or not channels_last(x.shape, x.stride()):
+        return y
+    # As torch's own layers keep it. Movements and most operators have done so; indexing and concatenation have not.
+    ys = [t.contiguous(memory_format=_FORMATS[x.dim()]) if t.dim() == x.dim() else t for t in (y if type(y) is tuple else (y,))]
+    return tuple(ys) if type(y) is tuple else ys[0]
