@@ -67,7 +67,7 @@ def _told(tree, n):
         pickle.dumps(frame)
     except Exception:  # a container that cannot travel: ranks outside then pass one of their own
         frame = None
-    return " ".join(str(tree).split()), frame
+    return tree.text, frame
 
 
 def negotiate(op: str, xs, P, partitions=(), ndim=None, tree=None, arguments=""):
@@ -94,8 +94,10 @@ def negotiate(op: str, xs, P, partitions=(), ndim=None, tree=None, arguments="")
 
 
 def _tree_of(holder, tree):
-    """The pytree that the holders have, whatever a rank that holds nothing passed."""
+    """The pytree that the holders have, whatever a rank that holds nothing passed; an equal one keeps its own order of keys."""
     told = holder.tree
+    if told is not None and tree is not None and tree.text == told[0]:
+        return tree
     return None if told is None else tree if told[1] is None else _torch.flatten(told[1])[1]
 
 
@@ -121,7 +123,7 @@ def _compare(op, reports, P, partitions, rank) -> None:
     holders = {r: reports[r] for r in P.ranks}
     disagree("the number of tensors", {r: len(m.leaves) for r, m in holders.items()}, "pass the same pytree on every rank")
     disagree("the pytree", {r: m.tree[0] if m.tree else "a tensor" for r, m in holders.items()},
-             "pass the same pytree on every rank, dictionaries in one order of their keys")
+             "pass the same pytree on every rank: the same containers, dictionaries with the same keys")
     for i, name in ((1, "dtype"), (2, "device kind")):
         values = {r: ", ".join(leaf[i] for leaf in m.leaves) for r, m in holders.items()}
         disagree(f"the {name}", values, f"give every rank's tensor the same {name}")
