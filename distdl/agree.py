@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import _torch
+from . import transport as _transport
 from .errors import AgreementError, DistdlError, ShapeError
 from .partition import Layout, Partition, balanced, partition_of
 from .ties import nothing
@@ -226,6 +227,14 @@ def block_sizes(own: int, P: Partition, dim: int, total: int | None) -> tuple[in
     return tuple(found[r] for r in fibre.ranks)
 
 
+def alike(op: str, P) -> None:
+    """Under ``dd.checking()`` compare the arguments of a call that sends no message: ranks that mean different ones would not
+    notice."""
+    if _transport.observer is not None:
+        where = partition_of(P, op)
+        _transport.observer.alike(world(where.world).host, op, where)
+
+
 def check_tensor(op: str, x, P) -> None:
     """Raise where ``x`` is not even a tensor, which a rank that takes no part passes too: its result has that dtype and device."""
     if not isinstance(x, torch.Tensor):
@@ -245,8 +254,8 @@ def outside(xs, P=None):
     return [nothing(outside_shape(x, x.dim() if P is None else partition_of(P).ndim), x) for x in xs]
 
 
-__all__ = ["DistdlError", "Report", "block_sizes", "check_tensor", "negotiate", "outside", "outside_shape", "partition_of",
+__all__ = ["DistdlError", "Report", "alike", "block_sizes", "check_tensor", "negotiate", "outside", "outside_shape", "partition_of",
            "resolve", "resolve_tree"]
 
-for _function in (block_sizes, negotiate, resolve, resolve_tree):
+for _function in (alike, block_sizes, negotiate, resolve, resolve_tree):
     _torch.opaque(_function)
