@@ -39,8 +39,8 @@ class Checked:
     def strided(self, sizes, strides, itemsize, travels=True):
         return self.inner.strided(sizes, strides, itemsize, travels)
 
-    def post(self, sends, receives):
-        return self.inner.post(sends, receives)
+    def post(self, sends, receives, call=None):
+        return self.inner.post(sends, receives, call)
 
     def abandon(self, handle, memory):
         self.inner.abandon(handle, memory)

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from .signature import HEAD, Said, unpack
 
-_SWAP, _REPORT = 1, 2  # tags
+_SWAP, _REPORT, _ALARM = 1, 2, 3  # tags
 _ROOM = 8192  # bytes of a swapped message, at most
 
 
@@ -29,14 +29,29 @@ class SideChannel:
 
     def report(self, peer: int, data: bytes) -> None:
         """Send ``peer`` something that it takes whenever it looks; nothing is waited for."""
-        self.sends.append(self.comm.Isend((data, MPI.BYTE), peer, _REPORT))
+        self._post(peer, data, _REPORT)
 
     def reports(self):
         """(rank, data) of every report that has come."""
+        return self._arrived(_REPORT)
+
+    def alarm(self, peer: int, data: bytes) -> None:
+        """The same, for its :mod:`lookout`."""
+        self._post(peer, data, _ALARM)
+
+    def alarms(self):
+        """(rank, data) of every alarm that has come."""
+        return self._arrived(_ALARM)
+
+    def _post(self, peer, data, tag):
+        self.sends = [request for request in self.sends if not request.Test()]
+        self.sends.append(self.comm.Isend((data, MPI.BYTE), peer, tag))
+
+    def _arrived(self, tag):
         status = MPI.Status()
-        while self.comm.Iprobe(MPI.ANY_SOURCE, _REPORT, status):
+        while self.comm.Iprobe(MPI.ANY_SOURCE, tag, status):
             data = bytearray(status.Get_count(MPI.BYTE))
-            self.comm.Recv((data, MPI.BYTE), status.Get_source(), _REPORT)
+            self.comm.Recv((data, MPI.BYTE), status.Get_source(), tag)
             yield status.Get_source(), data
 
     def close(self) -> None:
