@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import errors
 from .board import INSIDE, Board
-from .signature import HEAD, Call, Field, call_of, differs, fingerprint, first_difference, groups, leads, names, told_of, unequal
+from .signature import HEAD, Call, Field, call_of, differs, fingerprint, first_difference, gave_up, groups, leads, names, told_of, unequal
 from .where import called, user_line
 
 _SPINS, _GRACE = 200, 1.0  # polls before sleeping; seconds for the other ranks, once a fault is found
@@ -125,6 +125,17 @@ class Observer:
             said = called()
             fields = (Field("the operator called", op, True, "call the same operators in the same order"), *told_of(said))
             self._checked(host, board, host, Call(op, str(P).splitlines()[0], P.ranks, P.ranks, (), False, fields), said)
+
+    def local_error(self, host, ranks, op: str, text: str) -> None:
+        """This rank leaves a call over ``ranks`` by an error of its own: they hear of it in place of its next signature."""
+        if self.timeout is None:
+            return
+        side = host.side
+        for r in ranks:
+            if r != side.rank:
+                side.counts[r] += 1
+                side.failed[r] = side.counts[r]
+                side.report(r, pickle.dumps((side.counts[r], errors.AgreementError.__name__, gave_up(side.rank, op, text))))
 
     def _checked(self, host, board, transport, call, said, maps=(), xs=(), recorded=False):
         where = user_line() if said is None else said.line
@@ -247,11 +258,13 @@ class Observer:
 
 
 def _reported(side):
-    """What another rank found wrong, unless this rank has raised for the same movement."""
-    for peer, data in side.reports():
-        count, kind, parts = pickle.loads(data)
-        if count > side.failed[peer]:
-            side.failed[peer] = count
-            side.counts[peer] = max(side.counts[peer], count)
-            return getattr(errors, kind), parts
+    """What another rank found wrong, unless this rank has raised for the same movement, or has not come to it."""
+    side.told += [(peer, *pickle.loads(data)) for peer, data in side.reports()]
+    for one in list(side.told):
+        peer, count, kind, parts = one
+        if count <= side.counts[peer]:
+            side.told.remove(one)
+            if count > side.failed[peer]:
+                side.failed[peer] = count
+                return getattr(errors, kind), parts
     return None

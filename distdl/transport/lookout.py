@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from ..errors import AgreementError
 from . import Call
+from .signature import gave_up
 from .where import called
 
 _KEPT = 16  # calls remembered for each peer
@@ -87,10 +88,13 @@ class Lookout:
             source, kind, era, *what = one
             if kind == "gave up":
                 number, op, text = what
-                if era < self.era or number <= self.failed[source]:
-                    self.inbox.remove(one)
-                elif era == self.era and number <= self.numbers[source]:
-                    self._raise(self._in_words({source: (text, {number: (op, text)}), self.rank: self._mine(source)}, number), self.size)
+                if era == self.era and number > self.numbers[source]:
+                    continue  # this rank has not come to it
+                self.inbox.remove(one)
+                if era == self.era and self.failed[source] < number == self.numbers[source]:
+                    self.failed[source] = number
+                    parts = gave_up(source, op, text)
+                    self._error({**parts, "actual": f"{parts['actual']}; rank {self.rank}: in {self._mine(source)[0]}"})
             elif kind == "asked":
                 self.inbox.remove(one)
                 if era < self.era:
@@ -164,4 +168,8 @@ class Lookout:
                 self._send(r, "error", parts)
         self.before = {peer: self._mine(peer) for peer in list(self.recent)}
         self._begin((self.era if era is None else era) + 1)
-        raise AgreementError(**parts, rank=self.rank)
+        self._error(parts)
+
+    def _error(self, parts: dict) -> None:
+        raise AgreementError(parts["problem"], op=parts["op"], partitions=parts.get("partitions"), expected=parts["expected"],
+                             actual=parts["actual"], next_step=parts["next_step"], rank=self.rank)

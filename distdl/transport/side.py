@@ -22,6 +22,7 @@ class SideChannel:
         self.failed: dict[int, int] = defaultdict(int)
         self.buffers: dict[int, bytearray] = {}
         self.sends: list = []
+        self.told: list = []  # reports of movements to which this rank has not come
 
     def swap(self, data: dict[int, bytes], mine: tuple) -> Swap:
         """Begin to send ``data[r]`` to each rank r, and to receive what it sends. ``mine``: the head of this rank's own."""
