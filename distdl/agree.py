@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import _torch
+from . import transport as _transport
 from .errors import AgreementError, DistdlError, ShapeError
 from .partition import Layout, Partition, balanced, partition_of
 from .ties import nothing
@@ -67,7 +68,7 @@ def _told(tree, n):
         pickle.dumps(frame)
     except Exception:  # a container that cannot travel: ranks outside then pass one of their own
         frame = None
-    return " ".join(str(tree).split()), frame
+    return tree.text, frame
 
 
 def negotiate(op: str, xs, P, partitions=(), ndim=None, tree=None, arguments=""):
@@ -94,8 +95,10 @@ def negotiate(op: str, xs, P, partitions=(), ndim=None, tree=None, arguments="")
 
 
 def _tree_of(holder, tree):
-    """The pytree that the holders have, whatever a rank that holds nothing passed."""
+    """The pytree that the holders have, whatever a rank that holds nothing passed; an equal one keeps its own order of keys."""
     told = holder.tree
+    if told is not None and tree is not None and tree.text == told[0]:
+        return tree
     return None if told is None else tree if told[1] is None else _torch.flatten(told[1])[1]
 
 
@@ -121,7 +124,7 @@ def _compare(op, reports, P, partitions, rank) -> None:
     holders = {r: reports[r] for r in P.ranks}
     disagree("the number of tensors", {r: len(m.leaves) for r, m in holders.items()}, "pass the same pytree on every rank")
     disagree("the pytree", {r: m.tree[0] if m.tree else "a tensor" for r, m in holders.items()},
-             "pass the same pytree on every rank, dictionaries in one order of their keys")
+             "pass the same pytree on every rank: the same containers, dictionaries with the same keys")
     for i, name in ((1, "dtype"), (2, "device kind")):
         values = {r: ", ".join(leaf[i] for leaf in m.leaves) for r, m in holders.items()}
         disagree(f"the {name}", values, f"give every rank's tensor the same {name}")
@@ -224,6 +227,14 @@ def block_sizes(own: int, P: Partition, dim: int, total: int | None) -> tuple[in
     return tuple(found[r] for r in fibre.ranks)
 
 
+def alike(op: str, P) -> None:
+    """Under ``dd.checking()`` compare the arguments of a call that sends no message: ranks that mean different ones would not
+    notice."""
+    if _transport.observer is not None:
+        where = partition_of(P, op)
+        _transport.observer.alike(world(where.world).host, op, where)
+
+
 def check_tensor(op: str, x, P) -> None:
     """Raise where ``x`` is not even a tensor, which a rank that takes no part passes too: its result has that dtype and device."""
     if not isinstance(x, torch.Tensor):
@@ -243,8 +254,8 @@ def outside(xs, P=None):
     return [nothing(outside_shape(x, x.dim() if P is None else partition_of(P).ndim), x) for x in xs]
 
 
-__all__ = ["DistdlError", "Report", "block_sizes", "check_tensor", "negotiate", "outside", "outside_shape", "partition_of",
+__all__ = ["DistdlError", "Report", "alike", "block_sizes", "check_tensor", "negotiate", "outside", "outside_shape", "partition_of",
            "resolve", "resolve_tree"]
 
-for _function in (block_sizes, negotiate, resolve, resolve_tree):
+for _function in (alike, block_sizes, negotiate, resolve, resolve_tree):
     _torch.opaque(_function)

@@ -69,7 +69,7 @@ class Pending:
                 return
             if _transport.log is not None:
                 _transport.log.extend(("send", peer, nbytes) for peer, _, nbytes in sends)
-            self.handle = transport.post(sends, receives)
+            self.handle = transport.post(sends, receives, program.call)
 
     def finish(self):
         program, ys = self.program, self.ys

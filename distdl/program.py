@@ -7,6 +7,7 @@ dtype they are added; or that all of it is one collective of the engine. :mod:`e
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import torch
 
 from . import _torch, fused, pages
 from .errors import ShapeError
+from .transport import Call
 
 _SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
 _ALIGN = 64  # each part of a message starts at such an offset, on both ends
@@ -111,6 +113,14 @@ class Program:
     spare: list  # small staging memory that is free, with the parts' views of it
     fused_early: fused.Boxes | None = None  # on a device: small boxes of ``early`` and ``packs``, which one kernel copies,
     fused_late: fused.Boxes | None = None  # and those of ``late``
+    call: Call | None = None  # what the messages are called
+
+    def name(self, plans, dtypes) -> None:
+        """Name the messages by the plans and dtypes, which are the same on both ends of each."""
+        text = " ".join([*(plan.digest for plan in plans), *map(str, dtypes)])
+        peers = tuple(sorted({peer for peer, *_ in (*self.sends, *self.receives)}))
+        code = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+        self.call = Call(code, peers, *plans[0].named)
 
     def __post_init__(self):
         self.large = [i for i, like in enumerate(self.likes) if pages.wanted and like.is_cpu and like.nbytes >= pages.LARGE]
@@ -450,6 +460,8 @@ def program_of(plans, xs, transport):
             cache.clear()
         strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
         program = cache[key] = _program(plans, leads, strides, dtypes, transport, xs[0].device)
+        if program.travels and not program.kind:
+            program.name(plans, dtypes)
         if not xs[0].is_cpu:
             program.fuse(xs)
             program.widen(xs)

@@ -16,6 +16,7 @@ from .partition import set_rank_source
 from .transport.local import LocalTransport
 from .transport.nccl import NcclEngines, engines_on
 from .transport.watch import watch
+from .transport.where import collective_call, user_line
 
 _worlds: dict[str, World] = {}
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by MPI launchers for their ranks
@@ -116,6 +117,22 @@ class World:
 
     def __repr__(self):
         return f"World(rank {self.rank} of {self.size}, name={self.name!r}, {type(self.host).__name__})"
+
+
+def _tell(error) -> None:
+    """Tell the other ranks of the call that this one leaves it, so that they need not wait for it in vain."""
+    found = collective_call()
+    if found is None or found[2] not in _worlds:
+        return
+    frame, ranks, name = found
+    host, error._told = _worlds[name].host, id(frame)
+    ranks = tuple(r for r in ranks if r < host.size)
+    if getattr(sys.exc_info()[1], "_told", None) == id(frame) or host.rank not in ranks or not hasattr(host, "lookout"):
+        return  # the first: an error about an error, in one call
+    op, text = frame.f_code.co_name, f"{type(error).__name__}, {error} at {user_line()}"
+    host.lookout.local_error(ranks, op, text)
+    if _transport.observer is not None:
+        _transport.observer.local_error(host, ranks, op, text)
 
 
 class _Bystander(LocalTransport):
@@ -271,4 +288,5 @@ class Topology:
 
 
 set_rank_source(lambda name: world(name).rank)
+errors.set_listener(_tell)
 errors.set_rank_source(lambda: _worlds["default"].rank if "default" in _worlds else None)

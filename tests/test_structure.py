@@ -138,9 +138,9 @@ def test_executor_through_counting_and_null_transports():
     posted = []
 
     class Counting(NullTransport):
-        def post(self, sends, receives):
+        def post(self, sends, receives, call=None):
             posted.append(([(p, n) for p, _, n in sends], [(p, n) for p, _, n in receives]))
-            return super().post(sends, receives)
+            return super().post(sends, receives, call)
 
     L, M = dd.Layout(dd.Partition((4, 1)), (8, 8)), dd.Layout(dd.Partition((1, 4)), (8, 8))
     plan = dd.maps.Plan(dd.maps.Side.of(L), dd.maps.Side.of(M))

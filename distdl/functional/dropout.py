@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..agree import alike
 from ..errors import PartitionError
 from . import random
 from .reduce import check_block
@@ -15,6 +16,7 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
     if not 0 <= p <= 1:
         raise PartitionError("p is a probability", op=op, expected="0 <= p <= 1", actual=p, partitions=P,
                              next_step="give the share of entries that becomes zero")
+    alike(op, P)
     if not training or p == 0:
         return x
     least, scale = round(p * 2**62), 0.0 if p == 1 else 1 / (1 - p)

@@ -49,6 +49,7 @@ class Sharding:
         Only shapes and dtypes are read: tensors on the meta device will do.
         """
         leaves, structure = _torch.flatten(params)
+        leaves = _torch.as_given(leaves, structure)  # as they always lay in checkpoints
         if not leaves or len({leaf.dtype for leaf in leaves}) > 1:
             raise ShapeError("one unit has one dtype", op="Sharding.of", partitions=P, expected="tensors of one dtype",
                              actual=[str(leaf.dtype) for leaf in leaves], next_step="make a unit for each dtype")
@@ -57,6 +58,8 @@ class Sharding:
 
     def _flat(self, tree):
         leaves, _ = _torch.flatten(tree)
+        if len(leaves) == len(self.shapes):
+            leaves = _torch.as_given(leaves, self.structure)
         if tuple(tuple(leaf.shape) for leaf in leaves) != self.shapes:
             raise ShapeError("not this unit's tensors", op="Sharding", partitions=self.layout, expected=self.shapes,
                              actual=tuple(tuple(leaf.shape) for leaf in leaves),
@@ -65,7 +68,7 @@ class Sharding:
 
     def _tree(self, flat):
         parts = flat.split([math.prod(shape) for shape in self.shapes])
-        return _torch.unflatten([part.view(shape) for part, shape in zip(parts, self.shapes)], self.structure)
+        return _torch.unflatten_as_given([part.view(shape) for part, shape in zip(parts, self.shapes)], self.structure)
 
     def block(self, params):
         """This rank's block of parameters that it holds whole: a detached copy, for an optimizer. No message."""

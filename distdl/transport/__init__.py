@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 log: list | None = None  # distdl.testing.count_messages puts a list here: (kind, peer or ranks, bytes)
 observer: Any = None  # distdl.transport.checking.Observer while ranks check each other, or are watched
 begun = 0  # movements, and small agreements, of this process
 
 Buffer = tuple[int, int, int]  # peer rank, address of the first byte, number of bytes (or what Transport.strided gave)
+
+
+class Call(NamedTuple):
+    """A movement as its messages name it: ``code`` stands for the plans and dtypes; ``peers`` send or receive something."""
+
+    code: int
+    peers: tuple[int, ...]
+    op: str = "a movement"
+    partitions: str = ""
 
 
 class Transport(Protocol):
@@ -27,8 +36,9 @@ class Transport(Protocol):
         One end may do so alone. Not ``travels``: for copies within this rank, by its methods ``pack`` (to one run of memory) and
         ``unpack``, both of (to, from, bytes)."""
 
-    def post(self, sends: list[Buffer], receives: list[Buffer]) -> Any:
-        """Start sending and receiving; messages between two ranks keep their order."""
+    def post(self, sends: list[Buffer], receives: list[Buffer], call: Call | None = None) -> Any:
+        """Start sending and receiving; messages between two ranks keep their order. ``call``, the same on both ends, tells
+        movements apart, see :class:`Call`."""
 
     def wait(self, handle) -> None:
         """Finish what :meth:`post` started. Raises TransportError when a message had another length than planned."""

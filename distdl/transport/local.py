@@ -23,7 +23,7 @@ class LocalTransport:
     def strided(self, sizes, strides, itemsize, travels=True):
         return None
 
-    def post(self, sends, receives):
+    def post(self, sends, receives, call=None):
         for peer, address, nbytes in sends:
             self.mailboxes[self.rank, peer].append((address, nbytes))
         return receives
@@ -63,7 +63,7 @@ class NullTransport(LocalTransport):
 
     collectives = ("all_reduce",)
 
-    def post(self, sends, receives):
+    def post(self, sends, receives, call=None):
         return None
 
     def wait(self, receives):

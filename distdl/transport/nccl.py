@@ -163,7 +163,7 @@ class NcclTransport:
     def strided(self, sizes, strides, itemsize, travels=True):
         return None
 
-    def post(self, sends, receives):
+    def post(self, sends, receives, call=None):
         nccl, comm, places, byte, device = self.nccl, self.comm, self.places, self._byte, self.device
         self._notice_capture()
         with device.here():

@@ -86,8 +86,17 @@ def leads(maps, xs):
     return tuple(x.shape[: x.dim() - len(m.in_shape)] for m, x in zip(maps, xs))
 
 
-def call_of(maps, leads, xs, rank) -> Call:
-    """The signature of a movement."""
+def told_of(called) -> tuple[Field, ...]:
+    """What the user called: the same function on all ranks, on those that exchange messages with the same plain arguments."""
+    return (
+        Field("the function called", called.name, True, "call the same functions in the same order", called.name or "none of F"),
+        Field("the arguments", called.keywords, False, "pass equal arguments on every rank", f"{called.name}({called.keywords})"),
+        Field("the pytree", called.tree, False, "pass the same containers on every rank, dictionaries with the same keys"),
+    )
+
+
+def call_of(maps, leads, xs, rank, called=None) -> Call:
+    """The signature of a movement; ``called``: what the user called, see :mod:`distdl.transport.where`."""
     first, near, waits = maps[0], set(), False
     for m in maps:
         for plan in (m.plan, m.adjoint):
@@ -105,7 +114,7 @@ def call_of(maps, leads, xs, rank) -> Call:
 
     plans = hashlib.sha256(" ".join(m.plan.digest for m in maps).encode()).hexdigest()[:16]
     local = f"local {each(m.in_shape for m in maps)} -> {each(m.out_shape for m in maps)} by plan {plans}"[:600]
-    fields = (
+    fields: tuple[Field, ...] = (
         Field("the operator called", each(maps), True, "call the same operators in the same order"),
         Field("the partitions", each(m.partitions for m in maps), True, "pass equal partitions on every rank"),
         Field("the number of tensors", str(len(maps)), True, "pass the same pytree on every rank"),
@@ -114,6 +123,7 @@ def call_of(maps, leads, xs, rank) -> Call:
         Field("the dtype", each(x.dtype for x in xs), False, "give every rank's tensor the same dtype"),
         Field("the layouts or shapes", plans, False, "give every rank the same layouts, or shapes that fit together", local),
     )
+    fields += () if called is None else told_of(called)
     return Call(str(first), first.partitions, first.ranks, tuple(sorted(near)), copies, waits, fields)
 
 
@@ -177,6 +187,12 @@ def unequal(op: str, found: dict, groups_of_copies):
         said += ", but other entries"
     return errors.InvariantError, dict(problem=f"the copies of an invariant {what} differ, against {rule}",
                                        expected="bitwise equal copies", actual=said, next_step=step)  # fmt: skip
+
+
+def gave_up(rank: int, op: str, text: str) -> dict[str, str]:
+    """The parts of the error that others raise where ``rank`` has left a call by an error of its own."""
+    return dict(problem=f"rank {rank} left this call, or one before, by an error of its own", op=op, actual=f"rank {rank}: {text}",
+                expected="the call on all its ranks", next_step=f"mend what rank {rank} says; catch an error on all ranks, or on none")
 
 
 def groups(values: dict) -> dict:

@@ -1,13 +1,17 @@
 """Ranks that disagree get the same kind of error on every rank, naming rank and difference: never a hang (case 37)."""
 
+from collections import OrderedDict, defaultdict, namedtuple
+
 import pytest
 import torch
 from registry import needs, raises_everywhere
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
+from torch.utils._pytree import tree_leaves
 
 import distdl as dd
 import distdl.functional as F
+from distdl import _torch
 from distdl.errors import AgreementError, DistdlError, ShapeError
 
 pytestmark = needs(2)
@@ -147,15 +151,80 @@ def test_wait_twice():
 
 
 def test_pytrees():
-    """Leaves are matched by their order: containers must be the same; a rank that holds nothing gets the holders'."""
+    """Containers must be the same; a rank that holds nothing gets the holders'."""
     n, r, P, rows, columns = world()
     x = torch.ones(2, n)
-    for mine in ({"b": x, "a": x}, [x, x], [], x):
+    for mine in ({"b": x, "c": x}, [x, x], [], x):
         others = {"a": x, "b": x} if isinstance(mine, dict) else (x, x)
         raises_everywhere(AgreementError, lambda: F.repartition(others if r else mine, rows, columns), "rank 0: ")
     for nothing in (None, [], torch.zeros(3)):
         y = F.scatter(nothing if r else {"a": torch.arange(n), "b": torch.ones(n)}, P)
         assert y["a"].tolist() == [r] and y["b"].tolist() == [1]
+
+
+Pair = namedtuple("Pair", "second first")
+
+
+def container(kind, values, backwards):
+    """{name: value} as that kind of container, its keys in one of two orders; a namedtuple's fields stay where they are."""
+    names = list(values)[:: -1 if backwards else 1]
+    if kind == "nested":
+        return [{"q": {k: {k: values[k]} for k in names}}, *[values["b"]] * 2]
+    if kind == "mixed keys":
+        keys = {"a": 1, "b": "x", "c": (2, "y"), "d": torch.float32}
+        return {keys[k]: values[k] for k in names}
+    if kind is Pair:
+        return Pair(values["b"], {k: values[k] for k in names})
+    return kind(list, {k: values[k] for k in names}) if kind is defaultdict else kind((k, values[k]) for k in names)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, defaultdict, Pair, "nested", "mixed keys"])
+def test_order_of_keys(kind):
+    """Leaves are matched by their keys: rank 0 has them in another order. Every movement that takes a pytree, with shapes of its
+    own and with equal ones, with a Layout, a shape or nothing; and its adjoint. The result has this rank's order."""
+    n, r, P, rows, columns = world()
+    L = dd.Layout(P, (2 * n,))
+    tall, wide = dd.Layout(rows, (2 * n, n)), dd.Layout(columns, (2 * n, n))
+    calls = {
+        "all_sum_reduce": (lambda x: F.all_sum_reduce(x, P), (2,)), "shift": (lambda x: F.shift(x, P, 0), (2,)),
+        "shift, layout": (lambda x: F.shift(x, L, 0), (2,)), "permute": (lambda x: F.permute(x, P, [(0, 1), (1, 0)]), (2,)),
+        "mark_varying": (lambda x: F.mark_varying(x, P), (2,)), "invariant_sum": (lambda x: F.invariant_sum(x, P), (2,)),
+        "reduce_scatter": (lambda x: F.reduce_scatter(x, P), (2 * n,)), "all_gather": (lambda x: F.all_gather(x, P), (2,)),
+        "all_gather, layout": (lambda x: F.all_gather(x, L), (2,)), "scatter": (lambda x: F.scatter(x, P, shape=(2 * n,)), (2 * n,)),
+        "gather, layout": (lambda x: F.gather(x, L), (2,)), "broadcast": (lambda x: F.broadcast(x, dd.Partition((1,)), P), (3,)),
+        "sum_reduce": (lambda x: F.sum_reduce(x, P, dd.Partition((1,)), shape=(3,)), (3,)),
+        "repartition": (lambda x: F.repartition(x, tall, wide), (2, n)), "bare": (lambda x: F.repartition(x, rows, columns), (2, n)),
+        "halo": (lambda x: F.halo_exchange(x, dd.HaloSpec(L, 1, boundary="circular")), (2,)),
+    }  # fmt: skip
+    for name, (call, shape) in calls.items():
+        values = {k: torch.full(shape, 10.0**i * (r + 1), requires_grad=True) for i, k in enumerate("abcd")}
+        given = container(kind, values, r == 0)
+        found = call(given)
+        assert type(found) is type(given), name
+        if isinstance(given, dict):
+            assert list(found) == list(given), f"{name}: this rank's own order"
+        ours = container(kind, {k: call(v) for k, v in values.items()}, r == 0)
+        pairs = list(zip(tree_leaves(found), tree_leaves(ours), strict=True))
+        assert all(torch.equal(a, b) for a, b in pairs), name
+        sum(((i + 1) * a).sum() for i, (a, _) in enumerate(pairs)).backward()
+        grads = {k: v.grad.clone() for k, v in values.items()}
+        for v in values.values():
+            v.grad = None
+        sum(((i + 1) * b).sum() for i, (_, b) in enumerate(pairs)).backward()
+        assert all(torch.equal(v.grad, grads[k]) for k, v in values.items()), name
+
+
+def test_words_for_pytrees():
+    """The same for equal containers; a dictionary's keys, not their order, make the difference."""
+    one = _torch.flatten({"b": 1, "a": [2, {3: 4, 2.5: 5}]})
+    assert one[0] == [2, 5, 4, 1] and one[1].text == _torch.flatten({"a": [0, {2.5: 0, 3: 0}], "b": 0})[1].text
+    assert one[1].text != _torch.flatten({"b": 1, "c": [2, {3: 4, 2.5: 5}]})[1].text
+    for tree in ([], {}, (None, [1]), Pair(1, {"b": 2, "a": 3}), OrderedDict(b=1, a=2), {frozenset("ba"): 1, None: 2}):
+        leaves, structure = _torch.flatten(tree)
+        assert _torch.unflatten(leaves, structure) == tree
+        assert _torch.unflatten_as_given(_torch.as_given(leaves, structure), structure) == tree
+    keys = [object(), object()]  # nothing to sort them by: as they stand
+    assert _torch.flatten({keys[1]: 1, keys[0]: 2})[0] == [1, 2]
 
 
 def test_arguments():
