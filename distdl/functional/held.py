@@ -1,16 +1,16 @@
 """Who already sums: how the ranks hold a parameter, and over which of them its layer's adjoint sums the gradient.
 
-A layer over a grid ``P`` holds a parameter as a block along some dims of ``P``, ``split``, and as a copy along the others, over which
-its adjoint sums (:func:`distdl.functional.params.replicated`). So within ``P`` the gradient is complete as it stands; who reduces
+A layer over a grid ``P`` holds a parameter as a block along some dims of ``P``, ``split``, and as a copy along the others, over
+which its adjoint sums (:func:`distdl.functional.params.replicated`). So within ``P`` the gradient is complete as it stands; who reduces
 gradients over ranks R asks :func:`complete`:
 
     R inside of P               nothing is left to sum
     R and P share one rank      R are replicas of the layer, to be summed
     anything between            an error: no sum over all of R is right
 
-The layer knows it (a module with ``hold_parameters()`` is asked), and marks the tensors that stand for its parameters: when they are
-registered, moved, copied or unpickled, and at every call, then also those that ``functional_call`` put there. A mark is a plain
-tuple on the tensor, so that files of parameters stay loadable anywhere; a gradient has its parameter's.
+The layer knows it (a module with ``hold_parameters()`` is asked), and marks the tensors that stand for its parameters: when they
+are registered, moved, copied or unpickled, and at every call, then also those that ``functional_call`` put there. A mark is a
+plain tuple on the tensor, so that files of parameters stay loadable anywhere; a gradient has its parameter's.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def declare(parameter, P, split=()):
     Args:
         parameter: a leaf tensor, this rank's part.
         P: the ranks among which your module sums its gradient: a grid.
-        split: the dims of ``P`` along which ranks hold different blocks; along the others they hold copies, over which your module's
-            adjoint sums (``F.mark_varying``).
+        split: the dims of ``P`` along which ranks hold different blocks; along the others they hold copies, over which your
+            module's adjoint sums (``F.mark_varying``).
 
     A ``deepcopy`` of a Parameter loses it, unless its module has a method ``hold_parameters()`` that declares again.
     """
@@ -109,8 +109,8 @@ def holders(op, tree, of=None, *, P=None) -> list:
     """How ranks hold each leaf of ``tree``: parameters, their gradients, or other tensors that stand for them.
 
     Args:
-        of: whose they are, where the tensors themselves do not know (gradients of torch.func, detached copies): a pytree of parameters
-            with the same leaves, or the module, by whose names ``tree`` is then a dictionary.
+        of: whose they are, where the tensors themselves do not know (gradients of torch.func, detached copies): a pytree of
+            parameters with the same leaves, or the module, by whose names ``tree`` is then a dictionary.
     """
     leaves, _ = _torch.flatten(tree)
     if isinstance(of, torch.nn.Module):
@@ -153,7 +153,7 @@ def complete(how: Held | None, R: Partition, op: str, what: str = "a parameter")
     raise PartitionError(f"the layer of {what} sums its gradient over some of these ranks", op=op, partitions=R,
                          expected=f"ranks within the layer's, or replicas of it: no two ranks of {how.grid.ranks}",
                          actual=f"ranks {R.ranks} of world {R.world!r}, a block along dims {how.split} of {how.grid.shape}",
-                         next_step="reduce over the dim of the grid along which whole layers are replicas: GradientSync(..., P, dims)")
+                         next_step="reduce over the partition dims along which whole layers are replicas (dims=)")
 
 
 def complete_over(found, R, op) -> list[bool]:
@@ -164,7 +164,7 @@ def complete_over(found, R, op) -> list[bool]:
 def whole(found, R, op) -> None:
     """Raise where ranks of ``R`` hold different blocks of one of these parameters."""
     for how in found:
-        if how is None or R is None or how.blocks == 1 and how.split is not None:
+        if how is None or R is None or how.blocks == 1:
             continue
         shared = set(R.ranks).intersection(how.grid.ranks)
         places = {tuple(how.grid.index(r)[d] for d in how.split or ()) for r in shared}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 
@@ -79,6 +80,7 @@ class Layer(torch.nn.Module):
             of, _, suffix = name.rpartition("_")
             if tensor is not None and of in self._marks and suffix in ("g", "v", "orig"):  # torch's older hooks
                 yield of, tensor, True, f"{of}_mask" in self._buffers
+        made: Any
         for name, made in (self._modules.get("parametrizations") or torch.nn.ModuleDict()).items():
             blockwise = all(getattr(p, "blockwise", False) for p in made)
             for tensor in made.parameters():
