@@ -1,8 +1,8 @@
 """Who already sums: how the ranks hold a parameter, and over which of them its layer's adjoint sums the gradient.
 
 A layer over a grid ``P`` holds a parameter as a block along some dims of ``P``, ``split``, and as a copy along the others, over
-which its adjoint sums (:func:`distdl.functional.params.replicated`). So within ``P`` the gradient is complete as it stands; who reduces
-gradients over ranks R asks :func:`complete`:
+which its adjoint sums (:func:`distdl.functional.params.replicated`). So within ``P`` the gradient is complete as it stands; who
+reduces gradients over ranks R asks :func:`complete`:
 
     R inside of P               nothing is left to sum
     R and P share one rank      R are replicas of the layer, to be summed
@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _torch
+from .. import transport as _transport
 from ..errors import PartitionError
 from ..partition import Partition, is_int, partition_of
+from ..transport.signature import NAME
 
 _MARK, _MARKED = "_distdl_held", "_distdl_marked"
 _marked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # leaf tensors, to find a gradient's
@@ -55,10 +57,12 @@ def mark_of(P, split) -> tuple:
     return where.world, where.shape, where.ranks, cut
 
 
-def hold(tensor, mark) -> None:
-    """Mark ``tensor``; a leaf's gradient then has its mark too."""
+def hold(tensor, mark, name=None) -> None:
+    """Mark ``tensor``; a leaf's gradient then has its mark too. ``name``: for errors, where it has none."""
     if getattr(tensor, _MARK, None) != mark:
         setattr(tensor, _MARK, mark)
+        if name is not None and not hasattr(tensor, NAME):
+            setattr(tensor, NAME, name)
     if isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad and not _torch.transforms_active()):
         _marked[id(tensor)] = tensor
 
@@ -99,10 +103,28 @@ def keep(new, old):
 
 
 def ask(module) -> None:
-    """Let the layers of a module mark their parameters."""
+    """Let the layers of a module mark their parameters, and name all of them."""
     for child in module.modules():
         if hasattr(child, "hold_parameters"):
             child.hold_parameters()
+    for name, p in module.named_parameters():
+        setattr(p, NAME, name)
+
+
+def named(tree) -> dict[str, torch.Tensor]:
+    """{name: tensor} of a module, with its buffers, or of a pytree; its leaves then have their names in errors."""
+    if isinstance(tree, torch.nn.Module):
+        ask(tree)
+        return dict(tree.named_parameters()) | dict(tree.named_buffers())
+    pairs, _ = torch.utils._pytree.tree_flatten_with_path(tree)
+    found = {}
+    for path, leaf in pairs:
+        name = ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path) or "the tensor"
+        if isinstance(leaf, torch.Tensor):
+            found[name] = leaf
+            if not hasattr(leaf, NAME):
+                setattr(leaf, NAME, name)
+    return found
 
 
 def holders(op, tree, of=None, *, P=None) -> list:
@@ -132,6 +154,12 @@ def holders(op, tree, of=None, *, P=None) -> list:
         by_gradient = {id(p.grad): p for p in list(_marked.values()) if p.grad is not None}
         found = [h or held(by_gradient.get(id(t))) for h, t in zip(found, sources)]
     return found
+
+
+def name_when_checking(tree) -> None:
+    """Under ``dd.checking()``: name the leaves, so that an error can say which copies differ."""
+    if _transport.observer is not None and _transport.observer.timeout is not None and not isinstance(tree, torch.Tensor):
+        named(tree)
 
 
 @lru_cache(maxsize=4096)

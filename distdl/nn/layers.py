@@ -80,8 +80,8 @@ class Layer(torch.nn.Module):
             of, _, suffix = name.rpartition("_")
             if tensor is not None and of in self._marks and suffix in ("g", "v", "orig"):  # torch's older hooks
                 yield of, tensor, True, f"{of}_mask" in self._buffers
-        made: Any
-        for name, made in (self._modules.get("parametrizations") or torch.nn.ModuleDict()).items():
+        parametrizations: Any = self._modules.get("parametrizations") or {}
+        for name, made in parametrizations.items():
             blockwise = all(getattr(p, "blockwise", False) for p in made)
             for tensor in made.parameters():
                 yield name, tensor, any(tensor is t for t in made._parameters.values()), blockwise
@@ -90,8 +90,8 @@ class Layer(torch.nn.Module):
         """Mark the tensors that stand for this layer's parameters now: over which ranks it sums their gradients, and of what they
         are blocks (:mod:`distdl.functional.held`), for whoever reduces gradients. No message."""
         for name, mark in self._marks.items():
-            if (tensor := self._parameters.get(name)) is not None:
-                hold(tensor, mark)
+            if (tensor := self._parameters.get(name, self._buffers.get(name))) is not None:
+                hold(tensor, mark, f"{name} of {type(self).__name__}")
         for name, tensor, original, _ in self._parts():
             if name in self._marks and (original or held(tensor) is None):
                 hold(tensor, self._marks[name] if original or not self._marks[name][3] else mark_of(self.P, None))
@@ -329,7 +329,7 @@ class BatchNorm(Layer):
         shape = layout.local_shape(None if layout.active else layout.partition.ranks[0])
         for name, make in (("running_mean", torch.zeros), ("running_var", torch.ones)):
             self.register_buffer(name, make(shape, device=device, dtype=dtype) if track_running_stats else None)
-            self.layouts[name] = layout
+            self.layouts[name], self._marks[name] = layout, mark_of(P, 1)
         self.layouts["num_batches_tracked"] = init.parameter_layout(P, (), ())
         count = torch.zeros((), dtype=torch.int64, device=device) if track_running_stats else None
         self.register_buffer("num_batches_tracked", count)

@@ -14,7 +14,7 @@ from torch.func import grad_and_value
 from .. import _torch, maps
 from .. import functional as F
 from ..agree import partition_of
-from ..functional.held import complete, held, holders, whole
+from ..functional.held import complete, held, holders, name_when_checking, whole
 from ..functional.reduce import summed, wide
 from ..partition import Partition
 from ..ties import is_smooth
@@ -98,6 +98,7 @@ def replicate(params, P, dims=None, *, of=None, limits=LIMITS):
         PartitionError: a layer sums over some of these ranks, and not over others.
     """
     leaves, tree = _torch.flatten(params)
+    name_when_checking(params)
     ours = _unsummed("replicate", params, of, P, dims)
     return _torch.unflatten(_by_bucket(leaves, ours, limits, lambda _, bucket: F.mark_varying(bucket, P, dims)), tree)
 
@@ -124,8 +125,8 @@ def reduce_gradients(grads, P, dims=None, *, of=None, hook=None, states=None, li
     Args:
         grads: a pytree of this rank's gradients.
         of: what they are gradients of: the parameters, in a pytree like that of ``grads``; or the module, by whose names
-            ``grads`` is a dictionary. Gradients that a layer of ``dd.nn`` has summed over these ranks stay as they are. ``p.grad`` knows it
-            without; what ``torch.func.grad`` returns does not, and is summed.
+            ``grads`` is a dictionary. Gradients that a layer of ``dd.nn`` has summed over these ranks stay as they are. ``p.grad``
+            knows it without; what ``torch.func.grad`` returns does not, and is summed.
         hook: see :mod:`distdl.parallel.hooks`; default: the exact sum.
         states: what the last call returned: the hook's state for each bucket.
 

@@ -242,7 +242,7 @@ def _norm(g, order):
 
 
 def global_norm(grads, P, dims=None, *, of=None, norm_type: float = 2.0):
-    """The norm of all gradients of all ranks, each element counted once: :func:`torch.nn.utils.get_total_norm` of blocks and copies.
+    """The norm of all gradients of all ranks, each element counted once: torch's ``get_total_norm``, of blocks and copies.
 
     Args:
         grads: a pytree of gradients, in one order on all ranks.
@@ -301,7 +301,7 @@ def _counted_once(powers, found, line):
     for how in found:
         if not _all_blocks_in(how, line):
             raise PartitionError("a parameter has blocks on other ranks, or unknown ones", op="global_norm", partitions=line,
-                                 expected="all ranks that hold its blocks", actual=f"dims {how.split} of {how.grid.shape} are split",
+                                 expected="all ranks that hold its blocks", actual=f"dims {how.split} of {how.grid.shape}",
                                  next_step="pass a partition of all ranks of the model, and blockwise parametrizations only")
     holds, blocks = powers.new_tensor([me in how.grid.ranks for how in found]), powers.new_tensor([how.blocks for how in found])
     total, squares, count = F.invariant_sum(torch.stack([powers * holds, powers**2 * holds, holds]), line)

@@ -86,15 +86,15 @@ class GradientSync:
 
     def _look(self):
         """What there is now: hook what requires a gradient; returns the numbers of those that are to be summed."""
-        there = None
+        there: set | None = None
         if self.module is not None:
             ask(self.module)
-            there, known = dict(self.module.named_parameters()), {id(p) for p in self.params}
-            for name, p in there.items():
+            now, known = dict(self.module.named_parameters()), {id(p) for p in self.params}
+            for name, p in now.items():
                 if id(p) not in known:
                     self._names[len(self.params)] = name
                     self.params.append(p)
-            there = {id(p) for p in there.values()}  # others have been replaced
+            there = {id(p) for p in now.values()}  # others have been replaced
         this = weakref.ref(self)  # Python's collector does not see hooks: a cycle through one would never be freed
         ours = []
         for i, p in enumerate(self.params):
