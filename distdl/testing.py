@@ -67,7 +67,8 @@ def assert_copies(tensors, P, dims=None) -> None:
     """Assert that what ranks hold as copies of one tensor is equal to the last bit, and say by name what is not.
 
     Args:
-        tensors: a module (its parameters and buffers), or a pytree of tensors, such as a dictionary. Parameters of ``dd.nn`` know on which ranks they are copies, and of what blocks; all others are copies on every rank.
+        tensors: a module (its parameters and buffers), or a pytree of tensors, such as a dictionary. Parameters of
+            ``dd.nn`` know on which ranks they are copies, and of what blocks; all others are copies on every rank.
         P, dims: the ranks: the fibre along partition dims ``dims`` (None: all).
 
     Raises:
