@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,6 +60,19 @@ def has_tangent(tensor) -> bool:
 # A Function for one level of autograd alone: ``apply`` makes the node without binding a signature on every call (17 µs instead of
 # 53). Under torch.func it must be told so, see Transform.record; a plain Function would go through all transforms by itself.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+
+
+_reduced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def reduced_by_ddp() -> tuple[tuple[int, ...], frozenset]:
+    """Of the DistributedDataParallel whose forward is running: its ranks, and the ids of the parameters whose gradients it sums."""
+    ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    if ddp is None:
+        return (), frozenset()
+    if ddp not in _reduced:
+        _reduced[ddp] = frozenset(map(id, ddp._module_parameters))
+    return tuple(torch.distributed.get_process_group_ranks(ddp.process_group)), _reduced[ddp]
 
 
 def opaque(function):

@@ -21,6 +21,7 @@ from ..linear_map import Chain, LinearMap, UserMap, apply
 from ..partition import Layout, Partition
 from ..ties import nothing, tie
 from ..world import world
+from .held import name_when_checking, tag
 
 __all__ = [
     "all_gather", "all_sum_reduce", "broadcast", "gather", "halo_exchange", "invariant_sum", "mark_varying", "nothing",
@@ -205,9 +206,13 @@ def all_sum_reduce(x, P, dims=None):
 def mark_varying(x, P, dims=None):
     """Invariant -> varying along partition dims ``dims``: the identity, whose adjoint is the all-reduce.
 
-    Data parallelism is ``w = F.mark_varying(w, P)``: every rank uses its copy, and the gradient is their sum.
+    Data parallelism is ``w = F.mark_varying(w, P)``: every rank uses its copy, and the gradient is their sum. A layer with
+    ``params="invariant"`` that gets the result itself does not sum over these ranks again.
     """
-    return _summing(maps.mark_varying, x, P, dims)
+    name_when_checking(x)
+    y = _summing(maps.mark_varying, x, P, dims)
+    tag(y, x, P, dims)
+    return y
 
 
 def invariant_sum(x, P, dims=None):

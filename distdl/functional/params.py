@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..agree import partition_of
 from ..errors import PartitionError, ShapeError
+from .held import hold, mark_of, unmarked_dims
 from .movement import mark_varying
 
 __all__ = ["check_bias", "replicated"]
@@ -21,7 +22,8 @@ def replicated(params, P, dims, *tensors):
 
     Args:
         params: ``"varying"``: the caller has marked or broadcast them, and they are returned as they are. ``"invariant"``: each
-            is one logical value stored on every rank, and :func:`mark_varying` makes its gradient the sum over those ranks.
+            is one logical value stored on every rank, and :func:`mark_varying` makes its gradient the sum over those ranks (over
+            the rest of them, where the caller has marked it over some).
         P, dims: the layer's partition (or layout), and the dims along which the parameters are copies.
         tensors: the parameters, this rank's blocks; ``None`` stays ``None``.
 
@@ -36,8 +38,17 @@ def replicated(params, P, dims, *tensors):
     if params != "invariant":
         raise PartitionError("unknown kind of parameters", op="replicated", expected='"varying" or "invariant"', actual=params,
                              next_step="see \"The cotangent convention\" in the documentation", partitions=P)
-    if partition_of(P).index() is None:  # a rank outside keeps its own: its empty part needs their shapes
+    where = partition_of(P)
+    if where.index() is None:  # a rank outside keeps its own: its empty part needs their shapes
         return tensors
-    present = [t for t in tensors if t is not None]
-    marked = iter(mark_varying(present, partition_of(P), dims) if present else ())
-    return tuple(None if t is None else next(marked) for t in tensors)
+    mark = mark_of(where, set(range(where.ndim)).difference(where.dims(dims)))
+    left: dict[tuple, list] = {}  # those that are to be marked along the same dims: all of them, mostly
+    for i, t in enumerate(tensors):
+        if t is not None:
+            hold(t, mark)
+            left.setdefault(unmarked_dims(t, where, dims), []).append(i)
+    marked = list(tensors)
+    for over, places in left.items():
+        for i, y in zip(places, mark_varying([tensors[i] for i in places], where, over)):
+            marked[i] = y
+    return tuple(marked)

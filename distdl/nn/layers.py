@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 
@@ -11,7 +12,9 @@ from .. import _torch, init
 from .. import functional as F
 from ..agree import partition_of
 from ..errors import PartitionError
+from ..functional.held import complete, held, hold, mark_of, unmarked_dims
 from ..halo import per_dim, plain, sizes_of
+from ..partition import Partition
 from ..world import world
 
 _OF_DIMS = ("Conv", "ConvTranspose", "LocalConv", "MaxPool", "AvgPool", "L2Pool", "AdaptiveMaxPool", "AdaptiveAvgPool")
@@ -33,6 +36,22 @@ def agreed_seed(P) -> int:
     return seed
 
 
+@_torch.opaque
+def _enter(layer) -> None:
+    """What a layer does before its forward: whatever tensors stand for its parameters now, functional_call's too, are marked."""
+    layer.hold_parameters()
+    layer._check_parts()
+    ranks, reduced = _torch.reduced_by_ddp()
+    if ranks:
+        R = Partition((len(ranks),), ranks, partition_of(layer.P).world)
+        for name, p in layer.named_parameters():
+            if id(p) in reduced and complete(held(p), R, "DistributedDataParallel", name):
+                raise PartitionError("this layer sums its gradients over the ranks itself", op="DistributedDataParallel",
+                                     partitions=layer.P, expected=f"{name} of {type(layer).__name__} on DDP's ignore list",
+                                     actual=f"a sum over {ranks}, once more",
+                                     next_step="call dd.parallel.ignore_in_ddp(model, P) before DistributedDataParallel(model)")
+
+
 class Layer(torch.nn.Module):
     """Base of the modules with parameters.
 
@@ -43,7 +62,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self, P, device=None, dtype=None):
         torch.nn.Module.__init__(self)  # BatchNorm has torch's for a base too, whose constructor takes other arguments
-        self.P, self.layouts, self._draws = P, {}, {}
+        self.P, self.layouts, self._draws, self._marks = P, {}, {}, {}
         self._seed = agreed_seed(P)
         self._kind = {"device": device, "dtype": dtype}
 
@@ -55,7 +74,60 @@ class Layer(torch.nn.Module):
         shape = tuple(plain(n, f"a size of {name}", type(self).__name__) for n in shape)
         layout = init.parameter_layout(self.P, shape, dims)
         self.layouts[name], self._draws[name] = layout, draw
+        self._marks[name] = mark_of(self.P, [d for d in dims if d is not None])
         self.register_parameter(name, torch.nn.Parameter(self._block(name, **self._kind)))
+
+    def _parts(self):
+        """(name, tensor that the parameter of that name is made of by torch's hooks or parametrizations, whether it is an original,
+        whether the function that makes it is known to act on blocks as on the whole)."""
+        for name, tensor in self._parameters.items():
+            of, _, suffix = name.rpartition("_")
+            if tensor is not None and of in self._marks and suffix in ("g", "v", "orig"):  # torch's older hooks
+                yield of, tensor, True, f"{of}_mask" in self._buffers
+        parametrizations: Any = self._modules.get("parametrizations") or {}
+        for name, made in parametrizations.items():
+            blockwise = all(getattr(p, "blockwise", False) for p in made)
+            for tensor in made.parameters():
+                yield name, tensor, any(tensor is t for t in made._parameters.values()), blockwise
+
+    def hold_parameters(self) -> None:
+        """Mark the tensors that stand for this layer's parameters now: over which ranks it sums their gradients, and of what they
+        are blocks (:mod:`distdl.functional.held`), for whoever reduces gradients. No message."""
+        for name, mark in self._marks.items():
+            if (tensor := self._parameters.get(name, self._buffers.get(name))) is not None:
+                hold(tensor, mark, f"{name} of {type(self).__name__}")
+        for name, tensor, original, _ in self._parts():
+            if name in self._marks and (original or held(tensor) is None):
+                hold(tensor, self._marks[name] if original or not self._marks[name][3] else mark_of(self.P, None))
+
+    def _check_parts(self) -> None:
+        """Refuse what is made of one block as if it were the whole, or of tensors whose gradients others sum too."""
+        for name, tensor, _, blockwise in self._parts():
+            if not blockwise and self._marks.get(name, (None,))[-1]:
+                raise PartitionError(f"a parametrization would see one block of {name}", op=type(self).__name__, partitions=self.P,
+                                     actual=self.layouts[name].partition.shape, expected="a parameter that every rank has whole",
+                                     next_step="if it acts on each block as on the whole tensor (element by element), give its "
+                                     "class the attribute blockwise = True; else compute the weight in a layer of your own")
+            unmarked_dims(tensor, partition_of(self.P), (), type(self).__name__)
+
+    def register_parameter(self, name, param):
+        """As torch's."""
+        super().register_parameter(name, param)
+        self.hold_parameters()
+
+    def _apply(self, fn, recurse=True):
+        done = super()._apply(fn, recurse)  # may make new ones
+        self.hold_parameters()
+        return done
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.hold_parameters()
+
+    def __call__(self, *args, **kwargs):
+        """The layer of this rank's block; see ``forward``."""
+        _enter(self)
+        return super().__call__(*args, **kwargs)
 
     def _block(self, name, device=None, dtype=None):
         layout, seed = self.layouts[name], F.fold_in(self._seed, list(self._draws).index(name))
@@ -271,7 +343,7 @@ class BatchNorm(Layer, torch.nn.modules.batchnorm._BatchNorm):
         shape = layout.local_shape(None if layout.active else layout.partition.ranks[0])
         for name, make in (("running_mean", torch.zeros), ("running_var", torch.ones)):
             self.register_buffer(name, make(shape, device=device, dtype=dtype) if track_running_stats else None)
-            self.layouts[name] = layout
+            self.layouts[name], self._marks[name] = layout, mark_of(P, 1)
         self.layouts["num_batches_tracked"] = init.parameter_layout(P, (), ())
         count = torch.zeros((), dtype=torch.int64, device=device) if track_running_stats else None
         self.register_buffer("num_batches_tracked", count)

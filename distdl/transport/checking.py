@@ -17,7 +17,22 @@ from typing import Any
 
 from .. import errors
 from .board import INSIDE, Board
-from .signature import HEAD, Call, Field, call_of, differs, fingerprint, first_difference, gave_up, groups, leads, names, told_of, unequal
+from .signature import (
+    HEAD,
+    Call,
+    Field,
+    call_of,
+    differs,
+    fingerprint,
+    first_difference,
+    gave_up,
+    groups,
+    leads,
+    names,
+    together,
+    told_of,
+    unequal,
+)  # fmt: skip
 from .where import called, user_line
 
 _SPINS, _GRACE = 200, 1.0  # polls before sleeping; seconds for the other ranks, once a fault is found
@@ -158,15 +173,17 @@ class Observer:
         problem = _reported(side)
         if problem is not None:
             self._fail(side, call, problem)
-        hashed, norm = fingerprint(xs) if call.copies and not self.tracing else (bytes(8), 0.0)
+        prints = fingerprint(xs) if call.copies and not self.tracing else ()
+        hashed, norm = together(prints) if prints else (bytes(8), 0.0)
         mine = 0, *call.digests, recorded, hashed, norm
-        body = call.packed + pickle.dumps((where, board.done))
+        body = call.packed + pickle.dumps((where, board.done, prints))
         swap = side.swap({r: HEAD.pack(side.counts[r], *mine[1:]) + body for r in others}, mine)
         problem = self._wait(side, board, call, where, swap)
         if problem is None and call.copies:
             heads = swap.heads()
             if len({head[4] for head in heads.values()}) > 1:
-                problem = unequal(call.op, heads, {call.copies, *(swap.said(r).copies for r in others)})
+                prints_of = {side.rank: prints, **{r: swap.said(r).copies_of for r in others}}
+                problem = unequal(call.op, heads, {call.copies, *(swap.said(r).copies for r in others)}, prints_of)
         if problem is not None:
             swap.cancel()
             self._fail(side, call, problem)

@@ -19,7 +19,7 @@ from distdl.transport.nccl import NcclTransport
 LAYERS = ("convert", "dropout_init", "expert", "fuzz_layers", "interpolate", "local", "networks", "nn", "nn_idioms", "overlap",
           "parallel_topology", "pool", "reduce", "remat", "transition")
 # Those that others are made of, on an odd number too.
-ODD = ("conv", "linear", "loss", "norm")
+ODD = ("conv", "linear", "loss", "norm", "parallel_sums")
 # Trainings of whole models and their like take long.
 LONG = ("checkpoint", "neon", "parallel_average", "parallel_data", "parallel_grid", "parallel_hooks", "parallel_pipeline",
         "parallel_precision", "parallel_shard", "rendezvous")
