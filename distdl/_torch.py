@@ -9,6 +9,7 @@ import torch
 from torch._C import _functorch
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import DistdlError
 
@@ -73,6 +74,35 @@ def vmap_levels() -> tuple[tuple[int, int], ...]:
     alone = _functorch.get_dynamic_layer_stack_depth() == 1  # the whole stack takes long to build
     stack = (_functorch.peek_interpreter_stack(),) if alone else _functorch.get_interpreter_stack() or ()
     return tuple([(i.level(), _functorch.CVmapInterpreterPtr(i).batchSize()) for i in stack if i.key() == _Kind.Vmap])
+
+
+def randomness() -> dict[int, tuple[int, str]]:
+    """{level: (batch size, its ``randomness``: "Error", "Same" or "Different")} of every active vmap, outermost first."""
+    stack = _functorch.get_interpreter_stack() or () if transforms_active() else ()
+    vmaps = {i.level(): _functorch.CVmapInterpreterPtr(i) for i in stack if i.key() == _Kind.Vmap}
+    return {level: (vmap.batchSize(), vmap.randomness().name) for level, vmap in vmaps.items()}
+
+
+def drawn() -> int:
+    """The next number of torch's CPU generator: it tells a place in the stream. Under vmap as all that is random there: an error,
+    unless ``randomness`` says otherwise."""
+    with _disable_current_modes() if dispatch_modes() else _here:
+        number = torch.randint(2**62, (), device="cpu")
+        while of_torch_func(number):
+            number = _functorch.get_unwrapped(number)
+        return int(number.reshape(-1)[0])
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass right here: what is a forward then is run again, by a checkpoint."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def checkpointed() -> bool:
+    """Whether torch's checkpoint may run again what runs now: there are hooks on what is saved, or (``use_reentrant=True``) this is
+    the forward of a Function, which has neither grad mode nor forward mode."""
+    plain = torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
+    return not plain or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def batching_levels(tensors) -> set[int]:
@@ -200,12 +230,17 @@ def _set_modes(grad: bool, forward: bool) -> None:
     torch._C._set_fwd_grad_enabled(forward)
 
 
+def examples(level: int, size: int, device):
+    """The number of each example of the vmap at ``level``."""
+    numbers = torch.arange(size, device=device)
+    while _functorch.is_functorch_wrapped_tensor(numbers):  # made under an inner grad: levels must nest outwards
+        numbers = _functorch.get_unwrapped(numbers)
+    return _functorch._add_batch_dim(numbers, 0, level)
+
+
 def batch_mask(level: int, size: int, device):
     """True, once per example of the vmap at ``level``: ``where(mask, x, x)`` is x, made to have that batch."""
-    mask = torch.ones(size, dtype=torch.bool, device=device)
-    while _functorch.is_functorch_wrapped_tensor(mask):  # made under an inner grad: levels must nest outwards
-        mask = _functorch.get_unwrapped(mask)
-    return _functorch._add_batch_dim(mask, 0, level)
+    return examples(level, size, device) >= 0
 
 
 _strided, _ordinary = torch.strided, torch.Tensor.__torch_dispatch__

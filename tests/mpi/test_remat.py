@@ -1,9 +1,12 @@
 """Activation checkpointing: the same gradients, the forward movements once more, on every rank."""
 
+import copy
+
 import pytest
 import torch
 from serial import layouts, messages, randn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import distdl as dd
 import distdl.functional as F
@@ -197,3 +200,122 @@ def test_hooks_inside_that_send_messages(second):
         found.append((x.grad, w.grad))
         x.grad = w.grad = None
     assert all(map(torch.allclose, *found))
+
+
+# ---------------------------------------------------------------- nothing moves on when it is run again
+
+LINE = dd.Partition((WORLD.size, 1))
+
+
+def torchs(reentrant):
+    return lambda f: lambda *args: checkpoint(f, *args, use_reentrant=reentrant)
+
+
+WAYS = {"no checkpoint": lambda f: f, "remat": dd.remat, "torch's": torchs(False), "torch's, reentrant": torchs(True),
+        "one within another": lambda f: torchs(False)(torchs(False)(f))}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layer", [dd.nn.Dropout, dd.nn.FeatureDropout])
+def test_dropout_has_its_mask_again(layer, way):
+    """y = d(w x) w with w = 2: each kept element adds 8 to the gradient, whichever regions are under way, on any number of ranks
+    the same ones; the ranks' own generators differ."""
+    torch.manual_seed(WORLD.rank)
+    P, X = LINE, torch.ones(6, 16, dtype=torch.float64)
+    d = layer(P, 0.5)
+    alone = copy.deepcopy(d)
+    alone.P = dd.Layout(dd.Partition((1, 1), (WORLD.rank,)), X.shape)
+    d.P = dd.Layout(P, X.shape)
+    w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    ys = [WAYS[way](lambda x, w: d(w * x) * w)(d.P.shard(X), w) for _ in range(3)]
+    for y in (ys[1], ys[0], ys[2]):  # in another order than forward, and one twice
+        for _ in range(2 if y is ys[0] else 1):
+            w.grad = None
+            y.sum().backward(retain_graph=y is ys[0])
+            assert float(w.grad) == 8 * int((y != 0).sum())
+    assert d.calls == 3 and all(torch.equal(y.detach() != 0, d.P.shard(alone(X) != 0)) for y in ys)
+
+
+def test_dropout_in_a_chain():
+    dp, P = dd.parallel, dd.Partition((WORLD.size,))
+    s, d = dp.Sharding.of(torch.ones(()), P), dd.nn.Dropout(P, 0.5)
+    for remat in (True, "parameters", False):
+        block = s.block(torch.tensor(2.0)).requires_grad_()
+        y = dp.chain([lambda w, x: d(w * x) * w], [s], remat=remat)([block], torch.ones(16))
+        y.sum().backward()
+        kept = F.all_sum_reduce((y.detach() != 0).sum(), P)
+        assert block.grad.tolist() == [8.0 * kept] * block.numel()
+    assert d.calls == 3
+
+
+def test_dropout_that_cannot_have_its_mask_again():
+    """Not another mask, which would be a wrong gradient: an error, on every rank."""
+    x, d = torch.ones(16, requires_grad=True), dd.nn.Dropout(dd.Partition((WORLD.size,)), 0.5)
+    y = checkpoint(lambda x: d(x).sin(), x, use_reentrant=False, preserve_rng_state=False)
+    with pytest.raises(dd.errors.DistdlError, match="preserve_rng_state=True"):
+        y.sum().backward()
+    regions = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        regions.append(checkpoint(lambda x: d(x).sin(), x, use_reentrant=False))
+    with pytest.raises(dd.errors.DistdlError, match="two calls began with the same state"):
+        regions[0].sum().backward()
+    for _ in range(2):  # one after the other they can be told
+        torch.manual_seed(2)
+        y = checkpoint(lambda x: d(x).sin(), x, use_reentrant=False)
+        y.sum().backward()
+
+
+def test_dropout_remembers_no_more_than_it_must(monkeypatch):
+    d, x = dd.nn.Dropout(dd.Partition((1,), (WORLD.rank,)), 0.5), torch.ones(4, requires_grad=True)
+    d(x).sum().backward()
+    assert not d._calls._known
+    monkeypatch.setattr(type(d._calls), "most", 3)
+    for _ in range(5):
+        dd.remat(d)(x)
+    assert len(d._calls._known) == 3 and not copy.deepcopy(d)._calls._known and copy.deepcopy(d).calls == 6
+
+
+@pytest.mark.parametrize("layer", [dd.nn.Dropout, dd.nn.FeatureDropout])
+def test_dropout_under_vmap(layer):
+    """As torch's ``randomness`` says; every rank its part of the same masks."""
+    torch.manual_seed(WORLD.rank)
+    X = torch.ones(5, 4, 16)
+    L = dd.Layout(LINE, X.shape[1:])
+    d, xs = layer(L, 0.5), torch.stack([L.shard(x) for x in X])
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(d)(xs)
+    whole = copy.deepcopy(d)
+    whole.P = dd.Layout(dd.Partition((1, 1), (WORLD.rank,)), L.shape)
+    for randomness, masks in (("same", 1), ("different", 5)):
+        batch = torch.vmap(whole, randomness=randomness)(X)
+        assert len({tuple(y.flatten().tolist()) for y in batch}) == masks
+        assert torch.equal(torch.vmap(d, randomness=randomness)(xs), torch.stack([L.shard(y) for y in batch]))
+        grads = torch.vmap(torch.func.grad(lambda x: d(x).sum()), randomness=randomness)(xs)
+        whole.calls += 1
+        assert len({tuple(y.flatten().tolist()) for y in torch.vmap(whole, randomness=randomness)(X)}) == masks
+        d.calls += 1
+        assert set(grads.unique().tolist()) <= {0.0, 2.0}
+    chunks = torch.vmap(whole, randomness="same", chunk_size=2)(X)
+    assert all(torch.equal(chunks[0], y) for y in chunks)
+    nested = torch.vmap(torch.vmap(whole, randomness="same"), randomness="different")(torch.ones(2, 3, 4, 16))
+    assert torch.equal(nested[:, :1].expand_as(nested), nested) and not torch.equal(nested[0], nested[1])
+    pure = torch.vmap(lambda x: F.dist_dropout(x, L, 0.5, 7), randomness="different")(xs)  # a function of its seed alone
+    assert torch.equal(pure, F.dist_dropout(torch.ones(L.local_shape()), L, 0.5, 7).expand_as(pure))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("way", WAYS)
+def test_batch_statistics_once(way, momentum):
+    """Running statistics and their count are those without a checkpoint; the result and gradients too."""
+    X, P = randn(5, 3, 4), dd.Partition((WORLD.size, 1, 1))
+    L, found = dd.Layout(P, X.shape), []
+    for one in ("no checkpoint", way):
+        norm = dd.nn.BatchNorm(P, 3, momentum=momentum, dtype=torch.float64)
+        for k in range(2):
+            x = L.shard(X + k).clone().requires_grad_()
+            y = (lambda x: norm(x).sin()) if one == "no checkpoint" else WAYS[way](lambda x: norm(x).sin())
+            y = y(x)
+            y.square().sum().backward()
+        found.append([y.detach(), x.grad, norm.weight.grad, norm.running_mean, norm.running_var, norm.num_batches_tracked])
+    assert all(torch.equal(a, b) for a, b in zip(*found)) and int(found[0][-1]) == 2
