@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._C import _functorch
 from torch.autograd import forward_ad
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -205,6 +206,15 @@ class Transform:
         """A tensor from outside, whose first axis is the batch, as one example of it."""
         return _functorch._add_batch_dim(tensor, 0, self.level)
 
+    def unpack(self, tensor):
+        """(What is inside, and inside its tangent or ``None``), for a jvp."""
+        value, tangent = forward_ad.unpack_dual(self.lift(tensor))
+        return self.unwrap(value), None if tangent is None else self.unwrap(self.lift(tangent))
+
+    def dual(self, value, tangent):
+        """A tensor and its tangent from outside as one of this jvp."""
+        return forward_ad.make_dual(self.wrap(value), self.wrap(tangent))
+
     def differentiates(self, tensors) -> bool:
         """Whether grad, vjp or jvp follows any of these :meth:`lift` ed tensors."""
         if self.forward_mode:
@@ -219,6 +229,55 @@ class Transform:
             return apply(*args)
         finally:
             _functorch.set_single_level_autograd_function_allowed(before)
+
+
+# A context in which a module has other tensors as its parameters and buffers, by name.
+with_tensors = _reparametrize_module
+shares_memory = torch._C._is_alias_of
+transform_depth = _functorch.get_dynamic_layer_stack_depth  # how many transforms are active
+
+
+def apart(depth: int, function, args):
+    """``function(*args)`` of constants, and which of its results (a tuple of tensors) some transform or autograd follows all the
+    same: they depend on tensors that the function reached by itself.
+
+    It runs inside ``depth`` transforms that follow nothing, at the levels of those in which it was called: there a tensor of an
+    outer one shows what it is (outside of all of them, its derivative would be dropped without a word), and one of a vmap fails.
+    """
+    before, opened = (torch.is_grad_enabled(), _forward_mode_enabled()), 0
+    _set_modes(True, True)
+    try:
+        constants = [_spread(t.detach()) for t in args]
+        for _ in range(depth):
+            _functorch._grad_increment_nesting()
+            opened += 1
+        results = list(function(*constants))
+        followed = [False] * len(results)
+        while True:
+            for i, y in enumerate(results):
+                followed[i] |= y.requires_grad or has_tangent(y)
+                results[i] = _functorch._unwrap_for_grad(y, opened) if opened else y
+            if not opened:
+                return [y.clone() if any(shares_memory(y, x) for x in constants) else _spread(y) for y in results], followed
+            opened -= 1
+            _functorch._grad_decrement_nesting()
+    except RuntimeError as error:
+        if "batched == nullptr" in str(error) or "escaped from inside a function being vmapped" in str(error):
+            raise Escaped from error
+        raise
+    finally:
+        for _ in range(opened):
+            _functorch._grad_decrement_nesting()
+        _set_modes(*before)
+
+
+def _spread(tensor):
+    """The tensor with memory for each element: forward mode refuses an expanded one."""
+    return tensor.clone() if 0 in tensor.stride() and tensor.numel() > 1 else tensor
+
+
+class Escaped(Exception):
+    """A function reached an example of a vmap that is not there any more."""
 
 
 _forward_mode_enabled = torch._C._is_fwd_grad_enabled
