@@ -72,6 +72,9 @@ def _anchored(f, begin):
 class _Region:
     """A function of tensors alone, that is run again wherever it is differentiated. What its derivatives need is more such functions.
 
+    The last result is a tie, as of any movement (linear_map.py): an empty tensor, that derivatives take as one more argument. A rank
+    whose cotangent is a constant then still comes to the region again in the next derivative, as its peers do.
+
     Attributes:
         run: from tensors to a tuple of tensors.
         buffers: how many of its arguments, the first ones, may have been changed in place when it is run again.
@@ -99,16 +102,20 @@ class _Region:
         return _Region(run, self.buffers)
 
     def pulled(self, count, wanted) -> _Region:
-        """The gradients of the arguments at ``wanted``, of ``count`` arguments and the cotangents of the smooth results."""
+        """The gradients of the arguments at ``wanted``, of ``count`` arguments, the cotangents of the smooth results, and the tie."""
 
         def run(*given):
-            args, cotangents = given[:count], given[count:]
+            args, cotangents = given[:count], given[count:-1]
             of = _of(self.run, args, wanted)
             pull = torch.func.vjp(lambda *xs: tuple(_smooth(list(of(*xs)))), *(args[i] for i in wanted))[1]
             again = any("tracked" in _torch.levels_of(t).values() for t in given)
-            return pull(cotangents, retain_graph=again, create_graph=again)
+            return (*pull(cotangents, retain_graph=again, create_graph=again), _new_tie(args))
 
         return _Region(run, self.buffers)
+
+
+def _new_tie(args):
+    return args[0].new_empty(0, dtype=torch.float32) if args else torch.empty(0)
 
 
 def _of(run, args, places):
@@ -134,17 +141,17 @@ class _Recompute(_torch.SingleLevelFunction):
     def setup_context(ctx, inputs, output):
         (ctx.region, _, _), *args = inputs
         ctx.buffers = args[: ctx.region.buffers]
-        ctx.save_for_backward(*args[ctx.region.buffers :])
+        ctx.save_for_backward(*args[ctx.region.buffers :], output[-1])
         ctx.smooth = [is_smooth(y) for y in output]
         ctx.mark_non_differentiable(*(y for y in output if not is_smooth(y)))
 
     @staticmethod
     def backward(ctx, *grads):
         refuse_older_vmap("remat", grads)
-        args = [_torch.unwrap_if_dead(t) for t in (*ctx.buffers, *ctx.saved_tensors)]
+        *args, tie = (_torch.unwrap_if_dead(t) for t in (*ctx.buffers, *ctx.saved_tensors))
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         cotangents = [g for g, smooth in zip(grads, ctx.smooth) if smooth]
-        found = _apply(ctx.region.pulled(len(args), wanted), (*args, *cotangents), _torch.transform_depth())
+        found = _apply(ctx.region.pulled(len(args), wanted), (*args, *cotangents, tie), _torch.transform_depth())
         found = dict(zip(wanted, found))
         return None, *(found.get(i) for i in range(len(args)))
 
@@ -223,7 +230,8 @@ class _Reach:
         if isinstance(thing, torch.nn.Module):
             self.modules.append(thing)
         elif isinstance(thing, functools.partial):
-            self._look(thing.func)
+            for leaf in (thing.func, *_torch.flatten((thing.args, thing.keywords))[0]):
+                self._look(leaf)
         elif isinstance(thing, types.MethodType):
             self._look(thing.__self__)
             self._look(thing.__func__)
@@ -311,7 +319,7 @@ def _recomputed(f, begin, args, kwargs):
             found, shape["tree"] = _torch.flatten(f(*(args if begin is None else begin(*args)), **kwargs))
         shape["leaves"] = [None if isinstance(y, torch.Tensor) else y for y in found]
         shape["places"] = [i for i, y in enumerate(found) if isinstance(y, torch.Tensor)]
-        return tuple(found[i] for i in shape["places"])
+        return (*(found[i] for i in shape["places"]), _new_tie(given))
 
     region = _Region(_AsAtFirst(run), len(buffers))
     ys = _apply(region, (*buffers, *others, *(leaves[i] for i in places)), _torch.transform_depth())
