@@ -335,6 +335,9 @@ def remat(f, *, begin=None):
     again, by every rank, at the same point of backward, also where a rank's part saves nothing. Where f sends none (all are sent in
     ``begin``), local work of which backward needs nothing is left out. The random state is kept.
 
+    Under torch.func (grad, vjp, jvp, vmap, nested in any way) too: there the parameters and buffers of modules, and tensors in
+    closures, that f reaches are arguments of f like the others, and all of f is run again.
+
     Args:
         f: a function of tensors (any pytrees) or a module. Every rank of its movements calls it.
         begin: work that belongs to f, and is run again with it: f gets the tuple that it makes of the positional arguments. Where
@@ -345,7 +348,7 @@ def remat(f, *, begin=None):
         messages once more before its backward ones. Where no gradient is recorded it is f.
 
     Raises:
-        DistdlError: inside a torch.func transform, which torch cannot checkpoint: call f itself there.
+        DistdlError: inside a torch.func transform, where f reaches a tensor that is differentiated or batched in another way.
     """
 
     @functools.wraps(f, updated=())
