@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch._C import _functorch
 from torch.autograd import forward_ad
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import DistdlError
 
@@ -92,6 +94,35 @@ def vmap_levels() -> tuple[tuple[int, int], ...]:
     alone = _functorch.get_dynamic_layer_stack_depth() == 1  # the whole stack takes long to build
     stack = (_functorch.peek_interpreter_stack(),) if alone else _functorch.get_interpreter_stack() or ()
     return tuple([(i.level(), _functorch.CVmapInterpreterPtr(i).batchSize()) for i in stack if i.key() == _Kind.Vmap])
+
+
+def randomness() -> dict[int, tuple[int, str]]:
+    """{level: (batch size, its ``randomness``: "Error", "Same" or "Different")} of every active vmap, outermost first."""
+    stack = _functorch.get_interpreter_stack() or () if transforms_active() else ()
+    vmaps = {i.level(): _functorch.CVmapInterpreterPtr(i) for i in stack if i.key() == _Kind.Vmap}
+    return {level: (vmap.batchSize(), vmap.randomness().name) for level, vmap in vmaps.items()}
+
+
+def drawn() -> int:
+    """The next number of torch's CPU generator: it tells a place in the stream. Under vmap as all that is random there: an error,
+    unless ``randomness`` says otherwise."""
+    with _disable_current_modes() if dispatch_modes() else _here:
+        number = torch.randint(2**62, (), device="cpu")
+        while of_torch_func(number):
+            number = _functorch.get_unwrapped(number)
+        return int(number.reshape(-1)[0])
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass right here: what is a forward then is run again, by a checkpoint."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def checkpointed() -> bool:
+    """Whether torch's checkpoint may run again what runs now: there are hooks on what is saved, or (``use_reentrant=True``) this is
+    the forward of a Function, which has neither grad mode nor forward mode."""
+    plain = torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
+    return not plain or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def batching_levels(tensors) -> set[int]:
@@ -194,6 +225,15 @@ class Transform:
         """A tensor from outside, whose first axis is the batch, as one example of it."""
         return _functorch._add_batch_dim(tensor, 0, self.level)
 
+    def unpack(self, tensor):
+        """(What is inside, and inside its tangent or ``None``), for a jvp."""
+        value, tangent = forward_ad.unpack_dual(self.lift(tensor))
+        return self.unwrap(value), None if tangent is None else self.unwrap(self.lift(tangent))
+
+    def dual(self, value, tangent):
+        """A tensor and its tangent from outside as one of this jvp."""
+        return forward_ad.make_dual(self.wrap(value), self.wrap(tangent))
+
     def differentiates(self, tensors) -> bool:
         """Whether grad, vjp or jvp follows any of these :meth:`lift` ed tensors."""
         if self.forward_mode:
@@ -210,6 +250,55 @@ class Transform:
             _functorch.set_single_level_autograd_function_allowed(before)
 
 
+# A context in which a module has other tensors as its parameters and buffers, by name.
+with_tensors = _reparametrize_module
+shares_memory = torch._C._is_alias_of
+transform_depth = _functorch.get_dynamic_layer_stack_depth  # how many transforms are active
+
+
+def apart(depth: int, function, args):
+    """``function(*args)`` of constants, and which of its results (a tuple of tensors) some transform or autograd follows all the
+    same: they depend on tensors that the function reached by itself.
+
+    It runs inside ``depth`` transforms that follow nothing, at the levels of those in which it was called: there a tensor of an
+    outer one shows what it is (outside of all of them, its derivative would be dropped without a word), and one of a vmap fails.
+    """
+    before, opened = (torch.is_grad_enabled(), _forward_mode_enabled()), 0
+    _set_modes(True, True)
+    try:
+        constants = [_spread(t.detach()) for t in args]
+        for _ in range(depth):
+            _functorch._grad_increment_nesting()
+            opened += 1
+        results = list(function(*constants))
+        followed = [False] * len(results)
+        while True:
+            for i, y in enumerate(results):
+                followed[i] |= y.requires_grad or has_tangent(y)
+                results[i] = _functorch._unwrap_for_grad(y, opened) if opened else y
+            if not opened:
+                return [y.clone() if any(shares_memory(y, x) for x in constants) else _spread(y) for y in results], followed
+            opened -= 1
+            _functorch._grad_decrement_nesting()
+    except RuntimeError as error:
+        if "batched == nullptr" in str(error) or "escaped from inside a function being vmapped" in str(error):
+            raise Escaped from error
+        raise
+    finally:
+        for _ in range(opened):
+            _functorch._grad_decrement_nesting()
+        _set_modes(*before)
+
+
+def _spread(tensor):
+    """The tensor with memory for each element: forward mode refuses an expanded one."""
+    return tensor.clone() if 0 in tensor.stride() and tensor.numel() > 1 else tensor
+
+
+class Escaped(Exception):
+    """A function reached an example of a vmap that is not there any more."""
+
+
 _forward_mode_enabled = torch._C._is_fwd_grad_enabled
 of_older_vmap = _functorch.is_legacy_batchedtensor  # what autograd.grad(is_grads_batched=True) calls a rule with
 
@@ -219,12 +308,17 @@ def _set_modes(grad: bool, forward: bool) -> None:
     torch._C._set_fwd_grad_enabled(forward)
 
 
+def examples(level: int, size: int, device):
+    """The number of each example of the vmap at ``level``."""
+    numbers = torch.arange(size, device=device)
+    while _functorch.is_functorch_wrapped_tensor(numbers):  # made under an inner grad: levels must nest outwards
+        numbers = _functorch.get_unwrapped(numbers)
+    return _functorch._add_batch_dim(numbers, 0, level)
+
+
 def batch_mask(level: int, size: int, device):
     """True, once per example of the vmap at ``level``: ``where(mask, x, x)`` is x, made to have that batch."""
-    mask = torch.ones(size, dtype=torch.bool, device=device)
-    while _functorch.is_functorch_wrapped_tensor(mask):  # made under an inner grad: levels must nest outwards
-        mask = _functorch.get_unwrapped(mask)
-    return _functorch._add_batch_dim(mask, 0, level)
+    return examples(level, size, device) >= 0
 
 
 def no_modes():

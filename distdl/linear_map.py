@@ -368,7 +368,7 @@ def _run(maps, xs, pending, recorded):
     return run.traced(maps, xs) if traced else run.plain(maps, xs, recorded)
 
 
-def _refuse_older_vmap(op, tensors) -> None:
+def refuse_older_vmap(op, tensors) -> None:
     """torch's vmap from before torch.func, which autograd.grad still offers, gives a Function's rules tensors without memory."""
     if any(t is not None and _torch.of_older_vmap(t) for t in tensors):
         raise DistdlError("torch's older vmap does not know custom Functions", op=str(op), expected="torch.func.vmap",
@@ -421,7 +421,7 @@ class _Apply(_torch.SingleLevelFunction):
 
     @staticmethod
     def backward(ctx, *grads):
-        _refuse_older_vmap(ctx.maps[0], grads)
+        refuse_older_vmap(ctx.maps[0], grads)
         maps, gs, places = _operands([A.T for A in ctx.maps], grads, ctx.ys_like)
         ties: tuple = ()
         if _grad_enabled() or _transforms_active() or _forward_mode_active():  # further derivatives may be taken
@@ -431,7 +431,7 @@ class _Apply(_torch.SingleLevelFunction):
 
     @staticmethod
     def jvp(ctx, _call, *tangents):
-        _refuse_older_vmap(ctx.maps[0], tangents)
+        refuse_older_vmap(ctx.maps[0], tangents)
         maps, ts, places = _operands(ctx.maps, tangents, ctx.xs_like)
         s = _torch.unwrap_if_dead(ctx.saved_tensors[0])
         *found, tie = apply(maps, ts, (s, *(t for t in tangents[len(ctx.maps) :] if t is not None)))

@@ -39,8 +39,9 @@ def dist_dropout(x, P, p, seed, *, shape=None, training=True):
     """Set elements to zero with probability ``p`` and multiply the others by 1 / (1 - p), as torch.nn.functional.dropout.
 
     Whether an element is kept depends on ``seed`` and its place in the global tensor only: not on the partition, the dtype, or
-    the device. Equal calls give equal masks, so give every layer and step its own seed (``F.fold_in(seed, layer, step)``). Under
-    vmap all examples share the mask, unless the seed is a batch too.
+    the device. Equal calls give equal masks, so give every layer and step its own seed (``F.fold_in(seed, layer, step)``). It is a
+    pure function, that draws nothing: under vmap all examples share the mask, whatever ``randomness`` says, unless the seed is a
+    batch too.
 
     Args:
         x: this rank's block, any shape, floating or complex.

@@ -13,7 +13,8 @@ from operator import index as as_int
 
 import torch
 
-from ..errors import ShapeError
+from .. import _torch
+from ..errors import DistdlError, ShapeError
 
 __all__ = ["fold_in", "normal", "uniform"]
 
@@ -73,6 +74,55 @@ def fold_in(seed, *numbers):
         device = next((t.device for t in (seed, n) if isinstance(t, torch.Tensor)), None)
         seed = _mix(_key(seed, device) ^ _times(_key(n, device), _MIX2))
     return seed
+
+
+def examples(device):
+    """The number of the example, for each vmap whose ``randomness`` is "different"."""
+    found = _torch.randomness().items()
+    return [_torch.examples(level, size, device) for level, (size, kind) in found if kind == "Different"]
+
+
+class Calls:
+    """Numbers of calls: 1, 2, ... and, where a call is run again, the number that it had.
+
+    They are counted, as ranks' generators may differ: the same calls have the same numbers on all ranks. But each call also draws a
+    number of torch's generator, which every kind of checkpoint puts back before it runs a region again, and which vmap puts back
+    between the chunks of a batch whose ``randomness`` is "same". So a number that comes again names the call.
+
+    Attributes:
+        count: of the calls so far.
+    """
+
+    regions = 0  # of distdl's own that may be run again, and are under way
+    most = 1 << 14  # calls to remember
+
+    def __init__(self):
+        self.count = 0
+        self._known: dict[int, tuple[int | None, bool]] = {}  # {number drawn: (call, whether it has been run again)}
+
+    def __getstate__(self):
+        return {"count": self.count, "_known": {}}
+
+    def next(self, op) -> int:
+        """The number of this call."""
+        drawn, same = _torch.drawn(), any(kind == "Same" for _, kind in _torch.randomness().values())
+        again = _torch.in_backward()
+        call, seen = self._known.get(drawn, (0, True))
+        if again and not call:
+            what = "another" if call == 0 else "two calls began with the same"
+            raise DistdlError("this call cannot be told from others: it is run again in backward, and needs its mask", op=op,
+                              expected="the state that torch's generator had in forward", actual=f"{what} state",
+                              next_step="checkpoint with preserve_rng_state=True, and never seed two regions alike; or use "
+                                        "dist_dropout, and give it a seed")
+        if call and (again or same):
+            self._known[drawn] = call, True
+            return call
+        self.count += 1
+        if same or self.regions or _torch.checkpointed():
+            self._known[drawn] = (self.count if seen or call == self.count else None), False
+            if len(self._known) > self.most:
+                del self._known[next(iter(self._known))]
+        return self.count
 
 
 def _merged(box, shape):

@@ -12,6 +12,7 @@ from .. import _torch, init
 from .. import functional as F
 from ..agree import partition_of
 from ..errors import PartitionError
+from ..functional import random
 from ..functional.held import complete, held, hold, mark_of, unmarked_dims
 from ..halo import per_dim, plain, sizes_of
 from ..partition import Partition
@@ -325,8 +326,8 @@ for _n in (1, 2, 3):
 class BatchNorm(Layer, torch.nn.modules.batchnorm._BatchNorm):
     """:func:`distdl.functional.dist_batch_norm` for any number of spatial dims; torch.nn.BatchNorm1d/2d/3d's arguments.
 
-    In training it updates its running statistics (buffers); inside torch.func transforms use the pure function. An instance of
-    torch's ``_BatchNorm``: what ``torch.optim.swa_utils.update_bn`` and its like do with one is right here.
+    In training it updates its running statistics (buffers), once, also where a checkpoint runs it again in backward; inside
+    torch.func transforms use the pure function. An instance of torch's ``_BatchNorm``: what ``torch.optim.swa_utils.update_bn`` and its like do with one is right here.
     """
 
     running_mean: torch.Tensor
@@ -365,14 +366,15 @@ class BatchNorm(Layer, torch.nn.modules.batchnorm._BatchNorm):
     def forward(self, x):
         """Normalise with the batch's statistics in training, with the running ones (where there are any) in evaluation."""
         tracked = self.track_running_stats and self.running_mean is not None
-        if self.training and tracked and self.num_batches_tracked is not None:
+        update = self.training and tracked and not _torch.in_backward()
+        if update and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         count = int(self.num_batches_tracked) if self.training and tracked and self.momentum is None else None
         old = (self.running_mean, self.running_var) if tracked or not self.training else (None, None)  # torch's rule
         y, mean, var = F.dist_batch_norm(x, self.P, *old, self.weight, self.bias,
                                          self.training or old[0] is None, self.momentum, self.eps, num_batches_tracked=count,
                                          params="invariant")
-        if self.training and tracked:
+        if update:
             with torch.no_grad():
                 self.running_mean.copy_(mean)
                 self.running_var.copy_(var)
@@ -465,21 +467,35 @@ def _rows(layout, seed, padding_idx, **kind):
 class Dropout(torch.nn.Module):
     """:func:`distdl.functional.dist_dropout`: the same global mask on any partition, another one at each call.
 
-    Calls are counted, so every rank must call it equally often; the seed comes from torch's generator.
+    Calls are counted, so every rank must call it equally often; the seed comes from torch's generator. A call that a checkpoint
+    runs again has its first mask again. Under vmap ``randomness`` decides, as it does for torch's: "same" is one mask for all
+    examples, "different" one for each, and "error" an error.
+
+    Raises:
+        DistdlError: a call in backward that is no repetition of one in forward (a checkpoint with preserve_rng_state=False).
     """
 
     function = staticmethod(F.dist_dropout)
 
     def __init__(self, P, p=0.5):
         super().__init__()
-        self.P, self.p, self._seed, self.calls = P, p, agreed_seed(P), 0
+        self.P, self.p, self._seed, self._calls = P, p, agreed_seed(P), random.Calls()
+
+    @property
+    def calls(self) -> int:
+        """The number of calls so far; with the seed it is all that a checkpoint file must remember."""
+        return self._calls.count
+
+    @calls.setter
+    def calls(self, count):
+        self._calls.count = count
 
     def forward(self, x):
         """Drop elements in training; x itself in evaluation."""
         if not self.training:
             return x
-        self.calls += 1
-        return type(self).function(x, self.P, self.p, F.fold_in(self._seed, self.calls))
+        call = self._calls.next(type(self).__name__)
+        return type(self).function(x, self.P, self.p, F.fold_in(self._seed, call, *random.examples(x.device)))
 
     def extra_repr(self):
         return f"{str(self.P).splitlines()[0]}, p={self.p}"

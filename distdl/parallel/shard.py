@@ -161,6 +161,10 @@ def _gathered_again(layer, tree, whole):
     return call
 
 
+def _do_nothing(_):
+    pass
+
+
 def _parts(one_or_several) -> tuple:
     return one_or_several if isinstance(one_or_several, tuple) else (one_or_several,)
 
@@ -174,9 +178,10 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
             and other parameters, say). Then a layer's blocks, and what it gets, are tuples too.
         remat: free a layer's parameters and activations after its forward, and gather and compute them again in backward (ZeRO-3,
             FSDP with activation checkpointing). ``"parameters"``: gather these again, and keep the activations (FSDP alone); what a
-            layer makes of its parameters, a cast say, counts among these. Both not inside torch.func. ``False``: keep both
-            (ZeRO-2).
-        prefetch: start to gather the next layer's parameters (in backward: the one's before) while this one computes.
+            layer makes of its parameters, a cast say, counts among these; inside torch.func, which has no hooks for what is
+            saved, as ``True``. ``False``: keep both (ZeRO-2).
+        prefetch: start to gather the next layer's parameters (in backward: the one's before) while this one computes; not inside
+            torch.func.
 
     Returns:
         ``run(blocks, x)``, with ``blocks`` this rank's block of each layer. Messages, for n elements in all on k ranks, each way
@@ -190,19 +195,19 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
                           next_step="pass one of them as remat=")
 
     def run(blocks, x):
-        if remat == "parameters" and _torch.transforms_active():
-            raise DistdlError("parameters are gathered again on .backward(), not inside torch.func", op="chain",
-                              expected="eager mode", actual="a torch.func transform",
-                              next_step="use remat=False inside grad, vjp, jvp and vmap")
+        inside = _torch.transforms_active()
         parts, under_way = [_parts(s) for s in shardings], {}
         found, planned = ([len(_parts(one)) for one in several] for several in (blocks, shardings))
         if found != planned:
             raise DistdlError("not this chain's blocks", op="chain", expected=f"{planned} blocks of the layers", actual=found,
                               next_step="pass sharding.block(params) of each layer, in tuples where its shardings are one")
 
-        def ahead(i):
-            if prefetch and 0 <= i < len(layers) and i not in under_way:
+        def early(i):
+            if 0 <= i < len(layers) and i not in under_way:
                 under_way[i] = [s.start(b) for s, b in zip(parts[i], _parts(blocks[i]), strict=True)]
+
+        # Inside torch.func a region takes all tensors in its closures as arguments: not the other layers' blocks.
+        ahead = early if prefetch and not inside else _do_nothing
 
         def gathered(i):
             step = 1  # in backward the layers come in reverse
@@ -222,7 +227,7 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
                 trees = tuple(s._tree(flat) for s, flat in zip(parts[i], flats))
                 return trees if isinstance(shardings[i], tuple) else trees[0]
 
-            if remat == "parameters":
+            if remat == "parameters" and not inside:
                 return _gathered_again(layers[i], tree, whole)
 
             def begin(mine, x):
