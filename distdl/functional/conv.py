@@ -40,6 +40,13 @@ def _paddings(padding, kernel, stride, dilation, op):
     return tuple(tuple(p) if isinstance(p, (tuple, list)) else (p, p) for p in tuple_of(padding, n, "padding", op))
 
 
+def check_grid(op, P, n: int) -> None:
+    """Raise unless ``P`` has the dims of an x with ``n`` spatial ones."""
+    if P.ndim != n + 2:
+        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=P, expected=n + 2, actual=P.ndim,
+                             next_step="give P one dim for the batch, one for the channels and one for each dim of the kernel")
+
+
 def _with_sizes(L: Layout, channels, space) -> Layout:
     """L with other channel blocks and another spatial size."""
     out = L.with_shape((L.shape[0], L.shape[1], *space))
@@ -50,9 +57,6 @@ def _with_sizes(L: Layout, channels, space) -> Layout:
 
 def _spec(L: Layout, n: int, mode, channels, space, in_range, need, op) -> HaloSpec:
     """Windows of x for blocks of the output: ``need`` in the spatial dims, ``in_range`` in the channel dim."""
-    if L.ndim != n + 2:
-        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim,
-                             next_step="give P one dim for the batch, one for the channels and one for each dim of the kernel")
     if min(space) < 0:
         raise PartitionError("the output would have no size", op=op, partitions=L, expected=">= 0", actual=space,
                              next_step="pad more, or use a smaller kernel or dilation")
@@ -192,6 +196,7 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
     options = dict(stride=stride, padding=padding, dilation=dilation, padding_mode=padding_mode, overlap=overlap)
     if where.ndim == n + 3:
         return _general(dist_conv, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[1], w.shape[0], options)
+    check_grid(op, P, n)
     w, bias = replicated(params, where, [d for d in range(where.ndim) if d != 1], w, bias)
     kernel, in_per_group = w.shape[2:], w.shape[1]
     stride, dilation, pads, least = _conv_arguments(kernel, *map(hashable, (stride, padding, dilation)), padding_mode)
@@ -297,6 +302,7 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
     if where.ndim == n + 3:
         return _general(dist_conv_transpose, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[0],
                         w.shape[1], options)
+    check_grid(op, P, n)
     w, bias = replicated(params, where, [d for d in range(where.ndim) if d != 1], w, bias)
     s, p, extra, d = (tuple_of(v, n, "an argument", op) for v in (stride, padding, output_padding, dilation))
     k = tuple(w.shape[2:])

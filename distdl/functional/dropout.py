@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..errors import PartitionError
 from . import random
-from .reduce import check_block
 from .window import with_layout
 
 __all__ = ["dist_dropout", "dist_feature_dropout"]
@@ -24,11 +23,9 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
         if L.ndim < n:
             raise PartitionError("x needs batch and channel", op=op, partitions=L, expected=f"{n} dims or more", actual=L.ndim,
                                  next_step="use dist_dropout, or lay x out over (batch, channel, *space)")
-        if L.active:
-            check_block(op, x, L)
         box = L.box() or [(0, size) for size in x.shape]
         keep = random.bits(box[:n], L.shape[:n], seed, x.device, lambda h: random._shift(h, 1) >= least)
-        return x * keep.reshape(*keep.shape, *(1,) * (L.ndim - n)) * scale
+        return x * keep.reshape((*keep.shape, *(1,) * (L.ndim - n))) * scale
 
     return with_layout(op, x, P, shape, body)
 

@@ -12,7 +12,7 @@ from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
 from ..partition import Layout, balanced
 from ..ties import nothing
-from .conv import _CONV, _conv_need, _own_start, _spec, _transposed_size, _with_sizes
+from .conv import _CONV, _conv_need, _own_start, _spec, _transposed_size, _with_sizes, check_grid
 from .movement import all_sum_reduce, halo_exchange
 from .params import replicated
 from .reduce import power, wide
@@ -65,9 +65,6 @@ def _local_spec(op, L: Layout, out: Layout | None, filters, kernel, stride) -> H
     if out is not None:
         return HaloSpec.needs(L, None, out, lambda d, o0, o1: (o0, o1) if d == 0 else (0, channels) if d == 1
                               else need(d - 2, o0, o1), "none")
-    if L.ndim != n + 2:
-        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim,
-                             next_step="give P one dim for the batch, one for the channels and one for each dim of the kernel")
     space = HaloSpec.window(L, None, kernel, stride).out_layout.shape[2:]
     return _spec(L, n, "none", filters, space, lambda o0, o1: (0, channels), need, op)
 
@@ -110,6 +107,7 @@ def dist_local_conv(x, w, P, *, stride=1, shape=None, out_channels=None, params=
     """
     op, where = "dist_local_conv", partition_of(P)
     n, kernel, stride = _arguments(op, w, stride)
+    check_grid(op, P, n)
     (w,) = replicated(params, where, (0,), w)
 
     def body(x, L):
@@ -165,13 +163,11 @@ def dist_local_conv_transpose(y, w, P, *, stride=1, output_size=None, shape=None
     """
     op, where = "dist_local_conv_transpose", partition_of(P)
     n, kernel, stride = _arguments(op, w, stride)
+    check_grid(op, P, n)
     (w,) = replicated(params, where, (0,), w)
     channels = w.shape[n + 1]
 
     def body(y, L):
-        if L.ndim != n + 2:
-            raise PartitionError("y needs batch, filter and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim,
-                                 next_step="give P one dim for the batch, one for the filters and one for each dim of the kernel")
         out = _output_layout(op, L, channels, kernel, stride, output_size)
         _check_w(op, w, L, channels, n)
         back = maps.halo_exchange(_local_spec(op, out, L, None, kernel, stride)).T

@@ -297,7 +297,9 @@ def dist_argmax(x, P, dim=None, keepdim=False):
     _check_some("dist_argmax", L, dims)
     last = torch.iinfo(torch.int64).max
     if all(x.shape[d] for d in dims):
-        value, place = x.amax(dims, keepdim=True), x.argmax(None if dim is None else dims[0], keepdim=True)
+        # not argmax(None): under vmap torch's gives another shape
+        place = x.flatten().argmax(0).reshape(_kept(x, dims)) if dim is None else x.argmax(dims[0], keepdim=True)
+        value = x.amax(dims, keepdim=True)
         index, step = torch.zeros_like(place), 1
         for d in reversed(dims):  # local place -> coordinates -> global place
             index = index + (place % x.shape[d] + L.box()[d][0]) * step

@@ -11,6 +11,7 @@ from ..errors import PartitionError
 from ..halo import HaloSpec
 from ..ties import nothing
 from .movement import halo_exchange
+from .reduce import check_block
 
 MODES = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
@@ -74,7 +75,9 @@ def with_layout(op, x, P, shape, body):
         return outside(xs, P)[0]
     layout = layouts[0]
     x = xs[0]
-    if not layout.active:
+    if layout.active:
+        check_block(op, x, layout)
+    else:
         check_tensor(op, x, layout)
         x = x if x.shape == layout.local_shape() else nothing(layout.local_shape(), x)
     return body(x, layout)

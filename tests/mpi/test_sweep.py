@@ -1,0 +1,228 @@
+"""Every public function × every property: it holds, against serial torch or the loop over a batch, or the call is refused on every
+rank with an error that names it, for the reason in a table. Arguments and serial meanings: tests/sweep.py."""
+
+from functools import cached_property
+
+import pytest
+import torch
+from serial import randn
+from sweep import BUILDERS, SCALARS, SETTINGS, Setting, _tuple, public_names, variants
+from torch.func import grad, jvp, vjp, vmap
+
+import distdl as dd
+from distdl.errors import DistdlError
+
+N = dd.world().size
+
+
+class Checked:
+    """One call in one setting; faults are gathered, so that all ranks go on together."""
+
+    def __init__(self, name, setting):
+        self.name, self.setting, self.faults = name, setting, []
+
+    @cached_property
+    def call(self):
+        return BUILDERS[self.name](Setting(self.setting))
+
+    def fault(self, what):
+        self.faults.append(f"{self.setting}, {what}")
+
+    def close(self, what, found, expected, rtol=1e-9):
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            self.fault(f"{what}: {tuple(found.shape)} {found.dtype}, expected {tuple(expected.shape)} {expected.dtype}")
+        elif not torch.allclose(found, expected, rtol=rtol, atol=rtol * max(float(expected.abs().max()), 1) if expected.numel() else 0):
+            self.fault(f"{what}: off by {float((found - expected).abs().max()):.1e}")
+
+    def results(self, what, ys, wished, rtol=1e-9):
+        """``ys`` are this rank's results: of the right number, shapes and dtypes on every rank, values where it has any."""
+        if len(ys) != len(wished):
+            return self.fault(f"{what}: {len(ys)} results, expected {len(wished)}")
+        for y, (value, shape, dtype) in zip(ys, wished):
+            if value is not None:
+                self.close(what, y, value, rtol)
+            elif y.dtype != dtype or (tuple(y.shape) != shape and not ("bare" in self.setting and outside_of(y, shape))):
+                self.fault(f"{what}: {tuple(y.shape)} {y.dtype} outside, expected {shape} {dtype}")
+
+    @property
+    def smooth(self):
+        return [i for i, X in enumerate(self.call.inputs) if X.is_floating_point()]
+
+    @property
+    def differentiable(self):
+        return any(y.is_floating_point() for y in self.call.whole(*self.call.inputs))
+
+    def of_smooth(self, f, base):
+        """``f`` as a function of the differentiable inputs alone."""
+
+        def reduced(*chosen):
+            args = list(base)
+            for i, x in zip(self.smooth, chosen):
+                args[i] = x
+            return f(*args)
+
+        return reduced
+
+    def gradients(self, what, found, expected):
+        for i, g, e in zip(self.smooth, found, expected):
+            if self.call.counts(i):
+                self.close(f"{what} {i}", g, self.call.back(e) if hasattr(self.call, "back") else self.call.part(i, e))
+
+
+def outside_of(y, shape):
+    """A bare partition tells a rank outside the number of dims only."""
+    return y.dim() == len(shape) and not y.numel()
+
+
+def value(t):
+    t.results("value", _tuple(t.call.run(*t.call.parts())), t.call.cut(t.call.whole(*t.call.inputs)))
+
+
+def batched(t):
+    """vmap at every place of the first input's batch axis, and over all inputs."""
+    call = t.call
+    others = [randn(*X.shape, seed=30 + i) if X.is_floating_point() else X for i, X in enumerate(call.inputs)]
+    others = [Y.sigmoid() if i in t.smooth and X.numel() and X.min() > 0 else Y for i, (X, Y) in enumerate(zip(call.inputs, others))]
+    first = t.smooth[0]
+    x, other = call.parts(), call.parts(others)
+    examples = [call.inputs, [others[i] if i == first else X for i, X in enumerate(call.inputs)]]
+    wished = [call.cut(call.whole(*e)) for e in examples]
+    for d in range(call.inputs[first].dim() + 1):
+        at = min(d, x[first].dim())
+        ys = _tuple(vmap(lambda v: call.run(*[v if i == first else p for i, p in enumerate(x)]), in_dims=at)(
+            torch.stack([x[first], other[first]], at)))
+        for k in range(2):
+            t.results(f"vmap at {d}, example {k}", [y[k] for y in ys], wished[k])
+    if len(t.smooth) > 1:
+        ys = _tuple(vmap(t.of_smooth(call.run, x))(*[torch.stack([x[i], other[i]]) for i in t.smooth]))
+        for k, e in enumerate((call.inputs, others)):
+            t.results(f"vmap of all, example {k}", [y[k] for y in ys], call.cut(call.whole(*e)))
+
+
+def tangents(t):
+    return [randn(*t.call.inputs[i].shape, seed=60 + i) for i in t.smooth]
+
+
+def forward(t):
+    if not t.differentiable:
+        return unconnected(t)
+    call, V = t.call, tangents(t)
+    x, v = call.parts(), [call.part(i, V_i) for i, V_i in zip(t.smooth, V)]
+    floating = lambda ys: [y for y in ys if y.is_floating_point()]
+    ys = list(call.whole(*call.inputs))
+    serial = t.of_smooth(lambda *a: floating(call.whole(*a)), call.inputs)
+    pushed = iter(jvp(serial, tuple(call.inputs[i] for i in t.smooth), tuple(V))[1])
+    wished = call.cut([next(pushed) if y.is_floating_point() else y for y in ys])
+    found = jvp(t.of_smooth(lambda *a: floating(_tuple(call.run(*a))), x), tuple(x[i] for i in t.smooth), tuple(v))[1]
+    t.results("jvp", found, [w for w in wished if w[2].is_floating_point])
+
+
+def unconnected(t):
+    """Integers have no derivative, in no mode."""
+    x = [p.requires_grad_() if p.is_floating_point() else p for p in t.call.parts()]
+    if any(y.requires_grad for y in _tuple(t.call.run(*x))):
+        t.fault("integers that require a gradient")
+
+
+def reverse(t):
+    """grad, jvp of grad, grad of jvp: the serial product of Hessian and tangent stands for both."""
+    if not t.differentiable:
+        return unconnected(t)
+    call, V = t.call, tangents(t)
+    X = tuple(call.inputs[i] for i in t.smooth)
+    parts = call.parts()
+    x, v = tuple(parts[i] for i in t.smooth), tuple(call.part(i, V_i) for i, V_i in zip(t.smooth, V))
+    every = tuple(range(len(x)))
+    slope_global, pull = vjp(grad(t.of_smooth(call.total, call.inputs), every), *X)
+    product = pull(tuple(V))
+    loss = t.of_smooth(lambda *a: call.loss(_tuple(call.run(*a))), parts)
+    t.gradients("grad", grad(loss, every)(*x), slope_global)
+    t.gradients("jvp of grad", jvp(grad(loss, every), x, v)[1], product)
+    t.gradients("grad of jvp", grad(lambda *x: jvp(loss, x, v)[1], every)(*x), product)
+
+
+def formats(t):
+    """A channels_last input has the same result."""
+    call = t.call
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}
+    parts = [p.contiguous(memory_format=last[p.dim()]) if p.dim() in last else p for p in call.parts()]
+    t.results("channels_last", _tuple(call.run(*parts)), call.cut(call.whole(*call.inputs)))
+    if not t.differentiable:
+        return
+    x = tuple(parts[i] for i in t.smooth)
+    run = t.of_smooth(lambda *a: call.loss(_tuple(call.run(*a))), parts)
+    slopes = grad(t.of_smooth(call.total, call.inputs), tuple(range(len(x))))(*(call.inputs[i] for i in t.smooth))
+    t.gradients("channels_last, grad", grad(run, tuple(range(len(x))))(*x), slopes)
+    jvp(run, x, tuple(p.clone() for p in x))
+
+
+def inference(t):
+    with torch.inference_mode():
+        t.results("inference mode", _tuple(t.call.run(*t.call.parts())), t.call.cut(t.call.whole(*t.call.inputs)))
+
+
+def autocast(t):
+    """The dtypes of torch, on every rank."""
+    call = t.call
+    inputs = [X.float() if X.is_floating_point() else X for X in call.inputs]
+    with torch.autocast("cpu", torch.bfloat16):
+        t.results("autocast", _tuple(call.run(*call.parts(inputs))), call.cut(call.whole(*inputs)), 0.05)
+
+
+def complex_numbers(t):
+    call = t.call
+    inputs = [torch.complex(X, randn(*X.shape, seed=40 + i)) if X.is_floating_point() else X for i, X in enumerate(call.inputs)]
+    t.results("complex", _tuple(call.run(*call.parts(inputs))), call.cut(call.whole(*inputs)))
+
+
+PROPERTIES = dict(value=value, vmap=batched, jvp=forward, grad=reverse, channels_last=formats, inference=inference,
+                  autocast=autocast, complex=complex_numbers)
+
+# What is refused, and why: in a whole setting, or one property in all settings. Such a call raises on every rank.
+REFUSED = {
+    "scalar": {"it needs more dims": "; ".join(name for name in BUILDERS if name not in SCALARS)},
+    "one": {"one value has no variance": "dist_instance_norm; nn.InstanceNorm; nn.BatchNorm"},
+}
+# What is not yet as it shall be.
+PENDING = {}
+
+
+def listed(table, name, what):
+    return any(name in names.split("; ") for names in table.get(what, {}).values())
+
+
+def refused(t, what, call):
+    """The call raises one of distdl's errors, which names it."""
+    try:
+        call()
+        t.fault(f"{what}: not refused")
+    except DistdlError as error:
+        if not error.op:
+            t.fault(f"{what}: the error names no call: {error}")
+
+
+def examine(name, setting, what):
+    """The faults of one property of one call in one setting."""
+    t = Checked(name, setting)
+    if listed(REFUSED, name, setting):
+        if what == "value":
+            refused(t, what, lambda: t.call.run(*t.call.parts()))
+    elif listed(REFUSED, name, what):
+        refused(t, what, lambda: PROPERTIES[what](t))
+    elif not listed(PENDING, name, what):
+        PROPERTIES[what](t)
+    return t.faults
+
+
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_sweep(name):
+    faults = []
+    for setting in SETTINGS:
+        if N > 1 or setting in ("last", "one", "scalar"):
+            for what in PROPERTIES:
+                faults += examine(name, setting, what)
+    dd.testing.collective_assert(not faults, "\n".join(faults[:8]))
+
+
+def test_every_public_name_has_a_builder():
+    assert not [name for name in public_names() if not variants(name)]
