@@ -17,6 +17,8 @@ _Kind = _functorch.TransformType
 transforms_active = torch._C._are_functorch_transforms_active
 # Number of active __torch_dispatch__ modes (make_fx, FakeTensorMode, ...): then even plain calls must be torch operators.
 dispatch_modes = torch._C._len_torch_dispatch_stack
+# Whether torch.autocast is on for some kind of device.
+any_autocast = torch._C._is_any_autocast_enabled
 # Context manager: operators called inside skip their Autograd kernels.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 

@@ -438,12 +438,13 @@ class _Apply(_torch.SingleLevelFunction):
 def _operands(maps, given, like):
     """(maps, operands, their places): of a call's cotangents or tangents those that have derivatives. Integers have none, on any
     rank; a missing one is zero, ``like`` what it belongs to: (shape, dtype, device)."""
-    if len(maps) == 1 and given[0] is not None:
+    if len(maps) == 1 and given[0] is not None and given[0].dtype == like[0][1]:
         return maps, given[:1], None
     operands = {}
     for i, (shape, dtype, device) in enumerate(like):
         if dtype.is_floating_point or dtype.is_complex:
-            operands[i] = torch.zeros(shape, dtype=dtype, device=device) if given[i] is None else given[i]
+            # Of numbers without dims torch makes float64 tangents, on some ranks only: what is sent has the primal's dtype.
+            operands[i] = torch.zeros(shape, dtype=dtype, device=device) if given[i] is None else given[i].to(dtype)
     return [maps[i] for i in operands], list(operands.values()), tuple(operands)
 
 

@@ -12,6 +12,7 @@ from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
 from ..partition import Layout, balanced
 from ..ties import nothing
+from .autocast import autocast
 from .linear import bias_once, check_layouts, collect, spread
 from .overlap import overlap_of, overlapped
 from .params import check_bias, replicated
@@ -258,6 +259,7 @@ def _general(inner, x, w, P, bias, x_layout, y_layout, params, groups, shape, w_
     """P = (batch, out, in, *space): spread x along *out*, convolve with this rank's (out, in) block, sum along *in*."""
     op = inner.__name__
     check_layouts(op, x_layout, y_layout)
+    (x,) = autocast(op, P.ndim - 1, x)
     if groups != 1:
         raise PartitionError("the general form has no groups", op=op, partitions=P, expected=1, actual=groups,
                              next_step="split channels with a (batch, channel, *space) partition instead")
@@ -348,7 +350,7 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
                 y = y.narrow(i + 2, a, b - a)
                 fills += [a - start, start + o1 - o0 - b]
             y = tf.pad(y, fills)
-            return y if bias is None else y + bias.reshape(-1, *(1,) * n)
+            return y if bias is None else y + autocast(op, n + 2, bias)[0].reshape(-1, *(1,) * n)
 
         return windowed(x, spec, [1] * n, local)
 

@@ -14,7 +14,7 @@ from ..world import world
 from .linear import LAYOUTS, collect
 from .movement import all_sum_reduce, broadcast
 from .params import replicated
-from .reduce import dist_norm
+from .reduce import dist_norm, wide
 
 __all__ = ["dist_embedding"]
 
@@ -142,12 +142,13 @@ def _with_derivative(value, path):
 def _renormalised(rows, P, batch, max_norm, norm_type):
     """Rows no longer than ``max_norm``; the norm of a row is taken over the ranks that have parts of it."""
     whole_rows = P.take(batch, P.index()[batch])  # (*batch, embedding)
-    norms = dist_norm(rows.detach(), whole_rows, batch, True, ord=norm_type)
-    return _with_derivative(torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows), rows)
+    norms = dist_norm(wide(rows.detach()), whole_rows, batch, True, ord=norm_type)
+    scaled = torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
+    return _with_derivative(scaled.to(rows.dtype), rows)
 
 
 def _by_frequency(rows, place, here, own, P, dims):
     """Each looked-up row's derivative divided by how often it occurs along partition dims ``dims``."""
-    ones = here.to(rows.dtype).reshape(-1)
-    counts = all_sum_reduce(rows.new_zeros(max(own, 1)).index_add(0, place.reshape(-1), ones), P, dims)
-    return _with_derivative(rows, rows / counts[place].clamp(min=1)[..., None])
+    ones = wide(here.to(rows.dtype)).reshape(-1)  # float16 and bfloat16 cannot count far
+    counts = all_sum_reduce(ones.new_zeros(max(own, 1)).index_add(0, place.reshape(-1), ones), P, dims)
+    return _with_derivative(rows, (rows / counts[place].clamp(min=1)[..., None]).to(rows.dtype))

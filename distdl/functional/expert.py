@@ -10,12 +10,13 @@ import torch
 
 from .. import _torch
 from ..agree import check_tensor, partition_of
-from ..errors import PartitionError, ShapeError
+from ..errors import AgreementError, PartitionError, ShapeError
 from ..linear_map import LinearMap
 from ..partition import Partition, balanced
 from ..plan import Axis, Plan, Side, whole
 from ..ties import nothing
 from ..world import world
+from .autocast import autocast
 
 __all__ = ["dist_expert_linear", "expert_parallel"]
 
@@ -58,10 +59,11 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     Returns:
         (tokens, new features), in the order of ``x``.
 
-    Messages: two small all-gathers, of counts and of widths; forward each token goes to its expert's rank and back, one message for
+    Messages: two small all-gathers, of counts and of widths and dtypes; forward each token goes to its expert's rank and back, one message for
     each pair of ranks each way; the same backward.
 
     Raises:
+        AgreementError: experts return different numbers of features, or dtypes.
         PartitionError, ShapeError: P has other than one dim; shapes that do not fit; an expert that does not exist.
     """
     op, where = "expert_parallel", partition_of(P)
@@ -89,10 +91,14 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     arrived = _dispatch(where, counts, x.shape[1], "dispatch")(x.index_select(0, order))
     sizes = [sum(of_rank[e] for of_rank in counts) for e in local]
     results = [f(k, tokens) for k, tokens in enumerate(arrived.split(sizes))] if sizes else []
-    width = results[0].shape[1] if results else None
-    widths = world(where.world).all_gather(width, where.ranks, op)
-    width = next((w for w in widths.values() if w is not None), x.shape[1])
-    y = torch.cat(results) if results else nothing((0, width), arrived)
+    y = torch.cat(results) if results else None
+    made = world(where.world).all_gather(None if y is None else (y.shape[1], y.dtype), where.ranks, op)
+    kinds = {kind for kind in made.values() if kind is not None} or {(x.shape[1], x.dtype)}
+    if len(kinds) > 1:
+        raise AgreementError("the experts' results do not fit together", op=op, partitions=where, actual=made,
+                             expected="one number of features and one dtype", next_step="let f return the same on all ranks")
+    width, dtype = kinds.pop()
+    y = nothing((0, width), arrived, dtype=dtype) if y is None else y
     back = _dispatch(where, counts, width, "dispatch").T(y)
     return back.index_select(0, torch.argsort(order))
 
@@ -111,5 +117,6 @@ def dist_expert_linear(x, w, P, expert, bias=None, *, num_experts: int):
     if bias is not None and bias.shape != w.shape[:2]:
         raise ShapeError("bias does not fit w", op="dist_expert_linear", partitions=P, expected=tuple(w.shape[:2]),
                          actual=tuple(bias.shape), next_step="give every expert of this rank its own bias")
+    (x,) = autocast("dist_expert_linear", 2, x)
     return expert_parallel(lambda k, tokens: torch.nn.functional.linear(tokens, w[k], None if bias is None else bias[k]),
                            x, expert, P, num_experts)

@@ -10,6 +10,7 @@ from ..agree import check_tensor, partition_of
 from ..errors import PartitionError, ShapeError
 from ..partition import Layout
 from ..ties import nothing, tie
+from .autocast import autocast
 from .movement import all_gather, all_sum_reduce, broadcast, invariant_sum, mark_varying, reduce_scatter, sum_reduce
 from .params import check_bias, replicated
 
@@ -99,6 +100,7 @@ def dist_linear(x, w, P, bias=None, *, x_layout="root", y_layout="root", x_dim=-
     """
     check_layouts("dist_linear", x_layout, y_layout)
     where = partition_of(P)
+    (x,) = autocast("dist_linear", where.ndim, x)
     if not where.active:
         check_tensor("dist_linear", x, P)
     batch = where.ndim - 2

@@ -12,6 +12,7 @@ from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec
 from ..partition import Layout, balanced
 from ..ties import nothing
+from .autocast import autocast, without_autocast
 from .conv import _CONV, _conv_need, _own_start, _spec, _transposed_size, _with_sizes, check_grid
 from .movement import all_sum_reduce, halo_exchange
 from .params import replicated
@@ -111,6 +112,7 @@ def dist_local_conv(x, w, P, *, stride=1, shape=None, out_channels=None, params=
     (w,) = replicated(params, where, (0,), w)
 
     def body(x, L):
+        (own,) = autocast(op, L.ndim, w)
         spec = _local_spec(op, L, None, block_sizes(w.shape[0], where, 1, out_channels), kernel, stride)
         _check_w(op, w, spec.out_layout, L.shape[1], n)
         window = halo_exchange(x, spec)
@@ -119,7 +121,7 @@ def dist_local_conv(x, w, P, *, stride=1, shape=None, out_channels=None, params=
             return nothing(out, window, w)
         z = _windows(window, kernel, stride)
         pixels, offsets = "hij"[:n], "klm"[:n]
-        return torch.einsum(f"bc{pixels}{offsets},f{pixels}c{offsets}->bf{pixels}", z, w)
+        return torch.einsum(f"bc{pixels}{offsets},f{pixels}c{offsets}->bf{pixels}", z, own)
 
     return with_layout(op, x, P, shape, body)
 
@@ -168,14 +170,15 @@ def dist_local_conv_transpose(y, w, P, *, stride=1, output_size=None, shape=None
     channels = w.shape[n + 1]
 
     def body(y, L):
+        (own,) = autocast(op, L.ndim, w)
         out = _output_layout(op, L, channels, kernel, stride, output_size)
         _check_w(op, w, L, channels, n)
         back = maps.halo_exchange(_local_spec(op, out, L, None, kernel, stride)).T
         if 0 in back.in_shape:
             return back(nothing(back.in_shape, y, w))
         pixels, offsets = "hij"[:n], "klm"[:n]
-        z = torch.einsum(f"bf{pixels},f{pixels}c{offsets}->bc{pixels}{offsets}", y, w)
-        return back(_fold(z, stride, back.in_shape[2:]))
+        z = torch.einsum(f"bf{pixels},f{pixels}c{offsets}->bc{pixels}{offsets}", y, own)
+        return back(_fold(wide(z), stride, back.in_shape[2:]).to(z.dtype))
 
     return with_layout(op, y, P, shape, body)
 
@@ -240,7 +243,8 @@ def dist_lcn(x, P, kernel_size, *, shape=None):
 
         def blurred(z):
             z = all_sum_reduce(z.sum(1, keepdim=True), where, 1)
-            return windowed(z, spec, kernel, lambda window: _CONV[n](window, w))
+            with without_autocast(z):
+                return windowed(z, spec, kernel, lambda window: _CONV[n](window, w))
 
         v = wide(x)
         v = v - blurred(v)

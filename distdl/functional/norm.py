@@ -18,6 +18,7 @@ from .. import _torch
 from ..agree import check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..ties import nothing
+from .autocast import autocast
 from .moments import count, cut_group_moments, merged, moments, statistics, within
 from .movement import all_sum_reduce
 from .params import replicated
@@ -32,6 +33,7 @@ __all__ = ["dist_batch_norm", "dist_group_norm", "dist_instance_norm", "dist_lay
 def _enter(op, x, P, least, *parameters):
     """(x, its layout), or (a placeholder that depends on x and the parameters, ``None``) on a rank that takes no part."""
     where = partition_of(P)
+    (x,) = autocast(op, where.ndim, x)
     if where.ndim < least:
         raise PartitionError("too few dims", op=op, partitions=P, expected=f"at least {least}", actual=where.ndim,
                              next_step="lay x out over a partition with one dim for each of its own")
@@ -103,6 +105,8 @@ def _group_norm(x, groups, weight, bias, eps, dtype):
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # torch's backward fails without
     weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
+    if _torch.forward_mode_active():
+        x = x.contiguous()  # torch's rule for tangents takes a view, which channels_last has not
     return torch.group_norm(x, groups, weight, bias, eps).to(dtype)
 
 
@@ -139,7 +143,7 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
                          next_step="pass both running statistics")
     dtype, x = x.dtype, wide(x)
     if not training and running_mean is not None:
-        shift, var = -_of_channels(L, running_mean), _of_channels(L, running_var)
+        shift, var = -_of_channels(L, wide(running_mean)), _of_channels(L, wide(running_var))
     else:
         (mean, var, x, shift), n = moments(x, L, dims), count(L, dims)
         if training and n < 2:
@@ -154,7 +158,7 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
             momentum = 1 / num_batches_tracked if momentum is None else momentum
             new = mean.detach().reshape(-1), var.detach().reshape(-1) * (n / (n - 1))
             running_mean, running_var = (
-                (old * (1 - momentum) + fresh.to(old.dtype) * momentum) for old, fresh in zip((running_mean, running_var), new)
+                (wide(old) * (1 - momentum) + fresh * momentum).to(old.dtype) for old, fresh in zip((running_mean, running_var), new)
             )
     return _normalised(x, shift, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype), running_mean, running_var
 

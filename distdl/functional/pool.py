@@ -12,7 +12,7 @@ from ..halo import HaloSpec
 from ..partition import Layout
 from ..ties import nothing
 from .movement import sum_reduce
-from .reduce import power
+from .reduce import power, wide
 from .window import tuple_of, window_spec, windowed, with_layout
 
 __all__ = ["dist_adaptive_avg_pool", "dist_adaptive_max_pool", "dist_avg_pool", "dist_l2_pool", "dist_max_pool",
@@ -151,8 +151,8 @@ def dist_avg_pool(x, P, kernel_size, stride=None, padding=0, ceil_mode=False, co
             return counts
 
         def local(window):
-            sums = _sums(window, kernel, step)
-            return sums / (divisor(sums) if divisor_override is None else divisor_override)
+            sums = _sums(wide(window), kernel, step)
+            return (sums / (divisor(sums) if divisor_override is None else divisor_override)).to(window.dtype)
 
         return windowed(x, spec, [1, *kernel], local)
 
@@ -184,7 +184,11 @@ def dist_l2_pool(x, P, kernel_size, stride=None, *, shape=None):
 
     def body(x, L):
         kernel, step, _, _, spec = _arguments(op, L, kernel_size, stride, 0, 1, False)
-        return windowed(x, spec, [1, *kernel], lambda window: power(_sums(window.square(), kernel, step), 0.5))
+
+        def local(window):
+            return power(_sums(wide(window).square(), kernel, step), 0.5).to(window.dtype)
+
+        return windowed(x, spec, [1, *kernel], local)
 
     return with_layout(op, x, P, shape, body)
 
@@ -272,10 +276,11 @@ def dist_adaptive_avg_pool(x, P, output_size, *, shape=None):
             return _global_avg_pool(x, L, spec.out_layout)
 
         def local(window):
+            dtype, window = window.dtype, wide(window)
             for d in range(2, window.dim()):
                 means = [window.narrow(d, a, m).mean(d, keepdim=True) for a, m in _adaptive_cuts(spec, sizes, d)]
                 window = torch.cat(means, d)
-            return window
+            return window.to(dtype)
 
         return windowed(x, spec, [1] * (1 + len(sizes)), local)
 
@@ -287,6 +292,6 @@ def _global_avg_pool(x, L, out: Layout):
     root = P
     for d in range(2, P.ndim):
         root = root.take(d, 0, keepdim=True)
-    y = x.sum(tuple(range(2, x.dim())), keepdim=True) / math.prod(L.shape[2:])
-    y = sum_reduce(y, P, root, shape=(*x.shape[:2], *(1,) * (x.dim() - 2)))
+    y = wide(x).sum(tuple(range(2, x.dim())), keepdim=True) / math.prod(L.shape[2:])
+    y = sum_reduce(y, P, root, shape=(*x.shape[:2], *(1,) * (x.dim() - 2))).to(x.dtype)
     return y if root.active else nothing(out.local_shape(), y)

@@ -22,7 +22,8 @@ from .. import maps
 from ..agree import check_tensor, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..partition import Layout
-from ..ties import nothing
+from ..ties import nothing, tie
+from .autocast import autocast
 from .movement import invariant_sum, mark_varying, move
 
 __all__ = [
@@ -73,15 +74,14 @@ def one_each(x, P, dims):
 
 
 def pivot(x, P, dims: tuple[int, ...]):
-    """A constant near the largest x over ``dims`` and all ranks: what exponentials are taken relative to.
+    """The largest x over ``dims`` and all ranks, as a constant: what exponentials are taken relative to.
 
     It has no derivative, as results do not depend on it. One all-gather of N elements; none backward.
     """
     x = x.detach()
     empty = 0 in (x.shape[d] for d in dims)
     highest = x.new_full(_kept(x, dims), -math.inf) if empty else x.amax(dims, keepdim=True)
-    highest = one_each(highest, P, dims).amax(dims, keepdim=True)
-    return torch.where(highest.isfinite(), highest, 0)
+    return one_each(highest, P, dims).amax(dims, keepdim=True)
 
 
 def zero_loss(*tensors):
@@ -109,9 +109,10 @@ def _kept(x, dims):
 
 
 def _start(op, x, P, dim, kinds="any dtype"):
-    """(partition, reduced dims). Every rank raises for a dtype of the wrong kind, also one whose block is empty."""
+    """(x, partition, reduced dims). Every rank raises for a dtype of the wrong kind, also one whose block is empty."""
     where = partition_of(P)
     dims = where.dims(None if dim == () else dim, op)  # (): all, as in torch
+    (x,) = autocast(op, where.ndim, x)
     if where.active:
         check_block(op, x, P)
         fits = {"any dtype": True, "a floating or complex dtype": x.is_floating_point() or x.is_complex(),
@@ -121,7 +122,7 @@ def _start(op, x, P, dim, kinds="any dtype"):
                              next_step="convert the tensor first")
     else:
         check_tensor(op, x, P)
-    return where, dims
+    return x, where, dims
 
 
 def _outside(x, where, dims, keepdim):
@@ -140,7 +141,7 @@ def dist_sum(x, P, dim=None, keepdim=False):
 
     Messages: one all-reduce of N elements; none backward.
     """
-    where, dims = _start("dist_sum", x, P, dim)
+    x, where, dims = _start("dist_sum", x, P, dim)
     if not where.active:
         return _outside(x, where, dims, keepdim)
     local = wide(x).sum(dims, keepdim)
@@ -152,7 +153,7 @@ def dist_mean(x, P, dim=None, keepdim=False):
 
     Messages: one all-reduce of N + 1 elements (the count goes along), N with a Layout; none backward.
     """
-    where, dims = _start("dist_mean", x, P, dim, "a floating or complex dtype")
+    x, where, dims = _start("dist_mean", x, P, dim, "a floating or complex dtype")
     if not where.active:
         return _outside(x, where, dims, keepdim)
     total, count = _sum_and_count(wide(x), P, dims, keepdim)
@@ -173,7 +174,7 @@ def dist_var(x, P, dim=None, keepdim=False, *, correction=1):
 
     Messages: two all-reduces, of N + 1 elements (N with a Layout) and of N; backward one of N, for the mean.
     """
-    where, dims = _start("dist_var", x, P, dim, "a floating or complex dtype")
+    x, where, dims = _start("dist_var", x, P, dim, "a floating or complex dtype")
     if not where.active:
         return _outside(x.real, where, dims, keepdim)
     total, count = _sum_and_count(wide(x), P, dims, True)
@@ -187,10 +188,11 @@ def dist_logsumexp(x, P, dim, keepdim=False):
 
     Messages: one all-gather and one all-reduce, of N elements each; none backward.
     """
-    where, dims = _start("dist_logsumexp", x, P, dim, "a floating dtype")
+    x, where, dims = _start("dist_logsumexp", x, P, dim, "a floating dtype")
     if not where.active:
         return _outside(x, where, dims, keepdim)
     high = pivot(wide(x), where, dims)
+    high = torch.where(high.isfinite(), high, 0)  # so that the sum of -inf alone is -inf, and with inf inf
     total = invariant_sum((wide(x) - high).exp().sum(dims, True), where, dims)
     return _squeeze(total.log() + high, dims, keepdim).to(x.dtype)
 
@@ -227,7 +229,7 @@ def _check_some(op, L, dims) -> None:
 
 
 def _extreme(op, x, P, dim, keepdim, pick):
-    where, dims = _start(op, x, P, dim, "a real dtype")
+    x, where, dims = _start(op, x, P, dim, "a real dtype")
     if not where.active:
         return _outside(x, where, dims, keepdim)
     _check_some(op, P, dims)
@@ -257,14 +259,15 @@ def dist_norm(x, P, dim=None, keepdim=False, *, ord=2):
 
     Messages: one all-reduce of N elements (``inf``: as :func:`dist_max`); none backward.
     """
+    x, where, dims = _start("dist_norm", x, P, dim, "a floating or complex dtype")
     if abs(ord) == math.inf:
         return (dist_max if ord > 0 else dist_min)(x.abs(), P, dim, keepdim)
-    where, dims = _start("dist_norm", x, P, dim, "a floating or complex dtype")
     if not where.active:
         return _outside(x.abs(), where, dims, keepdim)
     x, dtype = wide(x), x.abs().dtype
     if ord == 0:
-        return invariant_sum((x != 0).to(x.abs().dtype).sum(dims, keepdim), where, dims).to(dtype)
+        nonzero = (x != 0).to(x.abs().dtype).sum(dims, keepdim)
+        return invariant_sum(tie(nonzero, x), where, dims).to(dtype)  # its derivative is zero, and not absent
     terms = x.square() if ord == 2 and not x.is_complex() else power(x.abs(), ord)
     return power(invariant_sum(terms.sum(dims, keepdim), where, dims), 1 / ord).to(dtype)
 
@@ -287,7 +290,7 @@ def dist_argmax(x, P, dim=None, keepdim=False):
     Raises:
         ShapeError: the reduced dims have no element.
     """
-    where, dims = _start("dist_argmax", x, P, dim, "a real dtype")
+    x, where, dims = _start("dist_argmax", x, P, dim, "a real dtype")
     if not where.active:
         return _outside(x, where, dims, keepdim).to(torch.int64)
     if dim is not None and len(dims) != 1:

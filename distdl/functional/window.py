@@ -6,10 +6,11 @@ from functools import lru_cache
 
 import torch
 
-from ..agree import check_tensor, outside, resolve
+from ..agree import check_tensor, outside, partition_of, resolve
 from ..errors import PartitionError
 from ..halo import HaloSpec
 from ..ties import nothing
+from .autocast import autocast
 from .movement import halo_exchange
 from .reduce import check_block
 
@@ -70,6 +71,7 @@ def on_window(window, spec: HaloSpec, least, local):
 
 def with_layout(op, x, P, shape, body):
     """Resolve the layout of x and call ``body(x, layout)``; on a rank that takes no part, a placeholder."""
+    (x,) = autocast(op, partition_of(P, op).ndim, x)
     xs, layouts = resolve(op, [x], P, shape)
     if layouts is None:
         return outside(xs, P)[0]
