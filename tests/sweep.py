@@ -96,6 +96,8 @@ class Call:
     ``out()`` is the place of the result, or a tuple of them; ``L`` the layout whose ranks take part.
     """
 
+    known = True  # whether a rank outside knows the layout of the result
+
     def __init__(self, L, run, serial, inputs, places, out=None):
         self.L, self.run, self.serial, self.inputs, self.places = L, run, serial, list(inputs), list(places)
         self._out = out or (lambda: L)
@@ -154,8 +156,8 @@ class Call:
 class Moved(Call):
     """A movement, by its meaning in registry.py."""
 
-    def __init__(self, case, call):
-        self.case, self.run, self.L = case, call, None
+    def __init__(self, case, call, known=True):
+        self.case, self.run, self.L, self.known = case, call, None, known
         self.inputs = [registry.randn(case.shape, 5)]
 
     def part(self, i, X):
@@ -172,7 +174,8 @@ class Moved(Call):
 
     def cut(self, ys):
         y, held = ys[self.case.rank], self.case.get(self.inputs[0], self.case.rank)
-        return [(None if held is None else y, self.case.map.out_shape if held is None else tuple(y.shape), y.dtype)]
+        outside = JUNK.shape if self.run is self.case.calls.get("bare") and self.case.name == "mark_varying" else self.case.map.out_shape
+        return [(None if held is None else y, tuple(outside if held is None else y.shape), y.dtype)]
 
     def loss(self, ys):
         return self.case.loss(ys[0])
@@ -226,16 +229,21 @@ def movement(build, *names, scalar=False):
             if (s.name, *names) not in _CASES:
                 _CASES[s.name, *names] = registry.Case(names[0], s.n, **build(s))
             case = _CASES[s.name, *names]
-            return Moved(case, pick(s, case))
+            return Moved(case, *pick(s, case))
 
         return built
 
     F_name, *maps = names
     if F_name:
-        spelled = lambda s, c: c.calls.get("bare" if s.bare else "layout") or next(iter(c.calls.values()))
+
+
+        def spelled(s, case):
+            words = next((w for w in (("bare" if s.bare else "layout"), "bare", "spec") if w in case.calls), "layout")
+            return case.calls[words], words != "bare"
+
         builder(F_name, scalar=scalar)(make(spelled))
     for name in maps:
-        builder(f"maps.{name}", scalar=scalar)(make(lambda s, c: c.map))
+        builder(f"maps.{name}", scalar=scalar)(make(lambda s, c: (c.map, True)))
 
 
 _CASES: dict = {}
@@ -293,9 +301,8 @@ def _permute(s):
 def _strips(s):
     L = s.lay(6, "c", 4)
     d = max(range(L.ndim), key=lambda d: L.partition.shape[d], default=0)
-    spec = dd.HaloSpec(L, tuple(int(i == d) for i in range(L.ndim)), boundary="zeros")
-    if L.partition.size == 1:  # nothing is split: there are no strips
-        assert dd.maps.halo_strips(spec) == {}
+    spec = dd.HaloSpec(L, tuple(int(i == d) for i in range(L.ndim)), boundary="circular")
+    if d not in dd.maps.halo_strips(spec):  # nothing is split: there are no strips
         return _halo(s)
     A = dd.maps.halo_strips(spec)[d]
 
@@ -304,7 +311,7 @@ def _strips(s):
         if at is None:
             return None
         a, b = box[d]
-        padded = tf.pad(X.movedim(d, -1), (1, 1)).movedim(-1, d)
+        padded = torch.cat([X.narrow(d, X.shape[d] - 1, 1), X, X.narrow(d, 0, 1)], d)
         sides = [padded.narrow(d, a, 1), padded.narrow(d, b + 1, 1)] if a < b else [padded.narrow(d, 0, 0)]
         rest = tuple(slice(*e) if i != d else slice(None) for i, e in enumerate(box))
         return torch.cat(sides, d)[rest]
@@ -411,6 +418,8 @@ def _replicated(s):
     L = dd.Layout(P, (s.k + 1,))
 
     def run(x, w):
+        if not L.active:
+            return F.nothing((0,), x, *F.replicated("invariant", P, None, w))
         return F.replicated("invariant", P, None, w)[0].sum() * x
 
     return Call(L, run, lambda x, w: w.sum() * x, [randn(s.k + 1), randn(*s.local, seed=2)], [L, whole])
@@ -421,6 +430,8 @@ def _check_bias(s):
     L = dd.Layout(s.line, (s.k + 1,))
 
     def run(x):
+        if not L.active:
+            return F.nothing((0,), x)
         F.check_bias("check_bias", s.line, x, x.shape[0])
         return 2 * x
 
@@ -487,15 +498,21 @@ def _experts(run):
         table = dd.Layout(dd.Partition((s.k, 1, 1), s.ranks), (experts, 2, 4))
         expert = torch.arange(tokens) * 2 % experts
         place = along(table, 0, 1, 2)
-        return Call(rows, lambda x, e, w: run(x, e, w, line, experts), lambda x, e, w: torch.einsum("ti,toi->to", x, w[e]),
+        call = Call(rows, lambda x, e, w: run(x, e, w, line, experts), lambda x, e, w: torch.einsum("ti,toi->to", x, w[e]),
                     [randn(tokens, 4, seed=1), expert, randn(experts, 2, 4, seed=2)], [rows, along(rows, 0), place],
                     lambda: rows.with_shape((tokens, 2)))
+        call.known = run is not _expert_functions
+        return call
 
     return build
 
 
+def _expert_functions(x, e, w, P, n):
+    return F.expert_parallel(lambda k, t: t @ w[k].T, x, e, P, n)
+
+
 builder("dist_expert_linear")(_experts(lambda x, e, w, P, n: F.dist_expert_linear(x, w, P, e, num_experts=n)))
-builder("expert_parallel")(_experts(lambda x, e, w, P, n: F.expert_parallel(lambda k, t: t @ w[k].T, x, e, P, n)))
+builder("expert_parallel")(_experts(_expert_functions))
 
 # ---- convolutions
 
@@ -571,7 +588,7 @@ def _local_conv(transpose):
         if not transpose:
             return Call(L, lambda x, w: F.dist_local_conv(x, w, s.given(L), params="invariant", **more), _untied,
                         [randn(*L.shape, seed=1), w], [L, place], lambda: to)
-        fold = lambda y, w: torch.func.vjp(lambda x: _untied(x, w), y.new_zeros(L.shape))[1](y)[0]
+        fold = lambda y, w: torch.func.vjp(lambda x: _untied(x, w.conj()), y.new_zeros(L.shape))[1](y)[0]
         return Call(L, lambda y, w: F.dist_local_conv_transpose(y, w, s.given(to), output_size=L, params="invariant"), fold,
                     [randn(*to.shape, seed=1), w], [to, place], lambda: L)
 
@@ -891,6 +908,8 @@ class _Scale(dd.nn.Layer):
         self._parameter("weight", (P.shape[1],), (1,), _ones)
 
     def forward(self, x):
+        if not self.P.active:
+            return F.nothing(self.P.local_shape(), x, self.weight)
         F.check_bias("Scale", self.P, self.weight, x.shape[1] if x.dim() == 3 else -1)
         return x * F.replicated("invariant", self.P, (0, 2), self.weight)[0][:, None]
 
@@ -905,7 +924,8 @@ for _name in ("BCELoss", "BCEWithLogitsLoss", "CrossEntropyLoss", "HuberLoss", "
     _module(_name, lambda P, c, k=getattr(dd.nn, _name): k(P), lambda c, L, k=getattr(torch.nn, _name): k(), (4, "c", 3),
             lambda L: (L, whole), _draw, _targets)
 _module("convert", lambda P, c: dd.nn.convert(torch.nn.Conv2d(c, 3, 3, padding=1, **_DOUBLE), P),
-        lambda c, L: torch.nn.Conv2d(c, 3, 3, padding=1, **_DOUBLE), (2, "c", 5, 4), lambda L: (L, F.conv_layout(L, 3, 3, padding=1)))
+        lambda c, L: torch.nn.Conv2d(c, 3, 3, padding=1, **_DOUBLE), (2, "c", 5, 4), lambda L: (L, F.conv_layout(L, 3, 3, padding=1)),
+        channel=2)  # it keeps channels whole
 BUILDERS["nn.layouts"] = BUILDERS["nn.convert"]  # where its parameters lie
 BUILDERS["nn.Loss"] = BUILDERS["nn.MSELoss"]  # the base
 

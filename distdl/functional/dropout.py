@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ..agree import check_tensor, outside, partition_of
 from ..errors import PartitionError
+from ..partition import Layout
 from . import random
 from .window import with_layout
 
@@ -15,7 +17,10 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
         raise PartitionError("p is a probability", op=op, expected="0 <= p <= 1", actual=p, partitions=P,
                              next_step="give the share of entries that becomes zero")
     if not training or p == 0:
-        return x
+        if partition_of(P, op).active:
+            return x
+        check_tensor(op, x, P)
+        return outside([x], P if shape is None else Layout(partition_of(P), shape))[0]
     least, scale = round(p * 2**62), 0.0 if p == 1 else 1 / (1 - p)
 
     def body(x, L):

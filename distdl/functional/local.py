@@ -251,4 +251,4 @@ def dist_lcn(x, P, kernel_size, *, shape=None):
         square = blurred(v.square())
         return (v / torch.where(square > 0, power(square, 0.5), 1)).to(x.dtype)
 
-    return with_layout(op, x, P, shape, body)
+    return with_layout(op, x, P, shape, body, kinds="a floating dtype")

@@ -199,8 +199,12 @@ def all_sum_reduce(x, P, dims=None):
 def mark_varying(x, P, dims=None):
     """Invariant -> varying along partition dims ``dims``: the identity, whose adjoint is the all-reduce.
 
-    Data parallelism is ``w = F.mark_varying(w, P)``: every rank uses its copy, and the gradient is their sum.
+    Data parallelism is ``w = F.mark_varying(w, P)``: every rank uses its copy, and the gradient is their sum. It changes no shape:
+    a rank outside ``P`` gets back what it passed.
     """
+    if not partition_of(P, "mark_varying").active:
+        world(partition_of(P).world).check("mark_varying", partition_of(P))
+        return x
     return _summing(maps.mark_varying, x, P, dims)
 
 
@@ -228,7 +232,7 @@ def all_gather(x, P, dims=None, *, shape=None):
     else:
         xs, tree, reports = negotiate("all_gather", xs, P, tree=tree, arguments=f"dims={dims}")
         if reports is None:
-            return _torch.unflatten(outside(xs), tree)
+            return _torch.unflatten(outside(xs, None if isinstance(dims, dict) else P), tree)
         movements = [_negotiated_gathering(P, dims, {r: reports[r].leaves[i][0] for r in P.ranks}) for i in range(len(xs))]
     return _torch.unflatten(move(xs, movements), tree)
 

@@ -36,8 +36,6 @@ def replicated(params, P, dims, *tensors):
     if params != "invariant":
         raise PartitionError("unknown kind of parameters", op="replicated", expected='"varying" or "invariant"', actual=params,
                              next_step="see \"The cotangent convention\" in the documentation", partitions=P)
-    if partition_of(P).index() is None:  # a rank outside keeps its own: its empty part needs their shapes
-        return tensors
     present = [t for t in tensors if t is not None]
     marked = iter(mark_varying(present, partition_of(P), dims) if present else ())
     return tuple(None if t is None else next(marked) for t in tensors)

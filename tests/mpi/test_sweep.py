@@ -41,8 +41,12 @@ class Checked:
         for y, (value, shape, dtype) in zip(ys, wished):
             if value is not None:
                 self.close(what, y, value, rtol)
-            elif y.dtype != dtype or (tuple(y.shape) != shape and not ("bare" in self.setting and outside_of(y, shape))):
+            elif y.dtype != dtype or (tuple(y.shape) != shape and not (self.unknown and outside_of(y, shape))):
                 self.fault(f"{what}: {tuple(y.shape)} {y.dtype} outside, expected {shape} {dtype}")
+
+    @property
+    def unknown(self):
+        return "bare" in self.setting or not self.call.known
 
     @property
     def smooth(self):
@@ -71,7 +75,7 @@ class Checked:
 
 def outside_of(y, shape):
     """A bare partition tells a rank outside the number of dims only."""
-    return y.dim() == len(shape) and not y.numel()
+    return not y.numel()
 
 
 def value(t):
@@ -179,7 +183,15 @@ PROPERTIES = dict(value=value, vmap=batched, jvp=forward, grad=reverse, channels
                   autocast=autocast, complex=complex_numbers)
 
 # What is refused, and why: in a whole setting, or one property in all settings. Such a call raises on every rank.
+POOLS = "; ".join(n for n in BUILDERS if "Pool" in n or "_pool" in n or n == "pool_layout")
+NORMS = "; ".join(n for n in BUILDERS if n.endswith(("_norm", "Norm")) and n != "dist_norm")
+LOSSES = "; ".join(n for n in BUILDERS if ("_loss" in n or "Loss" in n or "cross_entropy" in n or "kl_div" in n) and "l1_loss" not in
+                   n.replace("smooth_l1", "smooth") and n != "nn.L1Loss")
+RESAMPLED = "; ".join(n for n in BUILDERS if "interpolate" in n or n in ("nn.Upsample", "dist_lcn", "nn.LCN"))
+ORDERED = "; ".join(n for n in BUILDERS if n.startswith(("dist_max/", "dist_min/", "dist_argmax/", "dist_logsumexp/")))
 REFUSED = {
+    "complex": {"torch has none of complex numbers": "; ".join((POOLS, NORMS, LOSSES, RESAMPLED)),
+                "complex numbers have no order": ORDERED},
     "scalar": {"it needs more dims": "; ".join(name for name in BUILDERS if name not in SCALARS)},
     "one": {"one value has no variance": "dist_instance_norm; nn.InstanceNorm; nn.BatchNorm"},
 }
