@@ -232,8 +232,8 @@ def check_tensor(op: str, x, P) -> None:
 
 
 def outside_shape(x, P) -> tuple[int, ...]:
-    """The shape of what a rank that takes no part gets, whatever x it passed: no element, and as many dims as its peers'; of a Layout
-    the first block's sizes in all dims but the first."""
+    """The shape of what a rank that takes no part gets, whatever x it passed: no element, and as many dims as its peers'; of a
+    Layout the first block's sizes in all dims but the first."""
     if isinstance(P, Layout):
         return P.local_shape()
     ndim = partition_of(P).ndim

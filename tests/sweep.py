@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from functools import partial
 
 import registry
 import torch
@@ -157,7 +158,8 @@ class Moved(Call):
     """A movement, by its meaning in registry.py."""
 
     def __init__(self, case, call, known=True):
-        self.case, self.run, self.L, self.known = case, call, None, known
+        self.case, self.run, self.L, self.known, self.places = case, call, None, known, [None]
+        self._out = lambda: None
         self.inputs = [registry.randn(case.shape, 5)]
 
     def part(self, i, X):
@@ -569,9 +571,15 @@ for _channel, _what in ((1, "out"), (2, "in")):
         _general(F.dist_conv_transpose, tf.conv_transpose2d, F.conv_transpose_layout, _STRIDED, True, _channel))
 
 
+def _like_linear(y):
+    """In the dtype that autocast gives a product: einsum has another one where it needs no product of matrices."""
+    return y.to(tf.linear(y.new_ones(1, 1), y.new_ones(1, 1)).dtype)
+
+
 def _untied(x, w):
-    z = x.unfold(2, w.shape[-2], 1).unfold(3, w.shape[-1], 1)
-    return torch.einsum("bchwkl,fhwckl->bfhw", z, w)
+    h, v = w.shape[1:3]
+    z = torch.stack([torch.stack([x[:, :, i : i + h, j : j + v] for j in range(w.shape[-1])], -1) for i in range(w.shape[-2])], -2)
+    return _like_linear(torch.einsum("bchwkl,fhwckl->bfhw", z, w))
 
 
 def _local_conv(transpose):
@@ -588,7 +596,7 @@ def _local_conv(transpose):
         if not transpose:
             return Call(L, lambda x, w: F.dist_local_conv(x, w, s.given(L), params="invariant", **more), _untied,
                         [randn(*L.shape, seed=1), w], [L, place], lambda: to)
-        fold = lambda y, w: torch.func.vjp(lambda x: _untied(x, w.conj()), y.new_zeros(L.shape))[1](y)[0]
+        fold = lambda y, w: _like_linear(torch.func.vjp(lambda x: _untied(x, w.conj()), y.new_zeros(L.shape))[1](_like_linear(y))[0])
         return Call(L, lambda y, w: F.dist_local_conv_transpose(y, w, s.given(to), output_size=L, params="invariant"), fold,
                     [randn(*to.shape, seed=1), w], [to, place], lambda: L)
 
@@ -915,17 +923,26 @@ class _Scale(dd.nn.Layer):
 
 
 _module("Layer", lambda P, c: _Scale(P), lambda c, L: _Scale(alone(L)), (3, "c", 4))
+def _made(kind, options, P, c):
+    return kind(P, **options)
+
+
+def _twin_of(kind, options, c, L):
+    return kind(**options)
+
+
 _probable = lambda L: _inside(randn(*L.shape, seed=2))
 _index = lambda L: (torch.arange(L.shape[0] * L.shape[2]) % L.shape[1]).reshape(L.shape[0], L.shape[2])
 for _name in ("BCELoss", "BCEWithLogitsLoss", "CrossEntropyLoss", "HuberLoss", "KLDivLoss", "L1Loss", "MSELoss", "NLLLoss",
               "PoissonNLLLoss", "SmoothL1Loss"):
     _draw = (lambda *a, **k: _inside(randn(*a, **k))) if _name == "BCELoss" else randn
     _targets = _index if _name in ("CrossEntropyLoss", "NLLLoss") else _probable
-    _module(_name, lambda P, c, k=getattr(dd.nn, _name): k(P), lambda c, L, k=getattr(torch.nn, _name): k(), (4, "c", 3),
+    _how = dict(reduction="sum" if _name == "KLDivLoss" else "mean")  # torch warns of that mean
+    _module(_name, partial(_made, getattr(dd.nn, _name), _how), partial(_twin_of, getattr(torch.nn, _name), _how), (4, "c", 3),
             lambda L: (L, whole), _draw, _targets)
 _module("convert", lambda P, c: dd.nn.convert(torch.nn.Conv2d(c, 3, 3, padding=1, **_DOUBLE), P),
-        lambda c, L: torch.nn.Conv2d(c, 3, 3, padding=1, **_DOUBLE), (2, "c", 5, 4), lambda L: (L, F.conv_layout(L, 3, 3, padding=1)),
-        channel=2)  # it keeps channels whole
+        lambda c, L: torch.nn.Conv2d(c, 3, 3, padding=1, **_DOUBLE), (2, "c", 5, 4),
+        lambda L: (L, F.conv_layout(L, 3, 3, padding=1)), channel=2)  # it keeps channels whole
 BUILDERS["nn.layouts"] = BUILDERS["nn.convert"]  # where its parameters lie
 BUILDERS["nn.Loss"] = BUILDERS["nn.MSELoss"]  # the base
 

@@ -242,7 +242,7 @@ def present(*tensors):
 
 
 def _some_input(window, w, dim):
-    """(window, w), with one input channel of zeros where there is none: torch has no sum over nothing. ``dim``: w's of the inputs."""
+    """(window, w), with one input channel of zeros where there is none (torch has no sum over nothing); ``dim``: w's of them."""
     if w.shape[dim]:
         return window, w
     return tf.pad(window, (0, 0) * (window.dim() - 2) + (0, 1)), tf.pad(w, (0, 0) * (w.dim() - 1 - dim) + (0, 1))

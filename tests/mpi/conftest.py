@@ -17,7 +17,7 @@ from distdl.transport.nccl import NcclTransport
 
 # Layers are compositions: 4 ranks show every way of splitting them (uneven, empty, some of the ranks, grids), and one rank none.
 LAYERS = ("dropout_init", "expert", "fuzz_layers", "interpolate", "local", "networks", "nn", "overlap", "parallel_topology", "pool",
-          "reduce", "remat", "transition")
+          "reduce", "remat", "sweep", "transition")
 # Those that others are made of, on an odd number too.
 ODD = ("conv", "linear", "loss", "norm")
 # Trainings of whole models and their like take long.

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import pytest
 import torch
+from fuzzing import seed_of
 from serial import randn
 from sweep import BUILDERS, SCALARS, SETTINGS, Setting, _tuple, public_names, variants
 from torch.func import grad, jvp, vjp, vmap
@@ -41,11 +42,12 @@ class Checked:
         for y, (value, shape, dtype) in zip(ys, wished):
             if value is not None:
                 self.close(what, y, value, rtol)
-            elif y.dtype != dtype or (tuple(y.shape) != shape and not (self.unknown and outside_of(y, shape))):
+            elif (y.dtype != dtype and self.call.known) or (tuple(y.shape) != shape and not (self.unknown and not y.numel())):
                 self.fault(f"{what}: {tuple(y.shape)} {y.dtype} outside, expected {shape} {dtype}")
 
     @property
     def unknown(self):
+        """Whether a rank outside cannot know the result's shape: a bare partition does not tell it."""
         return "bare" in self.setting or not self.call.known
 
     @property
@@ -71,11 +73,6 @@ class Checked:
         for i, g, e in zip(self.smooth, found, expected):
             if self.call.counts(i):
                 self.close(f"{what} {i}", g, self.call.back(e) if hasattr(self.call, "back") else self.call.part(i, e))
-
-
-def outside_of(y, shape):
-    """A bare partition tells a rank outside the number of dims only."""
-    return not y.numel()
 
 
 def value(t):
@@ -151,7 +148,7 @@ def formats(t):
     last = {4: torch.channels_last, 5: torch.channels_last_3d}
     parts = [p.contiguous(memory_format=last[p.dim()]) if p.dim() in last else p for p in call.parts()]
     t.results("channels_last", _tuple(call.run(*parts)), call.cut(call.whole(*call.inputs)))
-    if not t.differentiable:
+    if not t.differentiable or not any(p.dim() in last for p in parts):
         return
     x = tuple(parts[i] for i in t.smooth)
     run = t.of_smooth(lambda *a: call.loss(_tuple(call.run(*a))), parts)
@@ -179,8 +176,22 @@ def complex_numbers(t):
     t.results("complex", _tuple(call.run(*call.parts(inputs))), call.cut(call.whole(*inputs)))
 
 
+def jacobian(t):
+    """The Jacobian across ranks of a varying result, also where a rank is outside."""
+    call = t.call
+    if not t.differentiable or not all(isinstance(place, dd.Layout) for place in (*call.outs, *call.places[:1])):
+        return
+    if len(call.outs) > 1 or t.smooth[0]:
+        return
+    others = call.parts()[1:]
+    found = dd.func.jacrev(lambda x: call.run(x, *others), call.outs[0])(call.parts()[0])
+    if call.counts(0):
+        wished = torch.func.jacrev(lambda X: call.serial(X, *call.inputs[1:]))(call.inputs[0])
+        t.close("jacrev", found, wished[(..., *call.places[0].slices())])
+
+
 PROPERTIES = dict(value=value, vmap=batched, jvp=forward, grad=reverse, channels_last=formats, inference=inference,
-                  autocast=autocast, complex=complex_numbers)
+                  autocast=autocast, complex=complex_numbers, jacrev=jacobian)
 
 # What is refused, and why: in a whole setting, or one property in all settings. Such a call raises on every rank.
 POOLS = "; ".join(n for n in BUILDERS if "Pool" in n or "_pool" in n or n == "pool_layout")
@@ -226,13 +237,16 @@ def examine(name, setting, what):
     return t.faults
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
 @pytest.mark.parametrize("name", sorted(BUILDERS))
-def test_sweep(name):
-    faults = []
-    for setting in SETTINGS:
-        if N > 1 or setting in ("last", "one", "scalar"):
-            for what in PROPERTIES:
-                faults += examine(name, setting, what)
+def test_sweep(name, every):
+    """Values in every setting; each other property in one, another one for each name and property, or, slowly, in all."""
+    faults, settings = [], [s for s in SETTINGS if N > 1 or s in ("last", "one", "scalar")]
+    for what in PROPERTIES:
+        chosen = [s for s in settings if not listed(REFUSED, name, s)]
+        some = settings if what == "value" else chosen[seed_of(name, what) % len(chosen) :][:1]
+        for setting in settings if every else some:
+            faults += examine(name, setting, what)
     dd.testing.collective_assert(not faults, "\n".join(faults[:8]))
 
 
