@@ -1,9 +1,9 @@
 """Valid arguments for every public name of ``distdl.functional``, ``dd.maps`` and ``dd.nn``, with their serial meaning.
 
 A **setting** says how tensors lie over the ranks: which dim is split over which ranks, uneven and empty, and whether a Layout or a
-bare partition is passed. A **builder** makes of a setting the :class:`Call` of a name (or of a variant, ``name/variant``): a function
-of this rank's tensors, the serial torch function, global inputs, and what this rank holds of each. Movements come from registry.py's
-definitions. ``test_sweep.py`` holds the properties.
+bare partition is passed. A **builder** makes of a setting the :class:`Call` of a name (or of a variant, ``name/variant``): a
+function of this rank's tensors, the serial torch function, global inputs, and what this rank holds of each. Movements come from
+registry.py's definitions. ``test_sweep.py`` holds the properties.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ class Moved(Call):
 
     def cut(self, ys):
         y, held = ys[self.case.rank], self.case.get(self.inputs[0], self.case.rank)
-        outside = JUNK.shape if self.run is self.case.calls.get("bare") and self.case.name == "mark_varying" else self.case.map.out_shape
+        kept = self.case.name == "mark_varying" and self.run is not self.case.map  # a rank outside keeps what it passed
+        outside = JUNK.shape if kept else self.case.map.out_shape
         return [(None if held is None else y, tuple(outside if held is None else y.shape), y.dtype)]
 
     def loss(self, ys):
@@ -210,7 +211,7 @@ def of_x(name, call, serial, shape=(3, "c", 5, 4), out=None, draw=randn, scalar=
 
     def build(s):
         L = s.lay(*shape)
-        return Call(L, lambda x: call(x, s.given(L)), serial, [draw(*L.shape, seed=1)], [L], None if out is None else lambda: out(L))
+        return Call(L, lambda x: call(x, s.given(L)), serial, [draw(*L.shape, seed=1)], [L], lambda: L if out is None else out(L))
 
     builder(name, scalar=scalar)(build)
 
@@ -228,9 +229,10 @@ def movement(build, *names, scalar=False):
 
     def make(pick):
         def built(s):
-            if (s.name, *names) not in _CASES:
-                _CASES[s.name, *names] = registry.Case(names[0], s.n, **build(s))
-            case = _CASES[s.name, *names]
+            key = (s.name, *names)
+            if key not in _CASES:
+                _CASES[key] = registry.Case(names[0], s.n, **build(s))
+            case = _CASES[key]
             return Moved(case, *pick(s, case))
 
         return built
@@ -318,7 +320,8 @@ def _strips(s):
         rest = tuple(slice(*e) if i != d else slice(None) for i, e in enumerate(box))
         return torch.cat(sides, d)[rest]
 
-    return dict(map=A, shape=L.shape, put=lambda X, r: registry.cut(X, L.partition, registry.coords(L.partition, r), L.splits), get=get)
+    put = lambda X, r: registry.cut(X, L.partition, registry.coords(L.partition, r), L.splits)
+    return dict(map=A, shape=L.shape, put=put, get=get)
 
 
 def _gathering_rows(s):
@@ -494,7 +497,8 @@ def _experts(run):
     def build(s):
         if s.name == "scalar":
             P = dd.Partition((s.n,))
-            return Call(s.lay(), lambda x, e, w: run(x, e, w, P, s.n), None, [randn(), torch.tensor(0), randn(1, 2, 4)], [whole] * 3)
+            inputs = [randn(), torch.tensor(0), randn(1, 2, 4)]
+            return Call(s.lay(), lambda x, e, w: run(x, e, w, P, s.n), None, inputs, [whole] * 3)
         tokens, experts = (1, 1) if s.name == "one" else (7, 3)
         line, rows = s.line, dd.Layout(dd.Partition((s.k, 1), s.ranks), (tokens, 4))
         table = dd.Layout(dd.Partition((s.k, 1, 1), s.ranks), (experts, 2, 4))
@@ -596,7 +600,12 @@ def _local_conv(transpose):
         if not transpose:
             return Call(L, lambda x, w: F.dist_local_conv(x, w, s.given(L), params="invariant", **more), _untied,
                         [randn(*L.shape, seed=1), w], [L, place], lambda: to)
-        fold = lambda y, w: _like_linear(torch.func.vjp(lambda x: _untied(x, w.conj()), y.new_zeros(L.shape))[1](_like_linear(y))[0])
+
+
+        def fold(y, w):
+            pull = torch.func.vjp(lambda x: _untied(x, w.conj()), y.new_zeros(L.shape))[1]
+            return _like_linear(pull(_like_linear(y))[0])
+
         return Call(L, lambda y, w: F.dist_local_conv_transpose(y, w, s.given(to), output_size=L, params="invariant"), fold,
                     [randn(*to.shape, seed=1), w], [to, place], lambda: L)
 
@@ -652,7 +661,8 @@ def _flat(s, back):
     b, c, m = L.shape
     M = dd.Layout(dd.Partition((1, s.k), s.ranks), (b, c * m))
     if back:
-        return Call(L, lambda y: F.dist_unflatten(y, M, L, L.shape), lambda y: y.reshape(L.shape), [randn(*M.shape)], [M], lambda: L)
+        call = lambda y: F.dist_unflatten(y, M, L, L.shape)
+        return Call(L, call, lambda y: y.reshape(L.shape), [randn(*M.shape)], [M], lambda: L)
     return Call(L, lambda x: F.dist_flatten(x, s.given(L), M), lambda x: x.flatten(1), [randn(*L.shape)], [L], lambda: M)
 
 
@@ -727,6 +737,17 @@ _norm("dist_rms_norm", lambda x, P, shape, w: F.dist_rms_norm(x, P, shape, w, **
 
 # ---- reductions
 
+
+def _reduction(call, serial, dims, keepdim, more, s):
+    L = s.lay(4, "c", 5)
+    every = tuple(range(L.ndim)) if dims is None or not L.ndim else tuple(d % L.ndim for d in dims)
+    asked = dims if L.ndim and dims else None if call is not F.dist_logsumexp else every
+    asked = asked[0] if call is F.dist_argmax and asked else asked
+    place = Left(L, every, keepdim) if len(every) < L.ndim else whole
+    return Call(L, lambda x: call(x, s.given(L), asked, keepdim, **more), lambda x: serial(x, every, keepdim),
+                [randn(*L.shape, seed=1)], [L], lambda: place)
+
+
 for _name, _serial in {
     "sum": torch.sum, "mean": torch.mean, "max": torch.amax, "min": torch.amin,
     "var": lambda x, dims, keepdim: x.var(dims, correction=0, keepdim=keepdim),
@@ -734,19 +755,9 @@ for _name, _serial in {
     "logsumexp": torch.logsumexp,
     "argmax": lambda x, dims, keepdim: x.argmax(dims[0] if len(dims) == 1 and x.dim() != 1 else None, keepdim),
 }.items():  # fmt: skip
-    _more = {"correction": 0} if _name == "var" else {}
     for _dims, _keepdim in ((None, False), ((0,), True), ((-1,), False)):
-
-        def _reduction(s, call=getattr(F, f"dist_{_name}"), serial=_serial, dims=_dims, keepdim=_keepdim, more=_more):
-            L = s.lay(4, "c", 5)
-            every = tuple(range(L.ndim)) if dims is None or not L.ndim else tuple(d % L.ndim for d in dims)
-            asked = dims if L.ndim and dims else None if call is not F.dist_logsumexp else every
-            asked = asked[0] if call is F.dist_argmax and asked else asked
-            place = Left(L, every, keepdim) if len(every) < L.ndim else whole
-            return Call(L, lambda x: call(x, s.given(L), asked, keepdim, **more), lambda x: serial(x, every, keepdim),
-                        [randn(*L.shape, seed=1)], [L], lambda: place)
-
-        builder(f"dist_{_name}/{_dims}", scalar=True)(_reduction)
+        builder(f"dist_{_name}/{_dims}", scalar=True)(
+            partial(_reduction, getattr(F, f"dist_{_name}"), _serial, _dims, _keepdim, {"correction": 0} if _name == "var" else {}))
 
 # ---- losses
 
@@ -837,41 +848,34 @@ def _module(name, make, twin, shape=None, out=None, draw=randn, targets=None, ch
         if targets is not None:
             inputs.append(targets(L))
             places.append(L if inputs[-1].shape == L.shape else along(L, 0, 2))
-        return Call(L, called(module), called(serial), [draw(*x_layout.shape, seed=1) if isinstance(x_layout, dd.Layout) else x_layout[0],
-                    *inputs], [x_layout if isinstance(x_layout, dd.Layout) else x_layout[1], *places], lambda: y_layout)  # fmt: skip
+        x, place = (draw(*x_layout.shape, seed=1), x_layout) if isinstance(x_layout, dd.Layout) else x_layout
+        return Call(L, called(module), called(serial), [x, *inputs], [place, *places], lambda: y_layout)
 
     builder(f"nn.{name}")(build)
 
 
-def _spatial(n):
-    return (2, "c", 5, 4, 3)[: n + 2]
-
-
-def _same_space(L):
-    return L, L
+def _spatial_modules(n):
+    shape = (2, "c", 5, 4, 3)[: n + 2]
+    ours, torchs = (lambda kind: getattr(dd.nn, f"{kind}{n}d")), (lambda kind: getattr(torch.nn, f"{kind}{n}d"))
+    sizes = lambda L: (2, 1, 1) if L.shape[-1] > 1 else (1, 1, 0)
+    _module(f"Conv{n}d", lambda P, c: ours("Conv")(P, c, 3, 3, padding=1, **_DOUBLE),
+            lambda c, L: torchs("Conv")(c, 3, 3, padding=1, **_DOUBLE), shape, lambda L: (L, F.conv_layout(L, 3, 3, padding=1)))
+    _module(f"ConvTranspose{n}d", lambda P, c: ours("ConvTranspose")(P, c, 3, 2, 2, **_DOUBLE),
+            lambda c, L: torchs("ConvTranspose")(c, 3, 2, 2, **_DOUBLE), shape, lambda L: (L, F.conv_transpose_layout(L, 3, 2, 2)))
+    _module(f"LocalConv{n}d", lambda P, c: ours("LocalConv")(P, c, 3, 1, P.shape[2:], **_DOUBLE),
+            lambda c, L: ours("LocalConv")(alone(L), c, 3, 1, L.shape[2:], **_DOUBLE), shape,
+            lambda L: (L, F.conv_layout(L, 3, 1)))
+    for kind in ("MaxPool", "AvgPool"):
+        _module(f"{kind}{n}d", lambda P, c, kind=kind: ours(kind)(P, *sizes(P)),
+                lambda c, L, kind=kind: torchs(kind)(*sizes(L)), shape, lambda L: (L, F.pool_layout(L, *sizes(L))))
+        _module(f"Adaptive{kind}{n}d", lambda P, c, kind=kind: ours(f"Adaptive{kind}")(P, 2),
+                lambda c, L, kind=kind: torchs(f"Adaptive{kind}")(2), shape,
+                lambda L: (L, L.with_shape((*L.shape[:2], *(2,) * (L.ndim - 2)))))
+    _module(f"L2Pool{n}d", lambda P, c: ours("L2Pool")(P, 1), lambda c, L: ours("L2Pool")(alone(L), 1), shape)
 
 
 for _n in (1, 2, 3):
-    _shape = _spatial(_n)
-    _torch = lambda kind, n=_n: getattr(torch.nn, f"{kind}{n}d")
-    _ours = lambda kind, n=_n: getattr(dd.nn, f"{kind}{n}d")
-    _module(f"Conv{_n}d", lambda P, c, k=_ours("Conv"): k(P, c, 3, 3, padding=1, **_DOUBLE),
-            lambda c, L, k=_torch("Conv"): k(c, 3, 3, padding=1, **_DOUBLE), _shape,
-            lambda L: (L, F.conv_layout(L, 3, 3, padding=1)))
-    _module(f"ConvTranspose{_n}d", lambda P, c, k=_ours("ConvTranspose"): k(P, c, 3, 2, 2, **_DOUBLE),
-            lambda c, L, k=_torch("ConvTranspose"): k(c, 3, 2, 2, **_DOUBLE), _shape,
-            lambda L: (L, F.conv_transpose_layout(L, 3, 2, 2)))
-    _module(f"LocalConv{_n}d", lambda P, c, k=_ours("LocalConv"): k(P, c, 3, 1, P.shape[2:], **_DOUBLE),
-            lambda c, L, k=_ours("LocalConv"): k(alone(L), c, 3, 1, L.shape[2:], **_DOUBLE), _shape,
-            lambda L: (L, F.conv_layout(L, 3, 1)))
-    for _kind in ("MaxPool", "AvgPool"):
-        _sizes = lambda L: (2, 1, 1) if L.shape[-1] > 1 else (1, 1, 0)
-        _module(f"{_kind}{_n}d", lambda P, c, k=_ours(_kind): k(P, *_sizes(P)), lambda c, L, k=_torch(_kind): k(*_sizes(L)), _shape,
-                lambda L: (L, F.pool_layout(L, *_sizes(L))))
-        _module(f"Adaptive{_kind}{_n}d", lambda P, c, k=_ours(f"Adaptive{_kind}"): k(P, 2),
-                lambda c, L, k=_torch(f"Adaptive{_kind}"): k(2), _shape,
-                lambda L: (L, L.with_shape((*L.shape[:2], *(2,) * (L.ndim - 2)))))
-    _module(f"L2Pool{_n}d", lambda P, c, k=_ours("L2Pool"): k(P, 1), lambda c, L, k=_ours("L2Pool"): k(alone(L), 1), _shape)
+    _spatial_modules(_n)
 
 for _name, _make, _twin in (
     ("BatchNorm", lambda P, c: dd.nn.BatchNorm(P, c, track_running_stats=False, **_DOUBLE),
