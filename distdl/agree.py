@@ -221,8 +221,8 @@ def block_sizes(own: int, P: Partition, dim: int, total: int | None) -> tuple[in
     if total is not None or P.shape[dim] == 1:
         return balanced(own if total is None else total, P.shape[dim])
     fibre = P.along(dim)
-    if fibre is None:
-        return (0,) * P.shape[dim]
+    if fibre is None:  # all that is known here: what it passed as a first block
+        return (own, *(0,) * (P.shape[dim] - 1))
     found = world(P.world).all_gather(own, fibre.ranks, "sizes of a parameter's blocks")
     return tuple(found[r] for r in fibre.ranks)
 
@@ -242,16 +242,20 @@ def check_tensor(op: str, x, P) -> None:
                          next_step="ranks that hold nothing pass any tensor of the dtype and device that the others have")
 
 
-def outside_shape(x, ndim: int) -> tuple[int, ...]:
-    """The shape of what a rank that takes no part gets: no element, and as many dims as its peers', whatever x it passed."""
+def outside_shape(x, P) -> tuple[int, ...]:
+    """The shape of what a rank that takes no part gets, whatever x it passed: no element, and as many dims as its peers'; of a
+    Layout the first block's sizes in all dims but the first."""
+    if isinstance(P, Layout):
+        return P.local_shape()
+    ndim = partition_of(P).ndim
     return (0, *x.shape[1:]) if x.dim() == ndim else (0,) * max(ndim, 1)
 
 
 def outside(xs, P=None):
-    """What a rank that takes no part gets: zero-volume tensors that stay connected, with as many dims as ``P``; ``None``: as each
-    of the tensors itself."""
+    """What a rank that takes no part gets: zero-volume tensors that stay connected, see :func:`outside_shape`; ``None``: with as
+    many dims as each of the tensors itself."""
     xs = [x if isinstance(x, torch.Tensor) else torch.empty(0) for x in xs]
-    return [nothing(outside_shape(x, x.dim() if P is None else partition_of(P).ndim), x) for x in xs]
+    return [nothing((0, *x.shape[1:]) if P is None else outside_shape(x, P), x) for x in xs]
 
 
 __all__ = ["DistdlError", "Report", "alike", "block_sizes", "check_tensor", "negotiate", "outside", "outside_shape", "partition_of",

@@ -41,6 +41,13 @@ def _paddings(padding, kernel, stride, dilation, op):
     return tuple(p if isinstance(p, tuple) else (p, p) for p in per_dim(padding, n, "padding", op))
 
 
+def check_grid(op, P, n: int) -> None:
+    """Raise unless ``P`` has the dims of an x with ``n`` spatial ones."""
+    if P.ndim != n + 2:
+        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=P, expected=n + 2, actual=P.ndim,
+                             next_step="give P one dim for the batch, one for the channels and one for each dim of the kernel")
+
+
 def _with_sizes(L: Layout, channels, space) -> Layout:
     """L with other channel blocks and another spatial size."""
     out = L.with_shape((L.shape[0], L.shape[1], *space))
@@ -51,9 +58,6 @@ def _with_sizes(L: Layout, channels, space) -> Layout:
 
 def _spec(L: Layout, n: int, mode, channels, space, in_range, need, op) -> HaloSpec:
     """Windows of x for blocks of the output: ``need`` in the spatial dims, ``in_range`` in the channel dim."""
-    if L.ndim != n + 2:
-        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim,
-                             next_step="give P one dim for the batch, one for the channels and one for each dim of the kernel")
     if min(space) < 0:
         raise PartitionError("the output would have no size", op=op, partitions=L, expected=">= 0", actual=space,
                              next_step="pad more, or use a smaller kernel or dilation")
@@ -194,12 +198,15 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
     options = dict(stride=stride, padding=padding, dilation=dilation, padding_mode=padding_mode, overlap=overlap)
     if where.ndim == n + 3:
         return _general(dist_conv, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[1], w.shape[0], options)
+    check_grid(op, P, n)
     w, bias = replicated(params, where, [d for d in range(where.ndim) if d != 1], w, bias)
     kernel, in_per_group = w.shape[2:], w.shape[1]
     stride, dilation, pads, least = _conv_arguments(kernel, stride, padding, dilation, padding_mode)
 
     def body(x, L):
         channels = block_sizes(w.shape[0], where, 1, out_channels)
+        if not L.active:
+            return nothing(conv_layout(L, channels, kernel, stride, padding, dilation).local_shape(), x, *present(w, bias))
         spec, own, out_per_group = _conv_windows(L, channels, kernel, stride, pads, dilation, groups, in_per_group, padding_mode)
         first = _own_start(op, spec.out_layout, w.shape[0])
         check_bias(op, L, bias, w.shape[0])
@@ -212,7 +219,8 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
             if not w.shape[0]:
                 sizes = [(m + 2 * p - f) // s + 1 for m, p, f, s in zip(window.shape[2:], own, least, stride)]
                 return _no_channels(window, sizes, w, bias)
-            return conv(window, w, bias, own)
+            window, weight = _some_input(window, w, 1)
+            return conv(window, weight, bias, own)
 
         coords = where.index()
         if coords is not None and overlap:
@@ -226,7 +234,19 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
 
 def _no_channels(window, sizes, w, bias):
     """The result of a rank that has no output channel, connected to all that its peers' results depend on."""
-    return nothing((window.shape[0], 0, *sizes), window, *(t for t in (w, bias) if t is not None))
+    return nothing((window.shape[0], 0, *sizes), window, *present(w, bias))
+
+
+def present(*tensors):
+    """Those that are not ``None``."""
+    return [t for t in tensors if t is not None]
+
+
+def _some_input(window, w, dim):
+    """(window, w), with one input channel of zeros where there is none (torch has no sum over nothing); ``dim``: w's of them."""
+    if w.shape[dim]:
+        return window, w
+    return tf.pad(window, (0, 0) * (window.dim() - 2) + (0, 1)), tf.pad(w, (0, 0) * (w.dim() - 1 - dim) + (0, 1))
 
 
 def _check_groups(op, L, out_channels, groups, in_channels) -> int:
@@ -265,7 +285,10 @@ def _general(inner, x, w, P, bias, x_layout, y_layout, params, groups, shape, w_
     coords = P.index()
     if coords is None:
         check_tensor(op, x, P)
-        return nothing((0, w_out, *x.shape[2:]) if x.dim() == P.ndim - 1 else (0,) * (P.ndim - 1), x, w)
+        if shape is None:
+            return nothing((0, w_out, *x.shape[2:]) if x.dim() == P.ndim - 1 else (0,) * (P.ndim - 1), x, *present(w, bias))
+        at_root = P.take(2, 0).take(1, 0, keepdim=True)
+        return inner(x, w, Layout(at_root, (shape[0], w_in, *shape[2:])), bias, **options)
     here = P.take(2, coords[2]).take(1, coords[1], keepdim=True)  # the ranks of this (out, in) block: (batch, 1, *space)
     L = None if shape is None else Layout(here, (shape[0], w_in, *shape[2:]))
     x = spread(x, P, 1, x_layout, 1, None if L is None else L.local_shape())
@@ -301,6 +324,7 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
     if where.ndim == n + 3:
         return _general(dist_conv_transpose, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[0],
                         w.shape[1], options)
+    check_grid(op, P, n)
     w, bias = replicated(params, where, [d for d in range(where.ndim) if d != 1], w, bias)
     s, p, extra, d = (per_dim(v, n, "an argument", op) for v in (stride, padding, output_padding, dilation))
     k = tuple(w.shape[2:])
@@ -314,6 +338,9 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
         return lo, max((o1 - 1 + p[i]) // s[i] + 1, lo + 1)
 
     def body(x, L):
+        if not L.active:
+            channels = block_sizes(w.shape[1] * groups, where, 1, out_channels)
+            return nothing(conv_transpose_layout(L, channels, k, s, p, extra, d).local_shape(), x, *present(w, bias))
         # A block of output channels is w's second dim, or with groups (whole ones here) the groups of w's first.
         split = where.shape[1] > 1 and groups > 1
         in_per_group = L.shape[1] // groups
@@ -335,7 +362,8 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
             if not own:
                 return _no_channels(window, [max(b - a, 1) for a, b in blocks], w, bias)
             here = max(own // out_per_group, 1)
-            y = _CONV_TRANSPOSE[n](window, w, None, s, 0, 0, here, d)
+            window, weight = _some_input(window, w, 0)
+            y = _CONV_TRANSPOSE[n](window, weight, None, s, 0, 0, here, d)
             fills = []  # torch's pad takes the last dim first
             for i in reversed(range(n)):
                 o0, o1 = blocks[i] if blocks[i][0] < blocks[i][1] else (0, 1)

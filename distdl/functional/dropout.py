@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..agree import alike
+from ..agree import alike, check_tensor, outside, partition_of
 from ..errors import PartitionError
+from ..partition import Layout
 from . import random
-from .reduce import check_block
 from .window import with_layout
 
 __all__ = ["dist_dropout", "dist_feature_dropout"]
@@ -18,7 +18,10 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
                              next_step="give the share of entries that becomes zero")
     alike(op, P)
     if not training or p == 0:
-        return x
+        if partition_of(P, op).active:
+            return x
+        check_tensor(op, x, P)
+        return outside([x], P if shape is None else Layout(partition_of(P), shape))[0]
     least, scale = round(p * 2**62), 0.0 if p == 1 else 1 / (1 - p)
 
     def body(x, L):
@@ -26,11 +29,9 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
         if L.ndim < n:
             raise PartitionError("x needs batch and channel", op=op, partitions=L, expected=f"{n} dims or more", actual=L.ndim,
                                  next_step="use dist_dropout, or lay x out over (batch, channel, *space)")
-        if L.active:
-            check_block(op, x, L)
         box = L.box() or [(0, size) for size in x.shape]
         keep = random.bits(box[:n], L.shape[:n], seed, x.device, lambda h: random._shift(h, 1) >= least)
-        return x * keep.reshape(*keep.shape, *(1,) * (L.ndim - n)) * scale
+        return x * keep.reshape((*keep.shape, *(1,) * (L.ndim - n))) * scale
 
     return with_layout(op, x, P, shape, body)
 

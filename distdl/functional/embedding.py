@@ -89,7 +89,8 @@ def dist_embedding(idx, w, P, *, padding_idx=None, max_norm=None, norm_type=2.0,
     batch = where.ndim - 2
     (w,) = replicated(params, where, range(batch), w)
     if not where.active:
-        return nothing((0,) * (batch + 1), w)
+        shape = P.local_shape() if isinstance(P, Layout) else (*idx.shape[:batch], *(0,) * (batch - idx.dim()), *w.shape)
+        return nothing((0, *shape[1:batch], shape[-1])[: batch + 1], w)
     L = P if isinstance(P, Layout) else None
     if L is not None:
         num_embeddings = L.sizes(batch)

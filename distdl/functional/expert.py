@@ -73,7 +73,7 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     coords = where.index()
     if coords is None:
         check_tensor(op, x, where)
-        return nothing((0, x.shape[-1]), x)
+        return nothing((0, x.shape[1] if x.dim() == 2 else 0), x)
     if x.dim() != 2 or expert.shape != x.shape[:1] or expert.is_floating_point() or expert.dtype == torch.bool:
         raise ShapeError("one expert for each token is needed", op=op, expected="x (tokens, features), integers expert (tokens,)",
                          actual=(tuple(x.shape), tuple(expert.shape), expert.dtype), partitions=where,
@@ -118,5 +118,8 @@ def dist_expert_linear(x, w, P, expert, bias=None, *, num_experts: int):
         raise ShapeError("bias does not fit w", op="dist_expert_linear", partitions=P, expected=tuple(w.shape[:2]),
                          actual=tuple(bias.shape), next_step="give every expert of this rank its own bias")
     (x,) = autocast("dist_expert_linear", 2, x)
+    if partition_of(P).ndim == 1 and not partition_of(P).active:
+        check_tensor("dist_expert_linear", x, P)
+        return nothing((0, w.shape[1]), x, w, *(() if bias is None else (bias,)))
     return expert_parallel(lambda k, tokens: torch.nn.functional.linear(tokens, w[k], None if bias is None else bias[k]),
                            x, expert, P, num_experts)

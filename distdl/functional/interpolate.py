@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from ..errors import PartitionError, ShapeError
+from ..errors import PartitionError
 from ..halo import HaloSpec, per_dim
 from ..ties import nothing
 from .movement import halo_exchange
@@ -179,9 +179,6 @@ def dist_interpolate(x, P, size=None, scale_factor=None, mode="nearest", align_c
         if dims not in (None, L.ndim - 2):
             raise PartitionError(f"mode '{mode}' has another number of spatial dims", op=op, partitions=L, expected=dims,
                                  actual=L.ndim - 2, next_step="use the mode for this number of dims")
-        if not x.is_floating_point():
-            raise ShapeError("interpolation needs a floating dtype", op=op, expected="a floating dtype", actual=x.dtype,
-                             partitions=L, next_step="convert x first: x.float()")
         if mode == "area":
             y = dist_adaptive_avg_pool(x, L, sizes)
             return y if L.active else nothing(L.with_shape((*L.shape[:2], *sizes)).local_shape(), y)
@@ -205,4 +202,4 @@ def dist_interpolate(x, P, size=None, scale_factor=None, mode="nearest", align_c
             y = _apply_taps(y, d, index - lo, weight)
         return y.to(x.dtype)
 
-    return with_layout(op, x, P, shape, body)
+    return with_layout(op, x, P, shape, body, kinds="a floating dtype")

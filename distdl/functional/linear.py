@@ -115,7 +115,8 @@ def dist_linear(x, w, P, bias=None, *, x_layout="root", y_layout="root", x_dim=-
     (w,) = replicated(params, where, range(batch), w)
     (bias,) = replicated(params, where, (*range(batch), batch + 1), bias)
     if not where.active:
-        return nothing((0, *x.shape[1:-1], w.shape[0]) if x.dim() == where.ndim - 1 else (0,) * (batch + 1), x, w)
+        shape = P.local_shape()[1:-1] if local else (*x.shape[1:-1], w.shape[0]) if x.dim() == batch + 1 else (0,) * batch
+        return nothing((0, *shape), x, w, *(() if bias is None else (bias,)))
     x = spread(x, where, batch, x_layout, _along(x_dim, where.ndim - 1), local)
     if x.shape[-1] != w.shape[-1]:
         raise ShapeError("w does not fit x", op="dist_linear", partitions=where, expected=f"w of shape (out, {x.shape[-1]})",

@@ -13,7 +13,7 @@ from ..halo import HaloSpec, per_dim
 from ..partition import Layout, balanced
 from ..ties import nothing
 from .autocast import autocast, without_autocast
-from .conv import _CONV, _conv_need, _own_start, _spec, _transposed_size, _with_sizes
+from .conv import _CONV, _conv_need, _own_start, _spec, _transposed_size, _with_sizes, check_grid
 from .movement import all_sum_reduce, halo_exchange
 from .params import replicated
 from .reduce import power, wide
@@ -66,9 +66,6 @@ def _local_spec(op, L: Layout, out: Layout | None, filters, kernel, stride) -> H
     if out is not None:
         return HaloSpec.needs(L, None, out, lambda d, o0, o1: (o0, o1) if d == 0 else (0, channels) if d == 1
                               else need(d - 2, o0, o1), "none")
-    if L.ndim != n + 2:
-        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim,
-                             next_step="give P one dim for the batch, one for the channels and one for each dim of the kernel")
     space = HaloSpec.window(L, None, kernel, stride).out_layout.shape[2:]
     return _spec(L, n, "none", filters, space, lambda o0, o1: (0, channels), need, op)
 
@@ -111,6 +108,7 @@ def dist_local_conv(x, w, P, *, stride=1, shape=None, out_channels=None, params=
     """
     op, where = "dist_local_conv", partition_of(P)
     n, kernel, stride = _arguments(op, w, stride)
+    check_grid(op, P, n)
     (w,) = replicated(params, where, (0,), w)
 
     def body(x, L):
@@ -167,14 +165,12 @@ def dist_local_conv_transpose(y, w, P, *, stride=1, output_size=None, shape=None
     """
     op, where = "dist_local_conv_transpose", partition_of(P)
     n, kernel, stride = _arguments(op, w, stride)
+    check_grid(op, P, n)
     (w,) = replicated(params, where, (0,), w)
     channels = w.shape[n + 1]
 
     def body(y, L):
         (own,) = autocast(op, L.ndim, w)
-        if L.ndim != n + 2:
-            raise PartitionError("y needs batch, filter and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim,
-                                 next_step="give P one dim for the batch, one for the filters and one for each dim of the kernel")
         out = _output_layout(op, L, channels, kernel, stride, output_size)
         _check_w(op, w, L, channels, n)
         back = maps.halo_exchange(_local_spec(op, out, L, None, kernel, stride)).T
@@ -255,4 +251,4 @@ def dist_lcn(x, P, kernel_size, *, shape=None):
         square = blurred(v.square())
         return (v / torch.where(square > 0, power(square, 0.5), 1)).to(x.dtype)
 
-    return with_layout(op, x, P, shape, body)
+    return with_layout(op, x, P, shape, body, kinds="a floating dtype")

@@ -107,7 +107,7 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
     if not where.active:
         if reduction != "none" or not rest:
             return zero_loss(x).to(dtype)
-        return nothing((0, *outside_shape(x, where.ndim)[2:]), x, dtype=dtype)
+        return nothing((0, *outside_shape(x, P)[2:]), x, dtype=dtype)
     x, first, classes = _classes(op, x, P, c)
     _check_target(op, x, target, weight, c, likely, P)
 
@@ -195,9 +195,9 @@ def _pointwise(op, losses, x, y, P, reduction, weight=None):
     dtype = _dtype(op, x, y, P)
     if not where.active:
         x, y = (t.abs() if t.is_complex() else t for t in (x, y))
-        if reduction != "none" or not where.ndim:
+        if reduction != "none":
             return zero_loss(x, y).to(dtype)
-        return nothing(outside_shape(x, where.ndim), x, y, dtype=dtype)
+        return nothing(outside_shape(x, P), x, y, dtype=dtype)
     if x.shape != y.shape:
         raise ShapeError("prediction and target have different shapes", op=op, expected=tuple(x.shape), actual=tuple(y.shape),
                          next_step="pass blocks of one layout; nothing is broadcast", partitions=P)

@@ -207,8 +207,13 @@ def mark_varying(x, P, dims=None):
     """Invariant -> varying along partition dims ``dims``: the identity, whose adjoint is the all-reduce.
 
     Data parallelism is ``w = F.mark_varying(w, P)``: every rank uses its copy, and the gradient is their sum. A layer with
-    ``params="invariant"`` that gets the result itself does not sum over these ranks again.
+    ``params="invariant"`` that gets the result itself does not sum over these ranks again. It changes no shape: a rank outside
+    ``P`` gets back what it passed.
     """
+    where = partition_of(P, "mark_varying")
+    if not where.active:
+        world(where.world).check("mark_varying", where)
+        return x
     name_when_checking(x)
     y = _summing(maps.mark_varying, x, P, dims)
     tag(y, x, P, dims)
@@ -239,7 +244,7 @@ def all_gather(x, P, dims=None, *, shape=None):
     else:
         xs, tree, reports = negotiate("all_gather", xs, P, tree=tree, arguments=f"dims={dims}")
         if reports is None:
-            return _torch.unflatten(outside(xs), tree)
+            return _torch.unflatten(outside(xs, None if isinstance(dims, dict) else P), tree)
         movements = [_negotiated_gathering(P, dims, {r: reports[r].leaves[i][0] for r in P.ranks}) for i in range(len(xs))]
     return moved(xs, movements, tree)
 

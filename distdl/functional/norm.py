@@ -23,7 +23,7 @@ from .autocast import autocast
 from .moments import count, cut_group_moments, merged, moments, statistics, within
 from .movement import all_sum_reduce
 from .params import replicated
-from .reduce import check_block, wide
+from .reduce import check_block, check_kind, wide
 
 __all__ = ["dist_batch_norm", "dist_group_norm", "dist_instance_norm", "dist_layer_norm", "dist_rms_norm"]
 
@@ -38,14 +38,11 @@ def _enter(op, x, P, least, *parameters):
     if where.ndim < least:
         raise PartitionError("too few dims", op=op, partitions=P, expected=f"at least {least}", actual=where.ndim,
                              next_step="lay x out over a partition with one dim for each of its own")
+    (check_block if where.active else check_tensor)(op, x, P)
+    check_kind(op, x, P, "a floating dtype")
     if not where.active:
-        check_tensor(op, x, P)
-        return nothing(outside_shape(x, where.ndim), x, *(t for t in parameters if t is not None)), None
-    check_block(op, x, P)
+        return nothing(outside_shape(x, P), x, *(t for t in parameters if t is not None)), None
     (x,), (L,) = resolve(op, (x,), P)
-    if not x.is_floating_point():
-        raise ShapeError("only floating tensors can be normalised", op=op, expected="a floating dtype", actual=x.dtype,
-                         partitions=P, next_step="convert x first: x.float()")
     return x, L
 
 

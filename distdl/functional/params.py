@@ -39,7 +39,7 @@ def replicated(params, P, dims, *tensors):
         raise PartitionError("unknown kind of parameters", op="replicated", expected='"varying" or "invariant"', actual=params,
                              next_step="see \"The cotangent convention\" in the documentation", partitions=P)
     where = partition_of(P)
-    if where.index() is None:  # a rank outside keeps its own: its empty part needs their shapes
+    if not where.active:
         return tensors
     mark = mark_of(where, set(range(where.ndim)).difference(where.dims(dims)))
     left: dict[tuple, list] = {}  # those that are to be marked along the same dims: all of them, mostly

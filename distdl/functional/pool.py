@@ -19,6 +19,7 @@ __all__ = ["dist_adaptive_avg_pool", "dist_adaptive_max_pool", "dist_avg_pool", 
            "pool_layout"]
 
 _MAX = {1: tf.max_pool1d, 2: tf.max_pool2d, 3: tf.max_pool3d}
+_REAL = "a real dtype"
 _AVG = {2: tf.avg_pool2d, 3: tf.avg_pool3d}
 
 
@@ -74,7 +75,7 @@ def dist_max_pool(x, P, kernel_size, stride=None, padding=0, dilation=1, ceil_mo
             return _MAX[len(kernel)](_refill(window, box, sizes, low), kernel, step, 0, holes, return_indices=return_indices)
 
         least = [1, *(d * (k - 1) + 1 for k, d in zip(kernel, holes))]
-        if not return_indices:
+        if not return_indices or not L.active:
             return windowed(x, spec, least, local)
         places = []
 
@@ -86,7 +87,7 @@ def dist_max_pool(x, P, kernel_size, stride=None, padding=0, dilation=1, ceil_mo
         y = windowed(x, spec, least, with_places)
         return y, places[0][tuple(slice(0, n) for n in y.shape)]
 
-    return with_layout(op, x, P, shape, body)
+    return with_layout(op, x, P, shape, body, return_indices, _REAL)
 
 
 def _box(spec):
@@ -157,7 +158,7 @@ def dist_avg_pool(x, P, kernel_size, stride=None, padding=0, ceil_mode=False, co
 
         return windowed(x, spec, [1, *kernel], local)
 
-    return with_layout(op, x, P, shape, body)
+    return with_layout(op, x, P, shape, body, kinds=_REAL)
 
 
 def _sums(window, kernel, step):
@@ -191,7 +192,7 @@ def dist_l2_pool(x, P, kernel_size, stride=None, *, shape=None):
 
         return windowed(x, spec, [1, *kernel], local)
 
-    return with_layout(op, x, P, shape, body)
+    return with_layout(op, x, P, shape, body, kinds=_REAL)
 
 
 def _adaptive_spec(op, L, output_size):
@@ -257,9 +258,9 @@ def dist_adaptive_max_pool(x, P, output_size, *, return_indices=False, shape=Non
             return window
 
         y = windowed(x, spec, [1] * (1 + len(sizes)), local)
-        return (y, places[0][tuple(slice(0, n) for n in y.shape)]) if return_indices else y
+        return (y, places[0][tuple(slice(0, n) for n in y.shape)]) if return_indices and L.active else y
 
-    return with_layout(op, x, P, shape, body)
+    return with_layout(op, x, P, shape, body, return_indices, _REAL)
 
 
 def dist_adaptive_avg_pool(x, P, output_size, *, shape=None):
@@ -285,7 +286,7 @@ def dist_adaptive_avg_pool(x, P, output_size, *, shape=None):
 
         return windowed(x, spec, [1] * (1 + len(sizes)), local)
 
-    return with_layout(op, x, P, shape, body)
+    return with_layout(op, x, P, shape, body, kinds=_REAL)
 
 
 def _global_avg_pool(x, L, out: Layout):

@@ -158,7 +158,7 @@ def bits(box, shape, seed, device, make):
             index, place = index + (here + start) * stride, place // size if d else place
         parts.append(make(_shift(_mix(key + index * _GAMMA), 1)))
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return flat.reshape(local)
+    return flat.reshape(-1)[: math.prod(local)].reshape(local)  # a rank outside of a partition without dims has no element
 
 
 def _block(layout):

@@ -13,6 +13,7 @@ from ..program import channels_last
 from ..ties import nothing
 from .autocast import autocast
 from .movement import halo_exchange
+from .reduce import check_block, check_kind
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 MODES = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
@@ -45,7 +46,9 @@ def on_window(window, spec: HaloSpec, least, local):
     """
     first = window.dim() - len(least)
     coords = spec.in_layout.partition.index()
-    empty = _empty_dims(spec, coords, first) if coords else [d for d in range(first, window.dim()) if window.shape[d] == 0]
+    if coords is None:
+        return nothing(spec.out_layout.local_shape(), window)
+    empty = _empty_dims(spec, coords, first)
     for d in empty:
         shape = list(window.shape)
         shape[d] = least[d - first]
@@ -56,17 +59,28 @@ def on_window(window, spec: HaloSpec, least, local):
     return y
 
 
-def with_layout(op, x, P, shape, body):
-    """Resolve the layout of x and call ``body(x, layout)``; on a rank that takes no part, a placeholder."""
+def with_layout(op, x, P, shape, body, indices=False, kinds="any dtype"):
+    """Resolve the layout of x and call ``body(x, layout)``; on a rank that takes no part, a placeholder.
+
+    ``indices``: there are two results, the second one integers; outside, ``body`` returns the first one. ``kinds``: what dtypes x
+    may have, see :func:`check_kind`.
+    """
+
+    def outside_result(y):
+        return (y, y.detach().to(torch.int64)) if indices else y
+
     (x,) = autocast(op, partition_of(P, op).ndim, x)
+    if isinstance(x, torch.Tensor):
+        check_kind(op, x, P, kinds)
     xs, layouts = resolve(op, [x], P, shape)
     if layouts is None:
-        return outside(xs, P)[0]
+        return outside_result(outside(xs, P)[0])
     layout = layouts[0]
     x = xs[0]
     if not layout.active:
         check_tensor(op, x, layout)
-        x = x if x.shape == layout.local_shape() else nothing(layout.local_shape(), x)
+        return outside_result(body(x if x.shape == layout.local_shape() else nothing(layout.local_shape(), x), layout))
+    check_block(op, x, layout)
     y = body(x, layout)
     if x.dim() not in _FORMATS or x.is_contiguous() or _torch.transforms_active() or not channels_last(x.shape, x.stride()):
         return y

@@ -17,7 +17,7 @@ from distdl.transport.nccl import NcclTransport
 
 # Layers are compositions: 4 ranks show every way of splitting them (uneven, empty, some of the ranks, grids), and one rank none.
 LAYERS = ("convert", "dropout_init", "expert", "fuzz_layers", "interpolate", "local", "networks", "nn", "nn_idioms", "overlap",
-          "parallel_topology", "pool", "reduce", "remat", "transition")
+          "parallel_topology", "pool", "reduce", "remat", "sweep", "transition")
 # Those that others are made of, on an odd number too.
 ODD = ("conv", "linear", "loss", "norm", "parallel_sums")
 # Trainings of whole models and their like take long.
