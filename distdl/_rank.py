@@ -15,6 +15,7 @@ import sys
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # this file's folder: its modules must not hide the standard library's
 
+import contextlib
 import fcntl
 import os
 import pickle
@@ -37,7 +38,7 @@ class Roll:
     """A file with a record for each process, which holds a lock on its own as long as it lives.
 
     The system takes a lock back whatever ends its process, and a fork does not inherit it: a record without a lock is that of a
-    process which is gone, or was never there. Nobody may look at a record of its own, or open the file twice: that gives its lock back.
+    process which is gone, or was never there. A process that looks at its own record, or opens the file twice, gives its lock back.
     """
 
     def __init__(self, path: str, make: bool = False):
@@ -108,10 +109,8 @@ def watch_parents(reports: str, roll: Roll | None, rank: int | None, size: int) 
         if rank is not None and roll is not None and any(roll.runs(r + 1) for r in range(rank)):
             time.sleep(_GRACE / 5)  # one rank speaks, and asks the launcher, for all
         what = "the process that started this job" if os.getppid() == parent else "the launcher of the ranks"
-        try:
+        with contextlib.suppress(OSError):  # what it would be written to may be gone, too
             os.write(2, f"distdl: rank {rank}: {what} is gone; ending the job\n".encode())
-        except OSError:  # so is what it would have been written to
-            pass
         if size > 1 and os.getppid() == parent:
             os.kill(parent, signal.SIGTERM)  # ends all ranks, without a word
             time.sleep(_GRACE / 2)

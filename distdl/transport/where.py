@@ -12,7 +12,7 @@ _known: dict[str, bool] = {}
 
 
 def _users(filename: str) -> bool:
-    return not filename.startswith((*_INSIDE, "<frozen")) and not filename.endswith("contextlib.py")
+    return not filename.startswith((*_INSIDE, "<frozen")) and not filename.endswith(("contextlib.py", "functools.py"))
 
 
 def user_line() -> str:
