@@ -113,7 +113,7 @@ def test_the_folder_of_a_launch_is_private():
         folder = Path(sys.argv[1])
         return stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid == os.getuid(), sorted(p.name for p in folder.iterdir())
 
-    assert dd.launch(look, 1)() == [(0o700, True, ["job"])]
+    assert dd.launch(look, 1)() == [(0o700, True, ["job", "roll"])]
 
 
 @needs_mpi

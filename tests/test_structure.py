@@ -68,7 +68,7 @@ except dd.errors.TransportError as error:
 
 # A module may import those of the lines above its own; inside functional/, nn/ and transport/ also its siblings.
 ORDER = [set(line.split()) for line in """
-    errors
+    errors _rank
     partition
     plan
     halo _torch
@@ -86,7 +86,7 @@ ORDER = [set(line.split()) for line in """
     nn
     viz checkpoint remat checking
     parallel
-    launch demo bench _rank
+    launch demo bench
     __init__
     __main__
 """.strip().splitlines()]  # fmt: skip

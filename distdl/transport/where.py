@@ -16,7 +16,7 @@ _NO_LINE, _TENSOR = "backward, on a thread of torch's own", "a tensor"
 
 
 def _users(filename: str) -> bool:
-    return not filename.startswith((_DISTDL, _TORCH, "<frozen")) and not filename.endswith("contextlib.py")
+    return not filename.startswith((_DISTDL, _TORCH, "<frozen")) and not filename.endswith(("contextlib.py", "functools.py"))
 
 
 def _stack():
