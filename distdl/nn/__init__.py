@@ -5,6 +5,7 @@ right on every copy as they stand. They work under ``torch.func.functional_call`
 on the meta device (``to_empty`` and ``reset_parameters`` then fill them).
 """
 
+from .._names import only_public
 from .convert import convert
 from .layers import *  # noqa: F403
 from .layers import __all__ as _layers
@@ -13,3 +14,5 @@ from .losses import *  # noqa: F403
 from .losses import __all__ as _losses
 
 __all__ = [*_layers, *_losses, "convert", "layouts"]
+__getattr__ = only_public(__name__)
+del only_public
