@@ -2,8 +2,8 @@
 
 Mixed operations over random partitions: maps and their adjoints, backward, forward mode, batches and split-phase calls. Small
 integers as float64, so that sums are exact and every result can be compared with the simulated one by its bytes. Said at the end,
-and checked: the checksums of the run and of the simulated one, over how many different partitions of a tensor (at least PARTITIONS), and how
-far memory and the numbers of file descriptors and communicators have grown since half time.
+and checked: the checksums of the run and of the simulated one, over how many different partitions of a tensor (at least
+PARTITIONS), and how far memory and the numbers of file descriptors and communicators have grown since half time.
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ except dd.errors.TransportError as error:
 ORDER = [set(line.split()) for line in """
     errors _names
     partition
+    _arguments
     plan
     halo _torch
     transport fused side_stream pages

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._arguments import checked
 from ..errors import ShapeError
 from ..init import parameter_layout
 from ..nn import Dropout
@@ -33,6 +34,7 @@ class State(NamedTuple):
     metadata: dict[str, Any]
 
 
+@checked
 def state(model, optimizer=None, *, rng=False, layouts=None, P=None, **metadata) -> State:
     """What :func:`save` needs to save a training run: ``save(path, *state(model, optimizer, rng=True, step=step))``.
 
@@ -118,6 +120,7 @@ def _generators() -> dict[str, torch.Tensor]:
     return rows
 
 
+@checked
 def restore(path, model, optimizer=None, *, rng=False, layouts=None, P=None, verify=True) -> dict[str, Any]:
     """Read what ``save(path, *state(...))`` wrote, by any number of ranks, into a model and an optimizer; collective.
 

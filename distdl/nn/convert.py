@@ -6,6 +6,7 @@ import copy
 
 import torch
 
+from .._arguments import checked
 from ..agree import partition_of
 from ..errors import PartitionError
 from . import layers
@@ -13,6 +14,7 @@ from . import layers
 nn = torch.nn
 
 
+@checked
 def convert(module, P, *, containers=()):
     """The twin of a convolutional network whose tensors are split over ``P`` = (batch, 1, *space): a copy, with its weights.
 

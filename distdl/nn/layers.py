@@ -9,6 +9,7 @@ import torch
 
 from .. import functional as F
 from .. import init
+from .._arguments import Checked
 from ..agree import partition_of
 from ..errors import PartitionError
 from ..functional.window import tuple_of
@@ -30,7 +31,7 @@ def agreed_seed(P) -> int:
     return seed
 
 
-class Layer(torch.nn.Module):
+class Layer(Checked, torch.nn.Module):
     """Base of the modules with parameters.
 
     Attributes:
@@ -179,7 +180,7 @@ class _LocalConv(Layer):
         return F.dist_local_conv(x, self.weight, self.P, params="invariant", **self.options)
 
 
-class _Function(torch.nn.Module):
+class _Function(Checked, torch.nn.Module):
     """A function of :mod:`distdl.functional` without parameters: ``Module(P, *args, **kwargs)(x)`` is ``function(x, P, ...)``."""
 
     function: staticmethod
@@ -362,7 +363,7 @@ def _rows(layout, seed, padding_idx, **kind):
     return block
 
 
-class Dropout(torch.nn.Module):
+class Dropout(Checked, torch.nn.Module):
     """:func:`distdl.functional.dist_dropout`: the same global mask on any partition, another one at each call.
 
     Calls are counted, so every rank must call it equally often; the seed comes from torch's generator.
