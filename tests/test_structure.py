@@ -68,8 +68,9 @@ except dd.errors.TransportError as error:
 
 # A module may import those of the lines above its own; inside functional/, nn/ and transport/ also its siblings.
 ORDER = [set(line.split()) for line in """
-    errors _rank
+    errors _rank _names
     partition
+    _arguments
     plan
     halo _torch
     transport fused side_stream pages
@@ -128,6 +129,35 @@ def test_public_names():
         for name in module.__all__:
             thing = getattr(module, name)
             assert not callable(thing) or thing.__doc__, f"{name} has no docstring"
+
+
+def test_every_name_is_public_or_private():
+    """A submodule never stands where a user means a function: ``F.linear`` says ``F.dist_linear``."""
+    for module in (dd, F, dd.nn):
+        others = {n for n in vars(module) if not n.startswith("_")} - set(module.__all__) - set(getattr(module, "_SUBMODULES", ()))
+        others -= {"bench", "demo"}  # programs: a test may have imported them
+        assert not others, f"{module.__name__}: {others}"
+    for module, name, meant in ((F, "linear", "dist_linear"), (F, "norm", "dist_norm"), (F, "loss", "dist_mse_loss|dist_l1_loss"),
+                                (F, "conv", "dist_conv"), (dd.nn, "layers", ""), (F, "relu", ""), (dd, "layout", "Layout")):
+        assert not hasattr(module, name)
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'.*({meant})"):
+            getattr(module, name)
+
+
+def test_modules_are_imported_when_first_asked_for():
+    code = """
+import sys, distdl as dd
+assert not {"distdl.data", "distdl.viz"} & set(sys.modules)
+assert dd.data.batches and dd.viz.__all__ and dd.data is sys.modules["distdl.data"]
+import distdl.functional.linear as m
+from distdl.functional import norm
+from distdl import exchange, plan
+from distdl.functional.loss import dist_mse_loss
+import distdl.functional as F
+assert m.dist_linear is F.dist_linear and norm.__name__ == "distdl.functional.norm" and plan.Plan and not hasattr(F, "linear")
+print("imported")
+"""
+    assert run(code) == "imported"
 
 
 def test_executor_through_counting_and_null_transports():

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as tf
 
+from .._arguments import checked
 from ..agree import block_sizes, check_tensor, partition_of
 from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec, per_dim, plain
@@ -103,6 +104,7 @@ def _conv_windows(L, channels, kernel, stride, pads, dilation, groups, in_per_gr
     return spec, tuple(a if whole else 0 for (a, _), whole in zip(pads, inside)), out_per_group
 
 
+@checked
 def conv_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, dilation=1) -> Layout:
     """The layout of :func:`dist_conv`'s result for an x of layout ``L``; ``out_channels`` a number, or one for each block."""
     n, op = L.ndim - 2, "conv_layout"
@@ -112,6 +114,7 @@ def conv_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, dilat
     return _with_sizes(L, blocks, window_spec(L, None, kernel, stride, pads, dilation).out_layout.shape[2:])
 
 
+@checked
 def conv_transpose_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, output_padding=0, dilation=1) -> Layout:
     """The layout of :func:`dist_conv_transpose`'s result for an x of layout ``L``."""
     n, op = L.ndim - 2, "conv_transpose_layout"
@@ -151,6 +154,7 @@ def _grouped(conv, window, w, bias, first, out_per_group, in_per_group, **kwargs
     return torch.cat(parts, 1)
 
 
+@checked
 def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, padding_mode="zeros", shape=None,
               out_channels=None, x_layout="root", y_layout="root", params="varying", overlap=False):
     """Convolution of 1 to 3 spatial dims, as torch.nn.Conv1d/2d/3d, over a partitioned x.
@@ -296,6 +300,7 @@ def _general(inner, x, w, P, bias, x_layout, y_layout, params, groups, shape, w_
     return collect(y, P, 2, y_layout, 1)
 
 
+@checked
 def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_padding=0, dilation=1, groups=1, shape=None,
                         out_channels=None, x_layout="root", y_layout="root", params="varying"):
     """Transposed convolution of 1 to 3 spatial dims, as torch.nn.ConvTranspose1d/2d/3d, with true overlap-add.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .._arguments import checked
 from ..agree import alike, check_tensor, outside, partition_of
 from ..errors import PartitionError
 from ..partition import Layout
@@ -36,6 +37,7 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
     return with_layout(op, x, P, shape, body)
 
 
+@checked
 def dist_dropout(x, P, p, seed, *, shape=None, training=True):
     """Set elements to zero with probability ``p`` and multiply the others by 1 / (1 - p), as torch.nn.functional.dropout.
 
@@ -63,6 +65,7 @@ def dist_dropout(x, P, p, seed, *, shape=None, training=True):
     return _dropout("dist_dropout", x, P, p, seed, shape, training, None)
 
 
+@checked
 def dist_feature_dropout(x, P, p, seed, *, shape=None, training=True):
     """Dropout of whole channels of each example, as torch's Dropout1d, 2d and 3d: x is (batch, channels, *any).
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as tf
 
 from .. import _torch
+from .._arguments import checked
 from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
 from ..partition import Layout
@@ -42,6 +43,7 @@ def _check_index(op, idx, n, rank, P) -> None:
                          partitions=P)
 
 
+@checked
 def dist_embedding(idx, w, P, *, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, scale=None,
                    num_embeddings=None, idx_layout="replicated", y_layout="root", y_dim=-2, params="varying"):
     """y[i] = W[idx[i]] with W split into blocks over two partition dims, as torch.nn.functional.embedding.

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from .._arguments import checked
 from ..errors import PartitionError
 from ..halo import HaloSpec, per_dim
 from ..ties import nothing
@@ -55,6 +56,7 @@ def _sizes(op, L, size, scale_factor, recompute):
     return sizes, scales
 
 
+@checked
 def interpolate_layout(L, size=None, scale_factor=None):
     """The layout of :func:`dist_interpolate`'s result for an x of layout ``L``."""
     return L.with_shape((*L.shape[:2], *_sizes("interpolate_layout", L, size, scale_factor, None)[0]))

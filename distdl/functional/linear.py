@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 
+from .._arguments import checked
 from ..agree import check_tensor, partition_of
 from ..errors import PartitionError, ShapeError
 from ..partition import Layout
@@ -69,6 +70,7 @@ def bias_once(bias, P, dim):
     return tie(torch.zeros_like(bias), bias)
 
 
+@checked
 def dist_linear(x, w, P, bias=None, *, x_layout="root", y_layout="root", x_dim=-2, y_dim=-2, params="varying"):
     """y = x Wᵀ + b with W split into blocks over two partition dims.
 

@@ -7,6 +7,7 @@ import math
 import torch
 
 from .. import maps
+from .._arguments import checked
 from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
 from ..halo import HaloSpec, per_dim
@@ -80,6 +81,7 @@ def _check_w(op, w, out: Layout, channels: int, n: int) -> None:
                          next_step="shard w over the filters and the space of conv_layout(x's layout, filters, kernel, stride)")
 
 
+@checked
 def dist_local_conv(x, w, P, *, stride=1, shape=None, out_channels=None, params="varying"):
     """Locally connected layer of 1 to 3 spatial dims: a convolution whose every output pixel has filters of its own.
 
@@ -142,6 +144,7 @@ def _output_layout(op, L: Layout, channels: int, kernel, stride, output_size) ->
     return out
 
 
+@checked
 def dist_local_conv_transpose(y, w, P, *, stride=1, output_size=None, shape=None, params="varying"):
     """The transpose of :func:`dist_local_conv` in x, for the same w: fold, then the halo exchange's adjoint.
 

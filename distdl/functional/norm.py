@@ -49,8 +49,9 @@ def _enter(op, x, P, least, *parameters):
 def _parameters(op, params, L, dims, shape, *tensors):
     """This rank's parameters of ``shape``, marked along ``dims`` and as large as x in dims."""
     for t in tensors:
-        if t is not None and tuple(t.shape) != shape:
-            raise ShapeError("a parameter is not this rank's block", op=op, partitions=L, expected=shape, actual=tuple(t.shape),
+        if t is not None and tuple(getattr(t, "shape", ())) != shape:
+            raise ShapeError("a parameter is not this rank's block", op=op, partitions=L, expected=shape,
+                             actual=tuple(getattr(t, "shape", ())) or type(t).__name__,
                              next_step="pass this rank's block of the weight and the bias (or the statistics)")
     return replicated(params, L, dims, *tensors)
 

@@ -12,8 +12,9 @@ __all__ = ["check_bias", "replicated"]
 
 def check_bias(op, P, bias, features: int) -> None:
     """Raise unless ``bias`` has one number for each of this rank's output features: nothing is broadcast, or left out."""
-    if bias is not None and tuple(bias.shape) != (features,):
-        raise ShapeError("bias is not this rank's block", op=op, partitions=P, expected=(features,), actual=tuple(bias.shape),
+    if bias is not None and tuple(getattr(bias, "shape", ())) != (features,):
+        raise ShapeError("bias is not this rank's block", op=op, partitions=P, expected=(features,),
+                         actual=tuple(getattr(bias, "shape", ())) or type(bias).__name__,
                          next_step="split the bias as w's output features are")
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as tf
 
+from .._arguments import checked
 from ..errors import PartitionError
 from ..halo import HaloSpec, per_dim, plain
 from ..partition import Layout
@@ -39,6 +40,7 @@ def _arguments(op, L, kernel_size, stride, padding, dilation, ceil_mode):
     return kernel, stride, padding, dilation, spec
 
 
+@checked
 def pool_layout(L: Layout, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False) -> Layout:
     """The layout of a pooling's result for an x of layout ``L``."""
     return _arguments("pool_layout", L, kernel_size, stride, padding, dilation, ceil_mode)[-1].out_layout

@@ -14,6 +14,7 @@ from operator import index as as_int
 import torch
 
 from .. import _torch
+from .._arguments import checked
 from ..errors import DistdlError, ShapeError
 
 __all__ = ["fold_in", "normal", "uniform"]
@@ -176,6 +177,7 @@ def _open_unit(h):
     return (_shift(h, 11).to(torch.float64) + 0.5) * 2.0**-52
 
 
+@checked
 def uniform(layout, seed, dtype=None, device=None, low=0.0, high=1.0):
     """This rank's block of a global tensor of numbers uniform in [low, high). No message.
 
@@ -189,11 +191,13 @@ def uniform(layout, seed, dtype=None, device=None, low=0.0, high=1.0):
     return bits(_block(layout), layout.shape, seed, device, lambda h: unit(h) * (high - low) + low)
 
 
+@checked
 def normal(layout, seed, dtype=None, device=None, mean=0.0, std=1.0):
     """As :func:`uniform`, normally distributed: √2 erfinv(2u - 1), worked out in float64, |z| < 8.3."""
     return trunc_normal(layout, seed, dtype, device, mean, std, -math.inf, math.inf)
 
 
+@checked
 def trunc_normal(layout, seed, dtype=None, device=None, mean=0.0, std=1.0, a=-2.0, b=2.0):
     """Normal numbers between ``a`` and ``b``: the inverse of the distribution function, so no draw is rejected."""
     dtype = dtype or torch.get_default_dtype()

@@ -13,6 +13,7 @@ from itertools import accumulate, product
 import torch
 
 from .. import maps
+from .._arguments import checked
 from ..agree import outside, partition_of, resolve
 from ..errors import PartitionError
 from ..halo import HaloSpec, sizes_of
@@ -192,6 +193,7 @@ def _pads(op, L, pad):
     return pairs
 
 
+@checked
 def pad_layout(L, pad) -> Layout:
     """The layout of :func:`dist_pad`'s result for an x of layout ``L``: splits stay where sizes do, else balanced."""
     return L.with_shape([n + a + b for n, (a, b) in zip(L.shape, _pads("pad_layout", L, pad))])
@@ -337,6 +339,7 @@ def dist_cat(xs, P, dim=0, *, shapes=None):
     return A(torch.cat(xs, dim))
 
 
+@checked
 def stack_layout(L, dim=0, n=1) -> Layout:
     """The layout of :func:`dist_stack`'s result: L with a new dim of size ``n``, not split."""
     P, at = L.partition, dim + L.ndim + 1 if dim < 0 else dim

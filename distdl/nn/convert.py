@@ -7,6 +7,7 @@ import copy
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
+from .._arguments import checked
 from ..agree import partition_of
 from ..errors import PartitionError
 from . import layers, losses
@@ -58,6 +59,7 @@ _OF_MODULES = vars(nn.Module()).keys() - {"_parameters", "_buffers"}
 _OF_BOTH = {"affine", "eps", "momentum", "p", "track_running_stats"}  # attributes that mean the same in torch's module and in ours
 
 
+@checked
 def convert(module, P, *, containers=()):
     """The twin of a convolutional network whose tensors are split over ``P`` = (batch, 1, *space): a copy, with its weights.
 

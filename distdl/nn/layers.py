@@ -10,6 +10,7 @@ import torch
 
 from .. import _torch, init
 from .. import functional as F
+from .._arguments import Checked
 from ..agree import partition_of
 from ..errors import PartitionError
 from ..functional import random
@@ -53,7 +54,7 @@ def _enter(layer) -> None:
                                      next_step="call dd.parallel.ignore_in_ddp(model, P) before DistributedDataParallel(model)")
 
 
-class Layer(torch.nn.Module):
+class Layer(Checked, torch.nn.Module):
     """Base of the modules with parameters.
 
     Attributes:
@@ -264,7 +265,7 @@ class _LocalConv(Layer):
         return F.dist_local_conv(x, self.weight, self.P, params="invariant", **self.options)
 
 
-class _Function(torch.nn.Module):
+class _Function(Checked, torch.nn.Module):
     """A function of :mod:`distdl.functional` without parameters: ``Module(P, *args, **kwargs)(x)`` is ``function(x, P, ...)``."""
 
     function: staticmethod
@@ -464,7 +465,7 @@ def _rows(layout, seed, padding_idx, **kind):
     return block
 
 
-class Dropout(torch.nn.Module):
+class Dropout(Checked, torch.nn.Module):
     """:func:`distdl.functional.dist_dropout`: the same global mask on any partition, another one at each call.
 
     Calls are counted, so every rank must call it equally often; the seed comes from torch's generator. A call that a checkpoint

@@ -321,4 +321,4 @@ def test_what_a_refusal_says_works():
     y.square().sum().backward()
     expected.square().sum().backward()
     agree(all(close(a.grad, b.grad) for a, b in zip(twin.parameters(), serial.parameters(), strict=True)), "another gradient")
-    assert _CONTAINERS == {tn.Sequential, tn.ModuleList, tn.ModuleDict}
+    assert {tn.Sequential, tn.ModuleList, tn.ModuleDict} == _CONTAINERS
