@@ -271,8 +271,9 @@ def mixed(grid):
     data, tensor = grid.along(0), grid.along(1)
     ours = Mixed(dp.topology.along(grid, 0), dp.topology.along(grid, 1), grid)
     torch.manual_seed(6)
-    serial = torch.nn.ModuleDict({"first": torch.nn.Linear(4, 6, bias=False), "norm": torch.nn.BatchNorm1d(6), "column": torch.nn.Linear(6, 5),
-                                  "row": torch.nn.Linear(5, 3), "spanning": torch.nn.Linear(3, 7)}).double()  # fmt: skip
+    one = torch.nn.Linear
+    serial = torch.nn.ModuleDict({"first": one(4, 6, bias=False), "norm": torch.nn.BatchNorm1d(6), "column": one(6, 5),
+                                  "row": one(5, 3), "spanning": one(3, 7)}).double()  # fmt: skip
     placed, where = dict(serial.named_parameters()), nn.layouts(ours)
     with torch.no_grad():
         for name, p in ours.named_parameters():
