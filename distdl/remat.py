@@ -182,8 +182,8 @@ def _apply(region, args, depth):
         return _further_out(transform, region, args, depth)
     values, tangents = zip(*map(transform.unpack, args))
     with transform.outside():
-        tangents = [torch.zeros_like(values[i]) if tangents[i] is None else tangents[i] for i in moving]
-        ys = _apply(region.pushed(moving), (*values, *tangents), depth)
+        moved = [torch.zeros_like(values[i]) if tangents[i] is None else tangents[i] for i in moving]
+        ys = _apply(region.pushed(moving), (*values, *moved), depth)
     half = len(ys) // 2
     return [transform.dual(y, t) if is_smooth(y) else transform.wrap(y) for y, t in zip(ys[:half], ys[half:])]
 
