@@ -252,7 +252,7 @@ class Transform:
 
 # A context in which a module has other tensors as its parameters and buffers, by name.
 with_tensors = _reparametrize_module
-shares_memory = torch._C._is_alias_of
+shares_memory: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
 transform_depth = _functorch.get_dynamic_layer_stack_depth  # how many transforms are active
 
 

@@ -70,10 +70,10 @@ def _anchored(f, begin):
 
 @dataclass(frozen=True)
 class _Region:
-    """A function of tensors alone, that is run again wherever it is differentiated. What its derivatives need is more such functions.
+    """A function of tensors alone, run again wherever it is differentiated. What its derivatives need is more such functions.
 
-    The last result is a tie, as of any movement (linear_map.py): an empty tensor, that derivatives take as one more argument. A rank
-    whose cotangent is a constant then still comes to the region again in the next derivative, as its peers do.
+    The last result is a tie, as of any movement (linear_map.py): an empty tensor, that derivatives take as one more argument. A
+    rank whose cotangent is a constant then still comes to the region again in the next derivative, as its peers do.
 
     Attributes:
         run: from tensors to a tuple of tensors.
@@ -102,7 +102,7 @@ class _Region:
         return _Region(run, self.buffers)
 
     def pulled(self, count, wanted) -> _Region:
-        """The gradients of the arguments at ``wanted``, of ``count`` arguments, the cotangents of the smooth results, and the tie."""
+        """The gradients of the arguments at ``wanted``, of ``count`` arguments, the smooth results' cotangents, and the tie."""
 
         def run(*given):
             args, cotangents = given[:count], given[count:-1]
@@ -167,10 +167,10 @@ def _apply(region, args, depth):
         return _run(region, args, depth)
     transform = _torch.Transform()
     if transform.batch_size is not None:
-        args, dims = zip(*map(transform.unbatch, args)) if args else ((), ())
+        pairs = [transform.unbatch(t) for t in args]
         size, randomness = _torch.randomness()[transform.level]
         with transform.outside():
-            ys = _apply(region.batched(dims, size, randomness.lower()), args, depth)
+            ys = _apply(region.batched([d for _, d in pairs], size, randomness.lower()), [t for t, _ in pairs], depth)
         return [transform.batch(y) for y in ys]
     args = [transform.lift(t) for t in args]
     if not transform.differentiates(args):
@@ -182,8 +182,8 @@ def _apply(region, args, depth):
         return _further_out(transform, region, args, depth)
     values, tangents = zip(*map(transform.unpack, args))
     with transform.outside():
-        tangents = [torch.zeros_like(values[i]) if tangents[i] is None else tangents[i] for i in moving]
-        ys = _apply(region.pushed(moving), (*values, *tangents), depth)
+        moved = [torch.zeros_like(values[i]) if tangents[i] is None else tangents[i] for i in moving]
+        ys = _apply(region.pushed(moving), (*values, *moved), depth)
     half = len(ys) // 2
     return [transform.dual(y, t) if is_smooth(y) else transform.wrap(y) for y, t in zip(ys[:half], ys[half:])]
 

@@ -116,7 +116,7 @@ def test_imports_run_one_way(path):
 
 
 def test_one_autograd_function():
-    """DESIGN: one torch.autograd.Function is all movements; another one recomputes, under torch.func, where torch's checkpoint cannot."""
+    """DESIGN: one torch.autograd.Function is all movements; another recomputes under torch.func, as no checkpoint can."""
     classes = [(p.name, node) for p in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(p.read_text()))
                if isinstance(node, ast.ClassDef)]  # fmt: skip
     bases = "autograd.Function", "SingleLevelFunction"

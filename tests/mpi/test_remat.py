@@ -225,7 +225,7 @@ NESTS = {
 
 @pytest.mark.parametrize("nest", NESTS)
 def test_every_nest_of_transforms(nest):
-    """x^3 among others, which gives 0 for 18 in a jvp of a jvp through a Function of torch's; against the function itself, and serial.
+    """x^3, whose jvp of a jvp is 0 for 18 through a Function of torch's; against the function itself, and serial.
     Rank 0 is nonlinear after its movement, the others linear, one block is empty where ranks are many."""
     n, r = WORLD.size, WORLD.rank
     P = dd.Partition((n,))
@@ -295,7 +295,8 @@ def test_what_is_reached_otherwise():
             def forward(self, x):
                 return self.call(x).square().sum()
 
-        loss = lambda p, x, f=Outer(): torch.func.functional_call(f, {f"model.{k}": t for k, t in p.items()}, x)
+        outer = Outer()
+        loss = lambda p, x, f=outer: torch.func.functional_call(f, {f"model.{k}": t for k, t in p.items()}, x)
         plain = lambda p, x: torch.func.functional_call(model, p, x).square().sum()
         for run in (lambda f: grad(f)(p, x), lambda f: grad(lambda p: sum((g**2).sum() for g in grad(f)(p, x).values()))(p)):
             got, wanted = run(loss), run(plain)
