@@ -17,7 +17,21 @@ from typing import Any
 
 from .. import errors
 from .board import INSIDE, Board
-from .signature import HEAD, Call, Field, call_of, differs, fingerprint, first_difference, gave_up, groups, leads, names, told_of, unequal
+from .signature import (
+    HEAD,
+    Call,
+    Field,
+    call_of,
+    differs,
+    fingerprint,
+    first_difference,
+    gave_up,
+    groups,
+    leads,
+    names,
+    told_of,
+    unequal,
+)
 from .where import called, user_line
 
 _SPINS, _GRACE = 200, 1.0  # polls before sleeping; seconds for the other ranks, once a fault is found
