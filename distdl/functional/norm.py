@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from .. import _torch
-from ..agree import check_tensor, outside_shape, partition_of, resolve
+from ..agree import alike, check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..halo import sizes_of
 from ..ties import nothing
@@ -142,6 +142,7 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
                          next_step="pass both running statistics")
     dtype, x = x.dtype, wide(x)
     if not training and running_mean is not None:
+        alike(op, L)
         shift, var = -_of_channels(L, wide(running_mean)), _of_channels(L, wide(running_var))
     else:
         (mean, var, x, shift), n = moments(x, L, dims), count(L, dims)

@@ -328,7 +328,8 @@ class BatchNorm(Layer, torch.nn.modules.batchnorm._BatchNorm):
     """:func:`distdl.functional.dist_batch_norm` for any number of spatial dims; torch.nn.BatchNorm1d/2d/3d's arguments.
 
     In training it updates its running statistics (buffers), once, also where a checkpoint runs it again in backward; inside
-    torch.func transforms use the pure function. An instance of torch's ``_BatchNorm``: what ``torch.optim.swa_utils.update_bn`` and its like do with one is right here.
+    torch.func transforms use the pure function. An instance of torch's ``_BatchNorm``: what ``torch.optim.swa_utils.update_bn``
+    and its like do with one is right here.
     """
 
     running_mean: torch.Tensor

@@ -102,7 +102,7 @@ class Lookout:
                 else:
                     self._answer(source, what)
             elif kind == "error" and era >= self.era:
-                self._raise(*what, era=era)
+                self._raise(what[0], era=era)
             elif era < self.era:
                 self.inbox.remove(one)
 
@@ -144,7 +144,8 @@ class Lookout:
             theirs = next((tuple(what) for source, kind, era, *what in self.inbox
                            if source == peer and kind in ("asked", "answer") and era == self.era), None)
             time.sleep(0.001)
-        self._raise(self._in_words({peer: theirs or ("a place unknown: it does not answer", {}), self.rank: mine}, number), self.size)
+        theirs = theirs or ("a place unknown: it does not answer", {})
+        self._raise(self._in_words({peer: theirs, self.rank: mine}, number), self.size)
 
     def _in_words(self, told: dict, number: int | None = None) -> dict[str, Any]:
         """An error's parts, from {rank: what :meth:`_mine` says there} of two ranks: their first calls that differ."""
@@ -158,8 +159,8 @@ class Lookout:
         said = [f"rank {r}: {f'{call[0]} over {call[1]}' if call else 'another call'}, now in {where}"
                 for (r, (where, _)), call in zip(told.items(), calls.values())]
         return dict(problem="the ranks are in different calls", op=op, partitions=partitions, expected="the same on every rank",
-                    actual="; ".join(said), next_step="make the same calls in the same order on every rank, also after an error that "
-                    "one rank has caught; dd.checking() compares before each call, and says more")  # fmt: skip
+                    actual="; ".join(said), next_step="make the same calls in the same order on every rank, also after an error "
+                    "that one rank has caught; dd.checking() compares before each call, and says more")  # fmt: skip
 
     def _raise(self, parts: dict, tell: int = 0, era: int | None = None) -> None:
         """Tell ranks 0 to ``tell``, and raise, in a new era."""

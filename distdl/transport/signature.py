@@ -205,7 +205,7 @@ def unequal(op: str, found: dict, groups_of_copies, copies_of: dict):
 def gave_up(rank: int, op: str, text: str) -> dict[str, str]:
     """The parts of the error that others raise where ``rank`` has left a call by an error of its own."""
     return dict(problem=f"rank {rank} left this call, or one before, by an error of its own", op=op, actual=f"rank {rank}: {text}",
-                expected="the call on all its ranks", next_step=f"mend what rank {rank} says; catch an error on all ranks, or on none")
+                expected="the call on all its ranks", next_step=f"mend rank {rank}'s call; catch an error on all ranks, or on none")
 
 
 def groups(values: dict) -> dict:

@@ -1,4 +1,4 @@
-"""Where the user's program is: the innermost line that belongs neither to distdl nor to torch, and the public function called there."""
+"""Where the user's program is: the innermost line that is neither distdl's nor torch's, and the public function called there."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _places(value: Any) -> list:
 
 
 def _plain(value: Any) -> str | None:
-    """A number, a text, a dtype, or several of these, in words; ``None`` for what may differ by rank: nothing, tensors and all else."""
+    """A number, a text, a dtype, or several of these, in words; ``None`` for what may differ by rank: tensors and all else."""
     if isinstance(value, (bool, str, complex, torch.dtype)):
         return repr(value)
     if isinstance(value, (int, float)):

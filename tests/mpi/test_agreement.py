@@ -1,5 +1,6 @@
 """Ranks that disagree get the same kind of error on every rank, naming rank and difference: never a hang (case 37)."""
 
+import contextlib
 from collections import OrderedDict, defaultdict, namedtuple
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import distdl as dd
 import distdl.functional as F
-from distdl import _torch
+from distdl import _torch, transport
 from distdl.errors import AgreementError, DistdlError, ShapeError
 
 pytestmark = needs(2)
@@ -125,6 +126,81 @@ def test_errors_do_not_spoil_the_next_call():
         assert F.all_sum_reduce(torch.ones(1), P).item() == n
 
 
+@pytest.fixture
+def impatient(monkeypatch, request):
+    """Ranks look after a quarter of a second, not five, for messages that should not be there."""
+    if request.config.getoption("--engine") != "mpi":
+        pytest.skip("NCCL has no tags: dd.checking() does it")
+    from distdl.transport.lookout import Lookout
+
+    monkeypatch.setattr(Lookout, "patience", 0.25)
+    monkeypatch.setattr(Lookout, "interval", 0.05)
+    with unchecked():
+        yield
+
+
+@contextlib.contextmanager
+def unchecked():
+    before, transport.observer = transport.observer, None
+    try:
+        yield
+    finally:
+        transport.observer = before
+
+
+def both_raise(first, second, *words):
+    """Ranks 0 and 1 make two calls in opposite order; each raises the same error."""
+    n, r, P, rows, columns = world()
+    if r < 2:
+        with pytest.raises(AgreementError) as caught:
+            for call in (first, second)[:: -1 if r else 1]:
+                call()
+        text = str(caught.value)
+        assert all(w in text for w in ("the ranks are in different calls", "rank 0: ", "rank 1: ", "test_agreement.py", *words)), text
+
+
+def test_calls_in_another_order(impatient):
+    """Messages of one size: without tags of the plan each rank would take the other call's for its own (both were wrong)."""
+    n, r, P, rows, columns = world()
+    Q = dd.Partition((2,))
+    L, x = dd.Layout(Q, (4,)), torch.tensor([1.0, 2.0]) + 10 * r
+    calls = {
+        "shift": lambda: F.shift(x, L, 0), "gather": lambda: F.gather(x, L), "permute": lambda: F.permute(x, L, [(0, 1)]),
+        "broadcast": lambda: F.broadcast(x, dd.Partition((1,)), Q, shape=(2,)),
+        "sum_reduce": lambda: F.sum_reduce(x, Q, dd.Partition((1,)), shape=(2,)),
+        "all_gather": lambda: F.all_gather(x, L), "halo_exchange": lambda: F.halo_exchange(x, dd.HaloSpec(L, 2)),
+    }  # fmt: skip
+    for a, b in (("shift", "gather"), ("all_gather", "shift"), ("halo_exchange", "shift"), ("shift", "broadcast")):
+        for first, second in ((a, b), (b, a)):
+            both_raise(calls[first], calls[second], f"rank 0: {first} over", f"rank 1: {second} over")
+            if r < 2:
+                assert calls["shift"]().tolist() == [11.0 - 10 * r, 12.0 - 10 * r], "and the next call is right"
+    y = (F.shift(torch.ones(2, requires_grad=True), L, 0), F.all_gather(torch.ones(2, requires_grad=True), L)) if r < 2 else None
+    both_raise(lambda: y[0].sum().backward(), lambda: y[1].sum().backward(), "shift.T", "all_gather.T")
+    both_raise(lambda: F.shift(x, L, 0), lambda: F.shift(x.to(torch.int32).float().view(torch.int32), L, 0), "shift")
+
+
+def test_a_rank_that_skips_a_call(impatient):
+    """It caught an error of its own: the others hear of it, with its cause, and all are together again."""
+    n, r, P, rows, columns = world()
+    L, x = dd.Layout(P, (2 * n,)), torch.full((2,), float(r))
+    for _ in range(2):
+        with pytest.raises(ShapeError if r == 1 else AgreementError, match=r"expected \(2,\), got \(1,\)"):
+            F.all_gather(x[: 1 if r == 1 else 2], L)
+        assert F.shift(x, L, 0).tolist() == [(r - 1.0) % n] * 2
+    with pytest.raises(ShapeError):  # on all ranks: nobody waits
+        F.shift(x[:1], L, 0)
+    assert F.shift(x, L, 0).tolist() == [(r - 1.0) % n] * 2
+
+
+def test_tags_fit_every_mpi():
+    from distdl.transport.lookout import tag_bits
+
+    for most in (32767, 2**19 - 1, 2**20 - 1, 2**24 - 1, 2**28, 2**31 - 1):
+        eras, numbers, plans = tag_bits(most)
+        assert min(eras, numbers - 4, plans - 6) > 0 and (1 << eras + numbers + plans) - 1 <= most
+
+
 def test_message_of_another_length(request):
     """A promise broken (no negotiation, another dtype on one rank): a short or long message is an error, not garbage."""
     n, r, P, rows, columns = world()
@@ -190,10 +266,12 @@ def test_order_of_keys(kind):
         "shift, layout": (lambda x: F.shift(x, L, 0), (2,)), "permute": (lambda x: F.permute(x, P, [(0, 1), (1, 0)]), (2,)),
         "mark_varying": (lambda x: F.mark_varying(x, P), (2,)), "invariant_sum": (lambda x: F.invariant_sum(x, P), (2,)),
         "reduce_scatter": (lambda x: F.reduce_scatter(x, P), (2 * n,)), "all_gather": (lambda x: F.all_gather(x, P), (2,)),
-        "all_gather, layout": (lambda x: F.all_gather(x, L), (2,)), "scatter": (lambda x: F.scatter(x, P, shape=(2 * n,)), (2 * n,)),
+        "all_gather, layout": (lambda x: F.all_gather(x, L), (2,)),
+        "scatter": (lambda x: F.scatter(x, P, shape=(2 * n,)), (2 * n,)),
         "gather, layout": (lambda x: F.gather(x, L), (2,)), "broadcast": (lambda x: F.broadcast(x, dd.Partition((1,)), P), (3,)),
         "sum_reduce": (lambda x: F.sum_reduce(x, P, dd.Partition((1,)), shape=(3,)), (3,)),
-        "repartition": (lambda x: F.repartition(x, tall, wide), (2, n)), "bare": (lambda x: F.repartition(x, rows, columns), (2, n)),
+        "repartition": (lambda x: F.repartition(x, tall, wide), (2, n)),
+        "bare": (lambda x: F.repartition(x, rows, columns), (2, n)),
         "halo": (lambda x: F.halo_exchange(x, dd.HaloSpec(L, 1, boundary="circular")), (2,)),
     }  # fmt: skip
     for name, (call, shape) in calls.items():
