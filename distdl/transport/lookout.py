@@ -126,7 +126,7 @@ class Lookout:
             tag = status.Get_tag()
             age = (self.era - (tag >> self.shift)) % self.eras
             if age == 0:
-                behind = (self.numbers[peer] - tag & self.wrap) % (self.wrap + self.step)
+                behind = (self.numbers[peer] - (tag & self.wrap)) & self.wrap
                 if behind <= self.wrap // 2:  # else this rank is late, and will come to it
                     self._found(peer, self.numbers[peer] - behind)
                 return

@@ -116,7 +116,7 @@ def call_of(maps, leads, xs, rank, called=None) -> Call:
 
     plans = hashlib.sha256(" ".join(m.plan.digest for m in maps).encode()).hexdigest()[:16]
     local = f"local {each(m.in_shape for m in maps)} -> {each(m.out_shape for m in maps)} by plan {plans}"[:600]
-    fields: tuple[Field, ...] = (
+    fields: tuple[Field, ...] = (  # the first difference is the one that is told
         Field("the operator called", each(maps), True, "call the same operators in the same order"),
         Field("the partitions", each(m.partitions for m in maps), True, "pass equal partitions on every rank"),
         Field("the number of tensors", str(len(maps)), True, "pass the same pytree on every rank"),
@@ -125,7 +125,9 @@ def call_of(maps, leads, xs, rank, called=None) -> Call:
         Field("the dtype", each(x.dtype for x in xs), False, "give every rank's tensor the same dtype"),
         Field("the layouts or shapes", plans, False, "give every rank the same layouts, or shapes that fit together", local),
     )
-    fields += () if called is None else told_of(called)
+    if called is not None:
+        function, arguments, tree = told_of(called)
+        fields = (fields[0], function, arguments, *fields[1:3], tree, *fields[3:])
     return Call(str(first), first.partitions, first.ranks, tuple(sorted(near)), copies, waits, fields)
 
 

@@ -148,40 +148,56 @@ def unchecked():
         transport.observer = before
 
 
-def both_raise(first, second, *words):
-    """Ranks 0 and 1 make two calls in opposite order; each raises the same error."""
-    n, r, P, rows, columns = world()
-    if r < 2:
-        with pytest.raises(AgreementError) as caught:
-            for call in (first, second)[:: -1 if r else 1]:
-                call()
-        text = str(caught.value)
-        assert all(w in text for w in ("the ranks are in different calls", "rank 0: ", "rank 1: ", "test_agreement.py", *words)), text
+def in_order(*calls):
+    for call in calls:
+        call()
+
+
+def all_raise(first, second, *words):
+    """Rank 0 makes two calls, the others the same in the opposite order: one error on every rank, that names both."""
+    r = dd.world().rank
+    with pytest.raises(AgreementError) as caught:
+        in_order(*(first, second)[:: -1 if r else 1])
+    text = str(caught.value)
+    words = ("the ranks are in different calls", "rank 0: ", "; rank ", "test_agreement.py", *words)
+    assert all(w in text for w in words), text
 
 
 def test_calls_in_another_order(impatient):
     """Messages of one size: without tags of the plan each rank would take the other call's for its own (both were wrong)."""
     n, r, P, rows, columns = world()
-    Q = dd.Partition((2,))
-    L, x = dd.Layout(Q, (4,)), torch.tensor([1.0, 2.0]) + 10 * r
+    L, x, u = dd.Layout(P, (2 * n,)), torch.tensor([1.0, 2.0]) + 10 * r, torch.ones(2, requires_grad=True)
+    f, g = (torch.tensor([1.0, 2.0], dtype=d) for d in (torch.float32, torch.int32))
     calls = {
-        "shift": lambda: F.shift(x, L, 0), "gather": lambda: F.gather(x, L), "permute": lambda: F.permute(x, L, [(0, 1)]),
-        "broadcast": lambda: F.broadcast(x, dd.Partition((1,)), Q, shape=(2,)),
-        "sum_reduce": lambda: F.sum_reduce(x, Q, dd.Partition((1,)), shape=(2,)),
-        "all_gather": lambda: F.all_gather(x, L), "halo_exchange": lambda: F.halo_exchange(x, dd.HaloSpec(L, 2)),
+        "shift": lambda: F.shift(x, L, 0), "all_gather": lambda: F.all_gather(x, L), "shift, float": lambda: F.shift(f, P, 0),
+        "halo_exchange": lambda: F.halo_exchange(x, dd.HaloSpec(L, 2, boundary="circular")), "shift, int": lambda: F.shift(g, P, 0),
     }  # fmt: skip
-    for a, b in (("shift", "gather"), ("all_gather", "shift"), ("halo_exchange", "shift"), ("shift", "broadcast")):
-        for first, second in ((a, b), (b, a)):
-            both_raise(calls[first], calls[second], f"rank 0: {first} over", f"rank 1: {second} over")
-            if r < 2:
-                assert calls["shift"]().tolist() == [11.0 - 10 * r, 12.0 - 10 * r], "and the next call is right"
-    y = (F.shift(torch.ones(2, requires_grad=True), L, 0), F.all_gather(torch.ones(2, requires_grad=True), L)) if r < 2 else None
-    both_raise(lambda: y[0].sum().backward(), lambda: y[1].sum().backward(), "shift.T", "all_gather.T")
-    both_raise(lambda: F.shift(x, L, 0), lambda: F.shift(x.to(torch.int32).float().view(torch.int32), L, 0), "shift")
+    if n == 2:  # else some ranks have no part in one of the two, or need not wait
+        calls["gather"], calls["permute"] = lambda: F.gather(x, L), lambda: F.permute(x, L, [(0, 1)])
+        calls["broadcast"] = lambda: F.broadcast(x, dd.Partition((1,)), P, shape=(2,))
+    for a, b in (("shift", "gather"), ("all_gather", "shift"), ("broadcast", "shift"), ("halo_exchange", "all_gather"),
+                 ("shift", "permute"), ("shift, float", "shift, int")):  # fmt: skip
+        if a in calls and b in calls:
+            for first, second in ((a, b), (b, a)):
+                all_raise(calls[first], calls[second], *(f"{name.partition(',')[0]} over" for name in (first, second)))
+                assert torch.equal(calls["shift"](), x + (10 * (n - 1) if r == 0 else -10)), "and the next call is right"
+    y, z = F.shift(u, L, 0), F.all_gather(u, L)
+    all_raise(lambda: y.sum().backward(), lambda: z.sum().backward(), "shift.T", "all_gather.T")
+
+
+def test_ranks_that_take_no_part_hear_of_it(impatient):
+    n, r, P, rows, columns = world()
+    if n < 3:
+        pytest.skip("needs 3 ranks")
+    Q, x = dd.Partition((2,)), torch.ones(2)
+    calls = [lambda: F.shift(x, Q, 0), lambda: F.all_gather(x, dd.Layout(Q, (4,)))]
+    with pytest.raises(AgreementError, match=r"rank 0: shift over Partition\(\(2,\)\), now in .*; rank 1: all_gather"):
+        in_order(*(calls[:: -1 if r else 1] if r < 2 else []), lambda: F.shift(x, P, 0))
+    assert F.shift(x * r, P, 0).tolist() == [(r - 1.0) % n] * 2
 
 
 def test_a_rank_that_skips_a_call(impatient):
-    """It caught an error of its own: the others hear of it, with its cause, and all are together again."""
+    """It caught an error of its own: those that miss its message hear of it, with its cause, and all are together again."""
     n, r, P, rows, columns = world()
     L, x = dd.Layout(P, (2 * n,)), torch.full((2,), float(r))
     for _ in range(2):
