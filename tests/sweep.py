@@ -398,7 +398,7 @@ def _drawn(draw):
 
         def run(x):
             block = draw(L, 3, dtype=torch.float64)
-            return x * block if L.active else F.nothing(block.shape, x) if block.numel() == 0 else x.new_zeros(0)
+            return x * block if L.active else F.nothing(tuple(block.shape), x, dtype=torch.promote_types(x.dtype, block.dtype))
 
         return Call(L, run, lambda X: X * draw(alone(L), 3, dtype=torch.float64), [randn(*L.shape, seed=1)], [L])
 
