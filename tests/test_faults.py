@@ -224,7 +224,8 @@ def test_who_does_not_come_to_the_first_use_is_named(job, how):
 
 @pytest.mark.slow
 def test_the_first_use_says_for_whom_it_waits(job):
-    code, lines = job("", 3, head=FIRST_USE.replace("world.Barrier()", "if world.rank == 2: time.sleep(60); sys.exit(5)"), within=300)
+    head = FIRST_USE.replace("world.Barrier()", "if world.rank == 2: time.sleep(60); sys.exit(5)")
+    code, lines = job("", 3, head=head, within=300)
     assert code == 5
     (line,) = [line for line in lines if line.startswith("distdl: ")]
     assert line.startswith("distdl: rank 2 did not come to the first use of distdl; ranks 0, 1 waited 10 s at ")
@@ -252,7 +253,7 @@ if __name__ == "__main__":
 def test_workers_of_a_rank_know_it_and_move_nothing(tmp_path, how):
     """A DataLoader's worker imports the script, or is a fork of its rank: MPI runs in neither, and the job goes on."""
     (tmp_path / "program.py").write_text(WORKERS)
-    done = subprocess.run(command("run", "-n", 2, "--timeout", 240, "program.py", how), cwd=tmp_path, capture_output=True, text=True,
-                          timeout=280)  # fmt: skip
+    line = command("run", "-n", 2, "--timeout", 240, "program.py", how)
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{10.0 * r}, {10.0 * r + 1}] True 2.0" for r in range(2)]

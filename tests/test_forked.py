@@ -1,5 +1,6 @@
 """Derivatives on ranks that differ, as forks of this process: nobody waits in vain, no message is left, and values are right."""
 
+import importlib
 import multiprocessing
 
 import pytest
@@ -11,6 +12,8 @@ from torch.func import grad, jvp, vjp, vmap
 
 import distdl as dd
 import distdl.functional as F
+
+worlds = importlib.import_module("distdl.world")  # dd.world is the function
 
 
 def rank():
@@ -115,7 +118,7 @@ def _moves(found):
 def test_a_child_of_multiprocessing_is_no_rank(how, alone, monkeypatch):
     """It might be one of several that take themselves for ranks: it says so, or is told to be alone. Without MPI."""
     monkeypatch.setenv("DISTDL_ALONE", str(int(alone)))
-    monkeypatch.setattr("distdl.world._worlds", {})
+    monkeypatch.setattr(worlds, "_worlds", {})
     context = multiprocessing.get_context(how)
     found = context.SimpleQueue()
     child = context.Process(target=_moves, args=(found,))
@@ -130,16 +133,14 @@ def test_a_child_of_multiprocessing_is_no_rank(how, alone, monkeypatch):
     {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}], ids=lambda told: next(iter(told)))  # fmt: skip
 def test_a_rank_of_a_launcher_is_no_world_of_one(told, monkeypatch):
     """torchrun, or an mpiexec that is not of mpi4py's MPI: each of its processes would do all the work."""
-    from distdl import world
-
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_NTASKS", "4")  # sbatch sets it for every process
-    world._compare(1)
+    worlds._compare(1)
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    world._compare(4)
+    worlds._compare(4)
     with pytest.raises(dd.errors.TransportError, match=r"processes were started .* MPI's world has 1: .* python -m distdl run -n"):
-        world._compare(1)
+        worlds._compare(1)
     monkeypatch.setenv("DISTDL_ALONE", "1")
-    assert type(world._host_transport(None, "default")).__name__ == "LocalTransport"
+    assert type(worlds._host_transport(None, "default")).__name__ == "LocalTransport"
