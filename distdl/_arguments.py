@@ -14,8 +14,14 @@ from .partition import Layout, Partition, is_int
 
 __all__ = ["Checked", "checked"]
 _INTEGERS = ("in_features", "out_features", "in_channels", "out_channels", "groups", "num_features", "num_embeddings",
-             "embedding_dim", "num_groups", "num_channels", "padding_idx", "seed")  # fmt: skip
-_NUMBERS = ("eps", "momentum", "p", "a", "b", "low", "high", "mean", "std", "gain")
+             "embedding_dim", "num_groups", "num_channels", "padding_idx")  # fmt: skip
+_NUMBERS = ("eps", "p", "a", "b", "low", "high", "mean", "std", "gain")
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+
+
 _KINDS = {
     "P": ("a Partition or a Layout", lambda v: isinstance(v, (Partition, Layout))),
     "layout": ("a Layout", lambda v: isinstance(v, Layout)),
@@ -25,10 +31,11 @@ _KINDS = {
     "normalized_shape": ("an integer or a sequence of them",
                          lambda v: is_int(v) or (isinstance(v, Iterable) and all(map(is_int, v)))),
     "w": ("a tensor, this rank's block", lambda v: isinstance(v, torch.Tensor)),
+    "momentum": ("a number or None", lambda v: v is None or _is_number(v)),
     "dtype": ("a torch.dtype", lambda v: isinstance(v, torch.dtype)),
     "device": ("a device, or its name", lambda v: isinstance(v, (torch.device, str)) or is_int(v)),
     **dict.fromkeys(_INTEGERS, ("an integer", is_int)),
-    **dict.fromkeys(_NUMBERS, ("a number", lambda v: isinstance(v, Real) or (isinstance(v, torch.Tensor) and v.ndim == 0))),
+    **dict.fromkeys(_NUMBERS, ("a number", _is_number)),
 }
 
 

@@ -949,6 +949,8 @@ _module("convert", lambda P, c: dd.nn.convert(torch.nn.Conv2d(c, 3, 3, padding=1
         lambda L: (L, F.conv_layout(L, 3, 3, padding=1)), channel=2)  # it keeps channels whole
 BUILDERS["nn.layouts"] = BUILDERS["nn.convert"]  # where its parameters lie
 BUILDERS["nn.Loss"] = BUILDERS["nn.MSELoss"]  # the base
+BUILDERS["nn.declare"] = BUILDERS["nn.Layer"]  # what its parameters are declared by
+BUILDERS["nn.stands_for"] = BUILDERS["nn.convert"]  # asks of what that has made
 
 
 def public_names():

@@ -92,12 +92,12 @@ def batched(t):
     wished = [call.cut(call.whole(*e)) for e in examples]
     for d in range(call.inputs[first].dim() + 1):
         at = min(d, x[first].dim())
-        ys = _tuple(vmap(lambda v: call.run(*[v if i == first else p for i, p in enumerate(x)]), in_dims=at)(
+        ys = _tuple(vmap(lambda v: call.run(*[v if i == first else p for i, p in enumerate(x)]), in_dims=at, randomness="same")(
             torch.stack([x[first], other[first]], at)))
         for k in range(2):
             t.results(f"vmap at {d}, example {k}", [y[k] for y in ys], wished[k])
     if len(t.smooth) > 1:
-        ys = _tuple(vmap(t.of_smooth(call.run, x))(*[torch.stack([x[i], other[i]]) for i in t.smooth]))
+        ys = _tuple(vmap(t.of_smooth(call.run, x), randomness="same")(*[torch.stack([x[i], other[i]]) for i in t.smooth]))
         for k, e in enumerate((call.inputs, others)):
             t.results(f"vmap of all, example {k}", [y[k] for y in ys], call.cut(call.whole(*e)))
 
