@@ -120,7 +120,8 @@ class Program:
         text = " ".join([*(plan.digest for plan in plans), *map(str, dtypes)])
         peers = tuple(sorted({peer for peer, *_ in (*self.sends, *self.receives)}))
         code = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
-        self.call = Call(code, peers, *plans[0].named)
+        op, partitions = plans[0].named
+        self.call = Call(code, peers, op, f"{partitions}, {dtypes[0]}")
 
     def __post_init__(self):
         self.large = [i for i, like in enumerate(self.likes) if pages.wanted and like.is_cpu and like.nbytes >= pages.LARGE]

@@ -152,10 +152,9 @@ def _tell(error) -> None:
     ranks = tuple(r for r in ranks if r < host.size)
     if getattr(sys.exc_info()[1], "_told", None) == id(frame) or host.rank not in ranks or not hasattr(host, "lookout"):
         return  # the first: an error about an error, in one call
-    op, text = frame.f_code.co_name, f"{type(error).__name__}, {error} at {user_line()}"
-    host.lookout.local_error(ranks, op, text)
-    if _transport.observer is not None:
-        _transport.observer.local_error(host, ranks, op, text)
+    op, text = error.op or frame.f_code.co_name, f"{type(error).__name__}, {error} at {user_line()}"
+    if _transport.observer is None or not _transport.observer.local_error(host, ranks, op, text):
+        host.lookout.local_error(ranks, op, text)
 
 
 class _Bystander(LocalTransport):

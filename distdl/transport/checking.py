@@ -141,16 +141,22 @@ class Observer:
             fields = (Field("the operator called", op, True, "call the same operators in the same order"), *told_of(said))
             self._checked(host, board, host, Call(op, str(P).splitlines()[0], P.ranks, P.ranks, (), False, fields), said)
 
-    def local_error(self, host, ranks, op: str, text: str) -> None:
-        """This rank leaves a call over ``ranks`` by an error of its own: they hear of it in place of its next signature."""
-        if self.timeout is None:
-            return
+    def local_error(self, host, ranks, op: str, text: str) -> bool:
+        """This rank leaves a call over ``ranks`` by an error of its own: they hear of it in place of its next signature, and so
+        before any message. Whether this compares."""
         side = host.side
+        if self.timeout is None:
+            return False
+        parts, left = gave_up(side.rank, op, text), f"left by {text[:1000]}"
+        call = Call(op, f"ranks {ranks}", ranks, (), (), True, (Field("the operator called", left, True, parts["next_step"]),))
         for r in ranks:
             if r != side.rank:
                 side.counts[r] += 1
                 side.failed[r] = side.counts[r]
-                side.report(r, pickle.dumps((side.counts[r], errors.AgreementError.__name__, gave_up(side.rank, op, text))))
+                side.report(r, pickle.dumps((side.counts[r], errors.AgreementError.__name__, parts)))
+                head = HEAD.pack(side.counts[r], *call.digests, False, bytes(8), 0.0)
+                side.stand_in(r, head + call.packed + pickle.dumps(("", host.board.done)))  # one message for each number
+        return True
 
     def _checked(self, host, board, transport, call, said, maps=(), xs=(), recorded=False):
         where = user_line() if said is None else said.line

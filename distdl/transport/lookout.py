@@ -54,11 +54,12 @@ class Lookout:
         self.numbers: dict[int, int] = defaultdict(int)
         self.recent: dict[int, deque] = defaultdict(lambda: deque(maxlen=_KEPT))
         self.failed: dict[int, int] = defaultdict(int)
+        self.given_up: dict[int, set] = defaultdict(set)  # movements whose messages nobody takes any more
         self.inbox = [one for one in self.inbox if one[2] >= era]
 
     def look(self, call: Call, waited: float) -> None:
         """This rank has waited for ``call``. Raises AgreementError where ranks are in different calls."""
-        self._read()
+        self._read(call)
         if waited >= self.patience:
             for peer in call.peers:
                 self._probe(peer)
@@ -70,6 +71,7 @@ class Lookout:
         for r in ranks:
             if r != self.rank:
                 number = self.numbers[r] = self.failed[r] = self.numbers[r] + self.step
+                self.given_up[r].add(number)
                 self.recent[r].append(Call(0, (), op, text))
                 self._send(r, "gave up", number, op, text)
 
@@ -81,7 +83,7 @@ class Lookout:
     def _hear(self) -> None:
         self.inbox += [(source, *pickle.loads(data)) for source, data in self.side.alarms()]
 
-    def _read(self) -> None:
+    def _read(self, call: Call) -> None:
         """Act upon what others have said."""
         self._hear()
         for one in list(self.inbox):
@@ -93,12 +95,14 @@ class Lookout:
                 self.inbox.remove(one)
                 if era == self.era and self.failed[source] < number == self.numbers[source]:
                     self.failed[source] = number
+                    for peer in call.peers:
+                        self.given_up[peer].add(self.numbers[peer])
                     parts = gave_up(source, op, text)
                     self._error({**parts, "actual": f"{parts['actual']}; rank {self.rank}: in {self._mine(source)[0]}"})
             elif kind == "asked":
                 self.inbox.remove(one)
                 if era < self.era:
-                    self._send(source, "answer", *self.before.get(source, ("elsewhere", {})), era=era)
+                    self._send(source, "answer", what[0], *self.before.get(source, ("elsewhere", {})), era=era)
                 else:
                     self._answer(source, what)
             elif kind == "error" and era >= self.era:
@@ -114,9 +118,9 @@ class Lookout:
         return f"{now.name} at {now.line}" if now.name else now.line, history
 
     def _answer(self, source, theirs) -> None:
-        mine = self._mine(source)
-        self._send(source, "answer", *mine)
-        self._raise(self._in_words({source: tuple(theirs), self.rank: mine}))
+        mine, (number, *theirs) = self._mine(source), theirs
+        self._send(source, "answer", number, *mine)
+        self._raise(self._in_words({source: tuple(theirs), self.rank: mine}, number))
 
     # ------------------------------------------------------------ messages that should not be there
 
@@ -125,10 +129,10 @@ class Lookout:
         while self.comm.Iprobe(peer, MPI.ANY_TAG, status):
             tag = status.Get_tag()
             age = (self.era - (tag >> self.shift)) % self.eras
-            if age == 0:
-                behind = (self.numbers[peer] - (tag & self.wrap)) & self.wrap
-                if behind <= self.wrap // 2:  # else this rank is late, and will come to it
-                    self._found(peer, self.numbers[peer] - behind)
+            number = self.numbers[peer] - ((self.numbers[peer] - (tag & self.wrap)) & self.wrap)
+            if age == 0 and number not in self.given_up[peer]:
+                if self.numbers[peer] - number <= self.wrap // 2:  # else this rank is late, and will come to it
+                    self._found(peer, number)
                 return
             if age > self.eras // 2:  # of an era to come: its alarm is on the way
                 return
@@ -136,24 +140,28 @@ class Lookout:
             self.comm.Recv((scrap, MPI.BYTE), peer, tag)
 
     def _found(self, peer: int, number: int) -> None:
-        mine, theirs = self._mine(peer), None
-        self._send(peer, "asked", *mine)
+        mine, theirs = self._mine(peer), ()
+        self._send(peer, "asked", number, *mine)
         until = time.monotonic() + self.answer
-        while theirs is None and time.monotonic() < until:
+        while not theirs and time.monotonic() < until:
             self._hear()
+            for _, kind, era, *what in self.inbox:
+                if kind == "error" and era == self.era:  # some other rank was first
+                    self._raise(what[0], era=era)
             theirs = next((tuple(what) for source, kind, era, *what in self.inbox
-                           if source == peer and kind in ("asked", "answer") and era == self.era), None)
+                           if source == peer and kind in ("asked", "answer") and era == self.era), ())
             time.sleep(0.001)
-        theirs = theirs or ("a place unknown: it does not answer", {})
-        self._raise(self._in_words({peer: theirs, self.rank: mine}, number), self.size)
+        other, where, calls = theirs or (number, "a place unknown: it does not answer", {})
+        self._raise(self._in_words({peer: (where, calls), self.rank: mine}, min(number, other)), self.size)
 
-    def _in_words(self, told: dict, number: int | None = None) -> dict[str, Any]:
-        """An error's parts, from {rank: what :meth:`_mine` says there} of two ranks: their first calls that differ."""
+    def _in_words(self, told: dict, number: int) -> dict[str, Any]:
+        """An error's parts, from {rank: what :meth:`_mine` says there} of two ranks: their calls of this number, or else the first
+        ones that differ."""
         told = dict(sorted(told.items()))
         (_, first), (_, second) = told.values()
         apart = [n for n in sorted(set(first) & set(second)) if first[n] != second[n]]
-        if apart or number is None:
-            number = apart[0] if apart else max({*first, *second}, default=0)
+        if apart and number not in apart:
+            number = apart[0]
         calls = {r: history.get(number) for r, (_, history) in told.items()}
         op, partitions = next((call for call in calls.values() if call), ("a movement", ""))
         said = [f"rank {r}: {f'{call[0]} over {call[1]}' if call else 'another call'}, now in {where}"

@@ -36,6 +36,10 @@ class SideChannel:
         """(rank, data) of every report that has come."""
         return self._arrived(_REPORT)
 
+    def stand_in(self, peer: int, data: bytes) -> None:
+        """Send ``peer`` what it receives in a swap that this rank does not begin."""
+        self._post(peer, data[:_ROOM], _SWAP)
+
     def alarm(self, peer: int, data: bytes) -> None:
         """The same, for its :mod:`lookout`."""
         self._post(peer, data, _ALARM)
