@@ -4,6 +4,7 @@
 """
 
 from . import checkpoint, errors, func, functional, init, maps, nn, parallel, testing
+from ._names import only_public
 from .halo import HaloSpec
 from .launch import launch
 from .linear_map import LinearMap, linear_map
@@ -15,6 +16,10 @@ from .world import Topology, World, world
 __version__ = "0.1.0"
 
 __all__ = [
-    "HaloSpec", "Layout", "LinearMap", "Partition", "Topology", "World", "checking", "checkpoint", "errors", "func", "functional",
-    "init", "launch", "linear_map", "maps", "nn", "parallel", "remat", "testing", "world",
+    "HaloSpec", "Layout", "LinearMap", "Partition", "Topology", "World", "checking", "checkpoint", "data", "errors", "func",
+    "functional", "init", "launch", "linear_map", "maps", "nn", "parallel", "remat", "testing", "viz", "world",
 ]  # fmt: skip
+_SUBMODULES = ("agree", "exchange", "fused", "halo", "pages", "partition", "plan", "program", "run", "side_stream", "ties",
+               "transport")  # fmt: skip
+__getattr__ = only_public(__name__, keep=_SUBMODULES, lazy=("data", "viz"))
+del only_public

@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import _torch
+from .engine import transport as _transport
 from .errors import AgreementError, DistdlError, ShapeError
 from .partition import Layout, Partition, balanced, partition_of
 from .ties import nothing
@@ -67,7 +68,7 @@ def _told(tree, n):
         pickle.dumps(frame)
     except Exception:  # a container that cannot travel: ranks outside then pass one of their own
         frame = None
-    return " ".join(str(tree).split()), frame
+    return tree.text, frame
 
 
 def negotiate(op: str, xs, P, partitions=(), ndim=None, tree=None, arguments=""):
@@ -94,8 +95,10 @@ def negotiate(op: str, xs, P, partitions=(), ndim=None, tree=None, arguments="")
 
 
 def _tree_of(holder, tree):
-    """The pytree that the holders have, whatever a rank that holds nothing passed."""
+    """The pytree that the holders have, whatever a rank that holds nothing passed; an equal one keeps its own order of keys."""
     told = holder.tree
+    if told is not None and tree is not None and tree.text == told[0]:
+        return tree
     return None if told is None else tree if told[1] is None else _torch.flatten(told[1])[1]
 
 
@@ -121,7 +124,7 @@ def _compare(op, reports, P, partitions, rank) -> None:
     holders = {r: reports[r] for r in P.ranks}
     disagree("the number of tensors", {r: len(m.leaves) for r, m in holders.items()}, "pass the same pytree on every rank")
     disagree("the pytree", {r: m.tree[0] if m.tree else "a tensor" for r, m in holders.items()},
-             "pass the same pytree on every rank, dictionaries in one order of their keys")
+             "pass the same pytree on every rank: the same containers, dictionaries with the same keys")
     for i, name in ((1, "dtype"), (2, "device kind")):
         values = {r: ", ".join(leaf[i] for leaf in m.leaves) for r, m in holders.items()}
         disagree(f"the {name}", values, f"give every rank's tensor the same {name}")
@@ -218,10 +221,18 @@ def block_sizes(own: int, P: Partition, dim: int, total: int | None) -> tuple[in
     if total is not None or P.shape[dim] == 1:
         return balanced(own if total is None else total, P.shape[dim])
     fibre = P.along(dim)
-    if fibre is None:
-        return (0,) * P.shape[dim]
+    if fibre is None:  # all that is known here: what it passed as a first block
+        return (own, *(0,) * (P.shape[dim] - 1))
     found = world(P.world).all_gather(own, fibre.ranks, "sizes of a parameter's blocks")
     return tuple(found[r] for r in fibre.ranks)
+
+
+def alike(op: str, P) -> None:
+    """Under ``dd.checking()`` compare the arguments of a call that sends no message: ranks that mean different ones would not
+    notice."""
+    if _transport.observer is not None:
+        where = partition_of(P, op)
+        _transport.observer.alike(world(where.world).host, op, where)
 
 
 def check_tensor(op: str, x, P) -> None:
@@ -231,20 +242,24 @@ def check_tensor(op: str, x, P) -> None:
                          next_step="ranks that hold nothing pass any tensor of the dtype and device that the others have")
 
 
-def outside_shape(x, ndim: int) -> tuple[int, ...]:
-    """The shape of what a rank that takes no part gets: no element, and as many dims as its peers', whatever x it passed."""
+def outside_shape(x, P) -> tuple[int, ...]:
+    """The shape of what a rank that takes no part gets, whatever x it passed: no element, and as many dims as its peers'; of a
+    Layout the first block's sizes in all dims but the first."""
+    if isinstance(P, Layout):
+        return P.local_shape()
+    ndim = partition_of(P).ndim
     return (0, *x.shape[1:]) if x.dim() == ndim else (0,) * max(ndim, 1)
 
 
 def outside(xs, P=None):
-    """What a rank that takes no part gets: zero-volume tensors that stay connected, with as many dims as ``P``; ``None``: as each
-    of the tensors itself."""
+    """What a rank that takes no part gets: zero-volume tensors that stay connected, see :func:`outside_shape`; ``None``: with as
+    many dims as each of the tensors itself."""
     xs = [x if isinstance(x, torch.Tensor) else torch.empty(0) for x in xs]
-    return [nothing(outside_shape(x, x.dim() if P is None else partition_of(P).ndim), x) for x in xs]
+    return [nothing((0, *x.shape[1:]) if P is None else outside_shape(x, P), x) for x in xs]
 
 
-__all__ = ["DistdlError", "Report", "block_sizes", "check_tensor", "negotiate", "outside", "outside_shape", "partition_of",
+__all__ = ["DistdlError", "Report", "alike", "block_sizes", "check_tensor", "negotiate", "outside", "outside_shape", "partition_of",
            "resolve", "resolve_tree"]
 
-for _function in (block_sizes, negotiate, resolve, resolve_tree):
+for _function in (alike, block_sizes, negotiate, resolve, resolve_tree):
     _torch.opaque(_function)

@@ -54,7 +54,7 @@ def _have_tangents(*groups) -> bool:
     return any(_torch.has_tangent(t) for tensors in groups for t in tensors)
 
 
-def _refuse_older_vmap(op, tensors) -> None:
+def refuse_older_vmap(op, tensors) -> None:
     """torch's vmap from before torch.func, which autograd.grad still offers, gives a Function's rules tensors without memory."""
     if any(t is not None and _torch.of_older_vmap(t) for t in tensors):
         raise DistdlError("torch's older vmap does not know custom Functions", op=str(op), expected="torch.func.vmap",
@@ -106,7 +106,7 @@ class _Apply(_torch.SingleLevelFunction):
 
     @staticmethod
     def backward(ctx, *grads):
-        _refuse_older_vmap(ctx.steps[0], grads)
+        refuse_older_vmap(ctx.steps[0], grads)
         steps, gs, places = _operands([A.T for A in ctx.steps], grads, ctx.ys_like)
         ties: tuple = ()
         if _grad_enabled() or _transforms_active() or _forward_mode_active():  # further derivatives may be taken
@@ -116,7 +116,7 @@ class _Apply(_torch.SingleLevelFunction):
 
     @staticmethod
     def jvp(ctx, _call, *tangents):
-        _refuse_older_vmap(ctx.steps[0], tangents)
+        refuse_older_vmap(ctx.steps[0], tangents)
         steps, ts, places = _operands(ctx.steps, tangents, ctx.xs_like)
         s = _torch.unwrap_if_dead(ctx.saved_tensors[0])
         *found, tie = apply(steps, ts, (s, *(t for t in tangents[len(ctx.steps) :] if t is not None)))
@@ -126,12 +126,13 @@ class _Apply(_torch.SingleLevelFunction):
 def _operands(steps, given, like):
     """(steps, operands, their places): of a call's cotangents or tangents those that have derivatives. Integers have none, on any
     rank; a missing one is zero, ``like`` what it belongs to: (shape, dtype, device)."""
-    if len(steps) == 1 and given[0] is not None:
+    if len(steps) == 1 and given[0] is not None and given[0].dtype == like[0][1]:
         return steps, given[:1], None
     operands = {}
     for i, (shape, dtype, device) in enumerate(like):
         if dtype.is_floating_point or dtype.is_complex:
-            operands[i] = torch.zeros(shape, dtype=dtype, device=device) if given[i] is None else given[i]
+            # Of numbers without dims torch makes float64 tangents, on some ranks only: what is sent has the primal's dtype.
+            operands[i] = torch.zeros(shape, dtype=dtype, device=device) if given[i] is None else given[i].to(dtype)
     return [steps[i] for i in operands], list(operands.values()), tuple(operands)
 
 

@@ -6,11 +6,17 @@ __all__ = ["AbsenceError", "AgreementError", "CheckpointError", "DistdlError", "
            "ShapeError", "TransportError"]
 
 _rank_of = {"source": lambda: None}  # which rank am I? world.py replaces the answer; None where no world runs
+_heard_by = {"local": lambda error: None}  # who is told of an error that may be this rank's alone: see world.py
 
 
 def set_rank_source(source) -> None:
     """Set the function that gives this process's rank to errors that do not name one."""
     _rank_of["source"] = source
+
+
+def set_listener(listener) -> None:
+    """Set the function that is told of every error which may be raised on this rank alone, when it is made."""
+    _heard_by["local"] = listener
 
 
 class DistdlError(Exception):
@@ -55,11 +61,19 @@ def _rebuild(cls, args, state):
     return error
 
 
-class PartitionError(DistdlError, ValueError):
+class _LocalError(DistdlError, ValueError):
+    """What a rank finds wrong by itself: its peers may be on their way into the call that it leaves."""
+
+    def __init__(self, problem, **parts):
+        super().__init__(problem, **parts)
+        _heard_by["local"](self)
+
+
+class PartitionError(_LocalError):
     """A partition, layout or halo that cannot exist, or that does not fit the call or the world."""
 
 
-class ShapeError(DistdlError, ValueError):
+class ShapeError(_LocalError):
     """A local tensor whose shape, dtype or device does not fit the call."""
 
 

@@ -21,7 +21,7 @@ __all__ = ["hessian", "hvp", "inner", "jacfwd", "jacrev", "linear_transpose"]
 
 def _basis(layout: Layout, start: int, stop: int, like):
     """This rank's blocks of the global basis vectors ``start .. stop - 1``: (stop - start, *local shape)."""
-    local = layout.local_shape()
+    local = layout.local_shape() if layout.active else tuple(like.shape)  # a rank outside has no element, in whatever shape
     basis = like.new_zeros((stop - start, math.prod(local)))
     if layout.active and basis.numel():
         places = torch.zeros((), dtype=torch.int64)
@@ -79,7 +79,7 @@ def jacrev(f, L_out: Layout, *, chunk_size: int | None = None):
         y, pull = vjp(f, x)[:2]
         _check("jacrev", L_out, y, "y")
         rows, tree = _cat([vmap(lambda c: pull(c)[0])(_basis(L_out, a, b, y)) for a, b in _chunks(L_out, chunk_size)])
-        return tree([leaf.reshape(*L_out.shape, *leaf.shape[1:]) for leaf in rows])
+        return tree([leaf.reshape((*L_out.shape, *leaf.shape[1:])) for leaf in rows])
 
     return jacobian
 
@@ -96,7 +96,7 @@ def jacfwd(f, L_in: Layout, *, chunk_size: int | None = None):
         _check("jacfwd", L_in, x, "x")
         push = vmap(lambda t: jvp(f, (x,), (t,))[1])  # not out_dims=-1: torch then misplaces tangents that are constant
         rows, tree = _cat([push(_basis(L_in, a, b, x)) for a, b in _chunks(L_in, chunk_size)])
-        return tree([leaf.movedim(0, -1).reshape(*leaf.shape[1:], *L_in.shape) for leaf in rows])
+        return tree([leaf.movedim(0, -1).reshape((*leaf.shape[1:], *L_in.shape)) for leaf in rows])
 
     return jacobian
 

@@ -7,11 +7,12 @@ corners, halos wider than a neighbour's block, and the adjoint need no code of t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import index as as_int
 
 from .errors import PartitionError
-from .partition import Layout, Partition, _Value, is_int
+from .partition import Layout, Partition, _Value, is_bool, is_int
 from .plan import Axis, Plan, Side
 
 BOUNDARIES = ("none", "zeros", "circular", "reflect", "replicate")
@@ -55,9 +56,31 @@ def _moved(runs, before):
     return tuple((start, stop, at + by) for start, stop, at in runs)
 
 
+def plain(value, what: str, op: str):
+    """An option in Python's own numbers and tuples: NumPy's and torch's integers and arrays are as good, and not all hashable."""
+    if is_bool(value):
+        raise PartitionError(f"{what} is a truth value", op=op, expected="numbers", actual=value,
+                             next_step="give an int (True would count as 1)")
+    if is_int(value):
+        return as_int(value)
+    sequence = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "shape", None) != ()
+    return tuple(plain(v, what, op) for v in value) if sequence else value
+
+
+def sizes_of(value, what: str, op: str) -> tuple:
+    """One number, or some, as a tuple of Python's own."""
+    value = plain(value, what, op)
+    return value if isinstance(value, tuple) else (value,)
+
+
 def per_dim(value, n: int, what: str, op: str = "HaloSpec") -> tuple:
-    """``value`` for each of ``n`` dims: repeated when it is a single one."""
-    values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * n
+    """``value`` for each of ``n`` dims, in Python's own numbers: repeated when it is a single one.
+
+    Raises:
+        PartitionError: another number of them, or a truth value.
+    """
+    value = plain(value, what, op)
+    values = value if isinstance(value, tuple) else (value,) * n
     if len(values) != n:
         raise PartitionError(f"{what} does not fit", op=op, expected=f"one value or {n}", actual=value,
                              next_step="give one value for all dims, or one for each")
@@ -180,10 +203,11 @@ class HaloSpec(_Value):
             PartitionError: sizes that torch would refuse, or a kernel larger than the padded input.
         """
         in_layout = _layout(P, shape, "HaloSpec.window")
-        k = tuple(kernel) if isinstance(kernel, (tuple, list)) else (kernel,) * max(in_layout.ndim - 2, 1)
+        k = plain(kernel, "kernel", "HaloSpec.window")
+        k = k if isinstance(k, tuple) else (k,) * max(in_layout.ndim - 2, 1)
         first, n = in_layout.ndim - len(k), len(k)
-        s, d = (per_dim(v, n, w) for v, w in ((stride, "stride"), (dilation, "dilation")))
-        pads = tuple(p if isinstance(p, (tuple, list)) else (p, p) for p in per_dim(padding, n, "padding"))
+        s, d = (per_dim(v, n, w, "HaloSpec.window") for v, w in ((stride, "stride"), (dilation, "dilation")))
+        pads = tuple(p if isinstance(p, tuple) else (p, p) for p in per_dim(padding, n, "padding", "HaloSpec.window"))
         legal = all(map(is_int, (*k, *s, *d, *(v for p in pads for v in p))))
         if not legal or min((*k, *s, *d, 1)) < 1 or any(len(p) != 2 or min(p) < 0 for p in pads) or first < 0:
             raise PartitionError("not a legal window", op="HaloSpec.window", partitions=in_layout,

@@ -16,6 +16,7 @@ from itertools import product
 import torch
 from torch.nn.init import calculate_gain
 
+from ._arguments import checked
 from .agree import partition_of
 from .errors import PartitionError
 from .functional import random
@@ -74,31 +75,37 @@ def _xavier_std(layout, gain):
     return gain * math.sqrt(2 / count) if count else 0.0
 
 
+@checked
 def uniform(layout, seed, *, low=0.0, high=1.0, dtype=None, device=None):
     """Uniform in [low, high)."""
     return random.uniform(layout, seed, dtype, device, low, high)
 
 
+@checked
 def normal(layout, seed, *, mean=0.0, std=1.0, dtype=None, device=None):
     """Normal."""
     return random.normal(layout, seed, dtype, device, mean, std)
 
 
+@checked
 def trunc_normal(layout, seed, *, mean=0.0, std=1.0, a=-2.0, b=2.0, dtype=None, device=None):
     """Normal, restricted to [a, b]."""
     return random.trunc_normal(layout, seed, dtype, device, mean, std, a, b)
 
 
+@checked
 def zeros(layout, *, dtype=None, device=None):
     """Zeros."""
     return torch.zeros(layout.local_shape(), dtype=dtype, device=device)
 
 
+@checked
 def ones(layout, *, dtype=None, device=None):
     """Ones."""
     return torch.ones(layout.local_shape(), dtype=dtype, device=device)
 
 
+@checked
 def kaiming_uniform(layout, seed, *, a=0.0, fan="in", nonlinearity="leaky_relu", dtype=None, device=None):
     """Uniform in ±gain·√(3 / fan) (He et al., arXiv:1502.01852). ``a=√5`` is what torch.nn.Linear and Conv start from.
 
@@ -110,22 +117,26 @@ def kaiming_uniform(layout, seed, *, a=0.0, fan="in", nonlinearity="leaky_relu",
     return uniform(layout, seed, low=-bound, high=bound, dtype=dtype, device=device)
 
 
+@checked
 def kaiming_normal(layout, seed, *, a=0.0, fan="in", nonlinearity="leaky_relu", dtype=None, device=None):
     """Normal with standard deviation gain / √fan; see :func:`kaiming_uniform`."""
     return normal(layout, seed, std=_kaiming_std(layout, a, fan, nonlinearity), dtype=dtype, device=device)
 
 
+@checked
 def xavier_uniform(layout, seed, *, gain=1.0, dtype=None, device=None):
     """Uniform in ±gain·√(6 / (fan in + fan out)) (Glorot & Bengio, AISTATS 2010)."""
     bound = math.sqrt(3) * _xavier_std(layout, gain)
     return uniform(layout, seed, low=-bound, high=bound, dtype=dtype, device=device)
 
 
+@checked
 def xavier_normal(layout, seed, *, gain=1.0, dtype=None, device=None):
     """Normal with standard deviation gain·√(2 / (fan in + fan out))."""
     return normal(layout, seed, std=_xavier_std(layout, gain), dtype=dtype, device=device)
 
 
+@checked
 def bias_uniform(layout, seed, weight_shape, *, dtype=None, device=None):
     """Uniform in ±1/√(fan in) of the weight's *global* shape: the bias of torch.nn.Linear and Conv."""
     fan_in = fans(weight_shape)[0]

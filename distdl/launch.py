@@ -6,6 +6,7 @@ Imports neither MPI nor torch: mpi4py is asked in a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -17,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 _RANK = str(Path(__file__).with_name("_rank.py"))
-_GRACE = 5.0  # seconds that a launcher has to end its ranks, before it is killed
+_GRACE = 5.0  # seconds that a launcher has to end its ranks, and they to end themselves, before they are killed
+_LATE = 10.0  # seconds after which ranks that have not come to MPI's start are named
 _PROBE = """
 import json, mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -31,8 +33,12 @@ vendor, version = MPI.get_vendor()
 library = MPI.Get_library_version().strip("\\0").splitlines()[0]
 print(json.dumps([vendor, ".".join(map(str, version)), " ".join(library.split())]))
 """
-# What launchers tell their ranks: a job started by a rank must not take it for its own.
-_INHERITED = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "HYDI_", "HYDRA_", "MPI_LOCAL", "PRTE_LAUNCHED")
+# What launchers tell their ranks: a job started by a rank, or by a process of torchrun or srun, must not take it for its own.
+_INHERITED = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "HYDI_", "HYDRA_", "MPI_LOCAL", "PRTE_LAUNCHED", "TORCHELASTIC_",
+              "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "DISTDL_RANK", "DISTDL_REPORTS")
+_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK",
+             "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # fmt: skip
+_KEPT = ("PMIX_MCA_", "TORCHELASTIC_RESTART_COUNT")  # settings; and by which try this is
 
 
 # What keeps the ranks of a launched function from listening on a network: they are on one machine, and share memory.
@@ -108,11 +114,15 @@ def environment(n: int, vendor: str | None = None) -> dict[str, str]:
         wanted |= {"I_MPI_PIN": "0"}
         if crowded:
             wanted["I_MPI_THREAD_YIELD"] = "3"  # sleep: a waiting rank leaves its core to one that works
-    return {**wanted, **_clean(os.environ), "DISTDL_SIZE": str(n)}
+    found = {**wanted, **_clean(os.environ), "DISTDL_SIZE": str(n)}
+    if n > 1:
+        found.pop("DISTDL_ALONE", None)  # these processes belong together
+    return found
 
 
 def _clean(env) -> dict[str, str]:
-    return {k: v for k, v in env.items() if not k.startswith(_INHERITED) or k.startswith("PMIX_MCA_")}
+    outer = _TORCHRUN if "RANK" in env and "WORLD_SIZE" in env else ()
+    return {k: v for k, v in env.items() if k.startswith(_KEPT) or not (k.startswith(_INHERITED) or k in outer)}
 
 
 def _error(problem: str, expected, actual, next_step: str, kind: str = "TransportError", **more) -> Exception:
@@ -130,30 +140,80 @@ def start(n: int, program: list[str], reports: str, env: dict[str, str] | None =
     return subprocess.Popen([*command, sys.executable, _RANK, reports, *program], env=variables, **popen)
 
 
-def wait(process: subprocess.Popen, reports: str, timeout: float | None = None) -> int:
-    """The job's exit code. A rank that has failed ends it within seconds, even where its launcher does not.
+class Ended(NamedTuple):
+    """How a job ended: its exit code, as a shell counts signals, and what there is to say of one that is not 0."""
 
-    Raises TimeoutError after ``timeout`` seconds. Whatever is raised in here, no rank is left.
+    code: int
+    cause: str
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[tuple]:
+    """A private folder for the reports of one job, and its roll. Ranks end as soon as this process does not hold its record."""
+    from . import _rank
+
+    with tempfile.TemporaryDirectory(prefix="distdl-") as reports:  # mode 0700
+        roll = _rank.Roll(os.path.join(reports, "roll"), make=True)
+        roll.sign(_rank.STARTER, f"starter {os.getpid()}")
+        try:
+            yield reports, roll
+        finally:
+            roll.close()
+
+
+def wait(process: subprocess.Popen, n: int, reports: str, roll, timeout: float | None = None) -> Ended:
+    """How the job ended. A rank that has failed, or is gone, ends it within seconds, even where its launcher does not.
+
+    Raises TimeoutError after ``timeout`` seconds. Whatever is raised in here, no rank of this machine is left.
     """
-    began, failed = time.monotonic(), None
+    began, waiting, lost = time.monotonic(), None, None
     try:
         while True:
             try:
-                return process.wait(0.1)
+                code = process.wait(0.1)
             except subprocess.TimeoutExpired:
                 now = time.monotonic()
-            if failed is None and failures(reports):
-                failed = now
-            if failed is not None and now - failed > _GRACE:
-                return 1
+            else:
+                return _ended(code, n)
+            if failures(reports):
+                time.sleep(0.2)  # what ranks have printed is on its way
+                return Ended(1, "a rank failed")
+            words = [roll.read(r + 1) for r in range(n)]
+            gone = [r for r in range(n) if words[r] and words[r][0] != "done" and not roll.runs(r + 1)]
+            if gone and lost is None:
+                lost = gone, now
+            if lost is not None and now - lost[1] > _GRACE:
+                return Ended(1, f"{_names(lost[0])} ended without a report")
+            if waiting is None and any(words):
+                waiting = now
+            if waiting is not None and now - waiting > _LATE:
+                here = [r for r in range(n) if words[r]]
+                if len(here) < n and all(words[r][0] == "here" for r in here):
+                    absent = _names([r for r in range(n) if not words[r]])
+                    print(f"distdl: {_names(here)} waited {_LATE:g} s for MPI to start; not there, or on another node: {absent}",
+                          file=sys.stderr, flush=True)
+                waiting = float("inf")  # said once
             if timeout is not None and now - began > timeout:
                 raise TimeoutError(f"the ranks did not finish within {timeout:g} s")
     finally:
         stop(process)
+        _sweep(n, roll)
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _ended(code: int, n: int) -> Ended:
+    signalled = -code if code < 0 else code - 128 if 128 < code < 128 + signal.NSIG else 0
+    who = "a rank" if code > 0 or n == 1 else "the launcher of the ranks"
+    why = f" (signal {signalled}: {signal.strsignal(signalled)})" if signalled else ""
+    code = 128 - code if code < 0 else code
+    return Ended(code, f"{who} ended without a report, exit code {code}{why}")
 
 
 def stop(process: subprocess.Popen) -> None:
-    """End a launcher and its ranks: ask first. Ranks whose launcher had to be killed end themselves (see _rank.py)."""
+    """End a launcher: ask first, so that it ends its ranks."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -161,6 +221,22 @@ def stop(process: subprocess.Popen) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _sweep(n: int, roll) -> None:
+    """Wait until every rank of this machine is gone. Those whose launcher was killed end themselves; who does not is killed."""
+
+    def left():
+        return [r for r in range(n) if roll.read(r + 1) and roll.runs(r + 1)]
+
+    for kill in (False, True):
+        for r in left() if kill else ():
+            pid = int(roll.read(r + 1)[1])
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL) if os.getpgid(pid) == pid else os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + _GRACE
+        while left() and time.monotonic() < until:
+            time.sleep(0.05)
 
 
 def failures(reports: str) -> list[Failure]:
@@ -172,7 +248,8 @@ def failures(reports: str) -> list[Failure]:
 def run(n: int, program: list[str], *, timeout: float | None = None) -> int:
     """Run ``[script.py, args...]`` or ``["-m", module, args...]`` on n ranks; returns the exit code of the first to fail.
 
-    Tracebacks come last, after what the ranks and the launcher print, each line with its rank. SIGINT and SIGTERM end the job.
+    Tracebacks come last, after what the ranks and the launcher print, each line with its rank. Every signal that ends
+    this process ends the job; a hang-up that was ignored when it began (nohup) stays ignored.
     """
 
     def interrupt(number, frame):
@@ -180,14 +257,17 @@ def run(n: int, program: list[str], *, timeout: float | None = None) -> int:
             signal.signal(s, signal.SIG_IGN)  # once is enough: the job is being ended
         raise SystemExit(128 + number)
 
-    previous = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+    sent = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # not under nohup
+        sent.append(signal.SIGHUP)
+    previous = {s: signal.signal(s, interrupt) for s in sent}
     try:
-        with tempfile.TemporaryDirectory(prefix="distdl-") as reports:  # mode 0700
+        with folder() as (reports, roll):
             try:
-                code = wait(start(n, program, reports), reports, timeout)
+                ended = wait(start(n, program, reports), n, reports, roll, timeout)
             finally:
                 failed = failures(reports)
-                for rank, _, text, _ in failed:
+                for rank, _, text, _ in reversed(failed):  # the first to fail is the cause, and stands last
                     prefix = f"[rank {rank}] " if n > 1 else ""
                     print("".join(f"{prefix}{line}\n" for line in text.split("\n")), end="", file=sys.stderr, flush=True)
     except TimeoutError as error:
@@ -198,11 +278,9 @@ def run(n: int, program: list[str], *, timeout: float | None = None) -> int:
             signal.signal(number, handler)
     if failed:
         return failed[0].code
-    code = 128 - code if code < 0 else code  # as a shell counts signals
-    if code:  # a rank was killed, or left by os._exit
-        cause = f" (signal {code - 128}: {signal.strsignal(code - 128)})" if 128 < code < 128 + signal.NSIG else ""
-        print(f"distdl run: a rank ended without a report, exit code {code}{cause}", file=sys.stderr, flush=True)
-    return code
+    if ended.code:  # a rank was killed, or left by os._exit
+        print(f"distdl run: {ended.cause}", file=sys.stderr, flush=True)
+    return ended.code
 
 
 def launch(fn: Callable, n: int, *, timeout: float | None = None, env: dict[str, str] | None = None) -> Callable[..., list]:
@@ -224,19 +302,20 @@ def launch(fn: Callable, n: int, *, timeout: float | None = None, env: dict[str,
                      "dd.launch(function, 4)(*args)")
 
     def call(*args: Any, **kwargs: Any) -> list:
-        with tempfile.TemporaryDirectory(prefix="distdl-") as reports:  # mode 0700
+        with folder() as (reports, roll):
             job = Path(reports, "job")
             job.write_bytes(pickle.dumps(sys.path) + _pickle(fn, args, kwargs))
             process = start(n, ["--call", str(job)], reports, env, stdin=subprocess.DEVNULL, start_new_session=True)
-            code = wait(process, reports, timeout)
+            ended = wait(process, n, reports, roll, timeout)
             for failed in failures(reports):
                 remote = _error(f"rank {failed.rank} of {n} failed", "a result of every rank", "an exception", "mend its cause",
                                 "RankError", rank=failed.rank, traceback=failed.text)
                 raise _rebuilt(failed) or remote from remote
-            if code:
-                raise _error(f"the job of {n} ranks ended with exit code {code}", 0, code,
-                             "see what it printed (137 or -9: killed, often for want of memory)", "RankError")
-            return [pickle.loads(Path(reports, f"{rank}.result").read_bytes()) for rank in range(n)]
+            results = [Path(reports, f"{rank}.result") for rank in range(n)]
+            if ended.code or not all(map(Path.exists, results)):
+                raise _error(f"the job of {n} ranks ended without a result: {ended.cause}", 0, ended.code,
+                             "see what it printed (137: killed, often for want of memory)", "RankError")
+            return [pickle.loads(result.read_bytes()) for result in results]
 
     return call
 

@@ -64,6 +64,10 @@ class Move:
 
     together = staticmethod(dispatch.together)
 
+    def __post_init__(self):
+        for plan, transposed in ((self.plan, self.transposed), (self.adjoint, not self.transposed)):
+            plan.__dict__.setdefault("name", self.name + (".T" if transposed else ""))
+
     @cached_property
     def world(self):
         """The world of the step's ranks."""
@@ -140,8 +144,7 @@ class Move:
     @property
     def partitions(self) -> str:
         """Source and destination, for messages."""
-        held, wanted = (str(s.partition).splitlines()[0] for s in (self.plan.held, self.plan.wanted))
-        return held if held == wanted else f"{held} -> {wanted}"
+        return self.plan.named[1]
 
     def __str__(self):
         return self.name + (".T" if self.transposed else "")

@@ -105,12 +105,24 @@ class Partition(_Value):
         return {rank: place for place, rank in enumerate(self.ranks)}
 
     def index(self, rank: int | None = None) -> tuple[int, ...] | None:
-        """Grid coordinates of ``rank`` (default: this process), or ``None`` when it is not part of the grid."""
+        """Grid coordinates of ``rank`` (default: this process), or ``None`` when it is not part of the grid.
+
+        Raises:
+            PartitionError: ``rank`` is no integer; so do all methods that take a rank.
+        """
         if rank is None:
             rank = _rank_of["source"](self.world)
+        elif type(rank) is not int:
+            rank = self._as_rank(rank)
         if rank not in self._coords:
             self._coords[rank] = self._coords_of(rank)
         return self._coords[rank]
+
+    def _as_rank(self, rank) -> int:
+        if is_int(rank) and not isinstance(rank, bool):
+            return as_int(rank)
+        raise PartitionError("not a rank", op="Partition.index", partitions=self, expected="a rank (int)", actual=repr(rank),
+                             next_step="leave it out for this process's own; P.rank_at(coords) is the rank at grid coordinates")
 
     @cached_property
     def _coords(self) -> dict[int, tuple[int, ...] | None]:
@@ -127,10 +139,19 @@ class Partition(_Value):
         return tuple(reversed(coords))
 
     def rank_at(self, coords) -> int:
-        """The rank at grid coordinates ``coords``."""
+        """The rank at grid coordinates ``coords``; negative ones count from the end.
+
+        Raises:
+            PartitionError: not one coordinate for each dim, or one that the grid does not have.
+        """
+        found = tuple(coords) if isinstance(coords, Iterable) else None
+        if found is None or len(found) != self.ndim or any(not is_int(c) or not -n <= c < n for c, n in zip(found, self.shape)):
+            raise PartitionError("not a place of the grid", op="Partition.rank_at", partitions=self, actual=repr(coords),
+                                 expected=f"{self.ndim} coordinates (ints) below {self.shape}",
+                                 next_step="P.index(rank) gives a rank's coordinates")
         place = 0
-        for c, n in zip(coords, self.shape, strict=True):
-            place = place * n + c
+        for c, n in zip(found, self.shape):
+            place = place * n + c % n
         return self.ranks[place]
 
     def dim(self, dim: int, op: str = "Partition") -> int:
@@ -205,12 +226,17 @@ class Partition(_Value):
 
 
 def is_int(value) -> bool:
-    """Whether ``value`` stands for one integer."""
+    """Whether ``value`` stands for one integer, Python's, NumPy's or torch's; a truth value does not."""
     try:
         as_int(value)
     except TypeError:
         return False
-    return True
+    return not is_bool(value)
+
+
+def is_bool(value) -> bool:
+    """Whether ``value`` is a truth value, of which Python would make 0 or 1."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
 def partition_of(P, op: str = "partition") -> Partition:

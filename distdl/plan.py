@@ -162,6 +162,12 @@ class Plan(_Value):
         sides = [(s.partition.shape, s.partition.ranks, s.partition.world, s.axes) for s in (self.held, self.wanted)]
         return hashlib.sha256(repr(sides).encode()).hexdigest()[:16]
 
+    @property
+    def named(self) -> tuple[str, str]:
+        """For errors: the movement that this is the plan of, as its map has said, and the partitions."""
+        held, wanted = (str(side.partition).splitlines()[0] for side in (self.held, self.wanted))
+        return self.__dict__.get("name", "a movement"), held if held == wanted else f"{held} -> {wanted}"
+
     def is_identity(self) -> bool:
         """Whether every rank keeps exactly what it has: the same on all ranks, whichever asks."""
         side = self.held

@@ -15,6 +15,7 @@ import torch
 from . import _torch, errors
 from .engine.recognise import summing_group
 
+NAME = "_distdl_name"  # attribute of a tensor whose name is known, for errors
 HEAD = struct.Struct("<Q16s16s?8sd")  # count, digests of the common and of all fields, recorded, hash and norm of an invariant
 
 
@@ -73,13 +74,14 @@ class Said(NamedTuple):
     copies: tuple[int, ...]
     where: str = ""
     done: str = ""
+    copies_of: tuple = ()  # of an invariant input: (name, hash, norm) of each tensor
 
 
 def unpack(data) -> Said:
     """What followed the head of a message."""
     stream = io.BytesIO(memoryview(data)[HEAD.size :])
-    said, (where, done) = pickle.load(stream), pickle.load(stream)
-    return said._replace(where=where, done=done)
+    said, (where, done, copies_of) = pickle.load(stream), pickle.load(stream)
+    return said._replace(where=where, done=done, copies_of=copies_of)
 
 
 def leads(maps, xs):
@@ -87,8 +89,17 @@ def leads(maps, xs):
     return tuple(x.shape[: x.dim() - len(m.in_shape)] for m, x in zip(maps, xs))
 
 
-def call_of(maps, leads, xs, rank) -> Call:
-    """The signature of a movement."""
+def told_of(called) -> tuple[Field, ...]:
+    """What the user called: the same function on all ranks, on those that exchange messages with the same plain arguments."""
+    return (
+        Field("the function called", called.name, True, "call the same functions in the same order", called.name or "none of F"),
+        Field("the arguments", called.keywords, False, "pass equal arguments on every rank", f"{called.name}({called.keywords})"),
+        Field("the pytree", called.tree, False, "pass the same containers on every rank, dictionaries with the same keys"),
+    )
+
+
+def call_of(maps, leads, xs, rank, called=None) -> Call:
+    """The signature of a movement; ``called``: what the user called, see :mod:`distdl.watching.where`."""
     first, near, waits = maps[0], set(), False
     for m in maps:
         for plan in (m.plan, m.adjoint):
@@ -106,7 +117,7 @@ def call_of(maps, leads, xs, rank) -> Call:
 
     plans = hashlib.sha256(" ".join(m.plan.digest for m in maps).encode()).hexdigest()[:16]
     local = f"local {each(m.in_shape for m in maps)} -> {each(m.out_shape for m in maps)} by plan {plans}"[:600]
-    fields = (
+    fields: tuple[Field, ...] = (  # the first difference is the one that is told
         Field("the operator called", each(maps), True, "call the same operators in the same order"),
         Field("the partitions", each(m.partitions for m in maps), True, "pass equal partitions on every rank"),
         Field("the number of tensors", str(len(maps)), True, "pass the same pytree on every rank"),
@@ -115,6 +126,9 @@ def call_of(maps, leads, xs, rank) -> Call:
         Field("the dtype", each(x.dtype for x in xs), False, "give every rank's tensor the same dtype"),
         Field("the layouts or shapes", plans, False, "give every rank the same layouts, or shapes that fit together", local),
     )
+    if called is not None:
+        function, arguments, tree = told_of(called)
+        fields = (fields[0], function, arguments, *fields[1:3], tree, *fields[3:])
     return Call(str(first), first.partitions, first.ranks, tuple(sorted(near)), copies, waits, fields)
 
 
@@ -140,20 +154,27 @@ def first_difference(said: dict[int, Said]) -> tuple[Field, dict[int, str]]:
     return field, {r: f"{shown[r]} at {one.where}" for r, one in said.items()}
 
 
-def fingerprint(xs) -> tuple[bytes, float]:
-    """Hash of all bits, and norm, of some tensors."""
-    found, square = hashlib.blake2b(digest_size=8), 0.0
-    for x in xs:
+def fingerprint(xs) -> tuple[tuple[str, bytes, float], ...]:
+    """Of each tensor its name, a hash of all bits, and its norm."""
+    found = []
+    for i, x in enumerate(xs):
+        name = getattr(x, NAME, f"tensor {i} of {len(xs)}")
         x = (_torch.plain(x.detach()).cpu() + 0).contiguous()  # + 0: both zeros are one value
-        found.update(x.reshape(-1).view(torch.uint8).numpy().data)
-        square += float(torch.linalg.vector_norm(x.to(torch.complex128 if x.is_complex() else torch.float64))) ** 2
-    return found.digest(), square**0.5
+        bits = hashlib.blake2b(x.reshape(-1).view(torch.uint8).numpy().data, digest_size=8).digest()
+        found.append((name, bits, float(torch.linalg.vector_norm(x.to(torch.complex128 if x.is_complex() else torch.float64)))))
+    return tuple(found)
 
 
-def unequal(op: str, found: dict, groups_of_copies):
+def together(prints) -> tuple[bytes, float]:
+    """Hash and norm of all tensors."""
+    bits = hashlib.blake2b(b"".join(one for _, one, _ in prints), digest_size=8).digest()
+    return bits, sum(norm**2 for _, _, norm in prints) ** 0.5
+
+
+def unequal(op: str, found: dict, groups_of_copies, copies_of: dict):
     """What is wrong where the copies of an invariant input differ: a cotangent at an adjoint, else a value or a tangent.
 
-    ``found``: {rank: head of its message}.
+    ``found``: {rank: head of its message}; ``copies_of``: {rank: what :func:`fingerprint` said there}.
     """
     wrong = [group for group in groups_of_copies if len({found[r][4] for r in group}) > 1]
     if not wrong:
@@ -176,8 +197,18 @@ def unequal(op: str, found: dict, groups_of_copies):
     said = "; ".join(f"{names(rs)}: norm {norm}" for norm, rs in groups({r: f"{n:.17g}" for r, n in norms.items()}).items())
     if len(set(norms.values())) == 1:
         said += ", but other entries"
+    tensors = list(zip(*(copies_of[r] for r in sorted(min(wrong)))))
+    which = [copies[0][0] for copies in tensors if len({bits for _, bits, _ in copies}) > 1]
+    if which and (len(tensors) > 1 or not which[0].startswith("tensor ")):
+        said += f"; of {len(tensors)} tensors these differ: {', '.join(which[:5])}{' ...' if which[5:] else ''}"
     return errors.InvariantError, dict(problem=f"the copies of an invariant {what} differ, against {rule}",
                                        expected="bitwise equal copies", actual=said, next_step=step)  # fmt: skip
+
+
+def gave_up(rank: int, op: str, text: str) -> dict[str, str]:
+    """The parts of the error that others raise where ``rank`` has left a call by an error of its own."""
+    return dict(problem=f"rank {rank} left this call, or one before, by an error of its own", op=op, actual=f"rank {rank}: {text}",
+                expected="the call on all its ranks", next_step=f"mend rank {rank}'s call; catch an error on all ranks, or on none")
 
 
 def groups(values: dict) -> dict:

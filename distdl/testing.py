@@ -7,11 +7,15 @@ from contextlib import contextmanager
 import torch
 from torch.func import jvp, vjp, vmap
 
+from .agree import partition_of
 from .engine import transport as _transport
+from .errors import InvariantError
+from .functional.held import holders, named
 from .linear_map import Pair
+from .signature import fingerprint, names
 from .world import world
 
-__all__ = ["check_grads", "check_map", "collective_assert", "count_messages", "dot_test", "gather_objects"]
+__all__ = ["assert_copies", "check_grads", "check_map", "collective_assert", "count_messages", "dot_test", "gather_objects"]
 
 
 class Messages(list):
@@ -57,6 +61,44 @@ def collective_assert(condition, message="", ranks=None) -> None:
     found = gather_objects((bool(condition), str(message)), ranks)
     failed = {r: text for r, (ok, text) in zip(ranks or range(len(found)), found) if not ok}
     assert not failed, f"failed on {len(failed)} of {len(found)} ranks: {failed}"
+
+
+def assert_copies(tensors, P, dims=None) -> None:
+    """Assert that what ranks hold as copies of one tensor is equal to the last bit, and say by name what is not.
+
+    Args:
+        tensors: a module (its parameters and buffers), or a pytree of tensors, such as a dictionary. Parameters of
+            ``dd.nn`` know on which ranks they are copies, and of what blocks; all others are copies on every rank.
+        P, dims: the ranks: the fibre along partition dims ``dims`` (None: all).
+
+    Raises:
+        InvariantError: on every rank: copies differ, or have other shapes or dtypes; or ranks have tensors of other names.
+    """
+    R = partition_of(P).along(dims)
+    if R is None:
+        return
+    found, where, mine = named(tensors), world(R.world), {}
+    for (name, t), how in zip(found.items(), holders("assert_copies", list(found.values()), P=P)):
+        at = () if how is None else how.grid.index(where.rank)
+        if at is not None and (how is None or how.split is not None):  # else no copy, or none that is known
+            block = () if how is None else tuple(at[d] for d in how.split)
+            ((_, bits, norm),) = fingerprint([t])
+            mine[name] = block, bits, f"{tuple(t.shape)} of {str(t.dtype).removeprefix('torch.')}, norm {norm:.17g}"
+    everyone, faults = where.all_gather((list(found), mine), R.ranks, "assert_copies"), []
+    if len({tuple(names) for names, _ in everyone.values()}) > 1:
+        faults.append(f"other names: { {r: names for r, (names, _) in everyone.items()} }")
+    for name in sorted({name for _, have in everyone.values() for name in have}):
+        values: dict = {}
+        for r, (_, have) in everyone.items():
+            if name in have:
+                block, bits, shown = have[name]
+                values.setdefault(block, {}).setdefault((bits, shown), []).append(r)
+        faults += [f"{name}: " + ", ".join(f"{names(rs)} {shown}" for (_, shown), rs in copies.items())
+                   for copies in values.values() if len(copies) > 1]  # fmt: skip
+    if faults:
+        raise InvariantError("copies of one tensor differ", op="assert_copies", partitions=P, expected="bitwise equal copies",
+                             actual="; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if faults[5:] else ""),
+                             next_step="begin with equal values on all ranks, and apply equal updates to them: sums of gradients")
 
 
 def _random(shape, dtype, seed, rank):

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import pickle
 import sys
+import threading
 import traceback
+import weakref
 from dataclasses import dataclass, replace
 
-from . import errors
+from . import _rank, errors
 from .engine import transport as _transport
 from .engine.local import LocalTransport
 from .engine.nccl import NcclEngines, engines_on
 from .errors import AgreementError, PartitionError, TransportError
 from .partition import set_rank_source
-from .watching.watchdog import watch
+from .watching.watchdog import end_job, meet, watch
+from .watching.where import collective_call, user_line
 
 _worlds: dict[str, World] = {}
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by MPI launchers for their ranks
+# How many processes a launcher has started, by whose variables: all of them are set for its processes only. Not SLURM_NTASKS:
+# sbatch sets that for every process.
+_COUNTS = (("OMPI_COMM_WORLD_SIZE",), ("PMI_SIZE",), ("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
+_thread = threading.local()  # .moves: this thread makes movements
+_made: weakref.WeakSet = weakref.WeakSet()  # every world: a fork of this process may move in none
 
 
 class World:
@@ -33,10 +42,13 @@ class World:
         half_sums: ``"float32"``: sums of more than two float16 or bfloat16 numbers are taken in float32 and rounded once;
             ``"native"``: in their own dtype where the engine can, which sends half as many bytes.
 
-    Without mpi4py, a process that no MPI launcher started is a world of one rank.
+    Without mpi4py, a process that no launcher started is a world of one rank; so is any process with ``DISTDL_ALONE=1``. A process
+    that a rank has started (a DataLoader's worker) is no rank: it may ask which rank has started it, and moves nothing.
 
     Raises:
-        TransportError: an MPI launcher started this process, but mpi4py cannot be used; or ``cuda`` is none of the three.
+        TransportError: a launcher (mpiexec, torchrun, srun) started more processes than MPI knows of, or mpi4py cannot be used;
+            this process was started by ``multiprocessing``, and not for a world; or ``cuda`` is none of the three.
+        AbsenceError: under ``dd.checking()``: not all ranks of ``comm`` came to this call, which is collective, in time.
     """
 
     def __init__(self, comm=None, name: str = "default", transport=None, cuda: str | None = None,
@@ -45,7 +57,7 @@ class World:
         if self.cuda not in ("nccl", "staged", "mpi"):
             raise TransportError("no such way for CUDA tensors", op="World", expected="nccl, staged or mpi", actual=self.cuda,
                                  next_step="set DISTDL_CUDA, or World(cuda=...), to one of them")
-        self.host = _host_transport(comm) if transport is None else transport
+        self.host = _host_transport(comm, name) if transport is None else transport
         if half_sums not in ("float32", "native"):
             raise TransportError("no such way to sum halves", op="World", expected="float32 or native", actual=half_sums,
                                  next_step="leave it out, or choose one of these")
@@ -53,11 +65,22 @@ class World:
         self.rank, self.size = self.host.rank, self.host.size
         self._engines: NcclEngines | None = None
         _worlds[name] = self
-        if self.size > 1:
+        if transport is None:
+            _made.add(self)
+        if isinstance(self.host, _Child):
+            self._move_nothing(self.host)
+        elif self.size > 1:
             watch(self.host)
+        if comm is None and transport is None and not isinstance(self.host, _Child):  # for the processes that this one may start
+            os.environ["DISTDL_RANK"] = f"{os.getpid()} {self.rank} {self.size} {_rank.job()}"
+
+    def _move_nothing(self, child: _Child) -> None:
+        self.host, self._engines = child, None
+        vars(self)["transport"] = child.refuse
 
     def transport(self, x, ranks):
         """The engine that moves ``x`` among ``ranks`` (sorted). What it cannot read is staged through pinned host memory."""
+        _thread.moves = True
         return self.host if x.is_cpu else self._for_cuda(x.device, ranks)
 
     def _for_cuda(self, device, ranks):
@@ -93,6 +116,7 @@ class World:
         """{rank: its small, picklable value} over ``ranks``, in rising order; one small all-gather. Ranks of one job trust each
         other, so pickles do no harm here. ``purpose`` goes along: ranks that are here for different reasons all raise."""
         _transport.begun += 1
+        _thread.moves = True
         data, ranks = pickle.dumps((purpose, value)), tuple(sorted(ranks))
         if _transport.log is not None:
             _transport.log.append(("agree", ranks, len(data)))
@@ -118,10 +142,61 @@ class World:
         return f"World(rank {self.rank} of {self.size}, name={self.name!r}, {type(self.host).__name__})"
 
 
+def _tell(error) -> None:
+    """Tell the other ranks of the call that this one leaves it, so that they need not wait for it in vain."""
+    found = collective_call()
+    if found is None or found[2] not in _worlds:
+        return
+    frame, ranks, name = found
+    host, error._told = _worlds[name].host, id(frame)
+    ranks = tuple(r for r in ranks if r < host.size)
+    if getattr(sys.exc_info()[1], "_told", None) == id(frame) or host.rank not in ranks or not hasattr(host, "lookout"):
+        return  # the first: an error about an error, in one call
+    op, text = error.op or frame.f_code.co_name, f"{type(error).__name__}, {error} at {user_line()}"
+    if _transport.observer is None or not _transport.observer.local_error(host, ranks, op, text):
+        host.lookout.local_error(ranks, op, text)
+
+
 class _Bystander(LocalTransport):
     """For tensors of a rank that exchanges nothing, wherever they are."""
 
     device_types = ("cpu", "cuda")
+
+
+class _Child(_Bystander):
+    """In a process that rank ``rank`` of ``size`` has started, by ``multiprocessing`` or a fork: it knows the rank, and moves
+    nothing. A fork of a world of one has all that it needs, and goes on; not one that ``multiprocessing`` made, which may be one of
+    several that take themselves for ranks."""
+
+    def refuse(self, *_):
+        if self.size == 1 and (multiprocessing.parent_process() is None or _alone()):
+            return self
+        raise _no_rank(f"process {os.getpid()}, which rank {self.rank} of {self.size} has started")
+
+    def all_gather(self, data, ranks):
+        self.refuse()
+        return super().all_gather(data, ranks)
+
+
+def _no_rank(actual: str) -> TransportError:
+    return TransportError("this process is no rank, and moves nothing", op="World", expected="a rank, as its launcher started it",
+                          actual=actual, next_step="move in the ranks themselves; where a child imports the script (spawn, "
+                          "forkserver), keep the program below `if __name__ == \"__main__\":`; ranks are started by "
+                          "`python -m distdl run` or dd.launch; with DISTDL_ALONE=1 each process is a world of its own")
+
+
+def _alone() -> bool:
+    return os.environ.get("DISTDL_ALONE", "0") not in ("", "0")
+
+
+def _forked() -> None:
+    """MPI does not survive a fork: the child keeps what it knows of its worlds, not their engines."""
+    for found in _made:
+        if not isinstance(found.host, _Child):
+            found._move_nothing(_Child(found.rank, found.size))
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def world(name: str = "default") -> World:
@@ -135,52 +210,86 @@ def world(name: str = "default") -> World:
     return found
 
 
-def _host_transport(comm):
+def _host_transport(comm, name):
     if comm is None:
+        if _alone():
+            return LocalTransport()
+        started = os.environ.get("DISTDL_RANK", "").split(" ", 3)  # by the process that set it, or by one that it has started
+        mine = len(started) < 4 or int(started[0]) == os.getpid()
+        child = multiprocessing.parent_process() is not None
+        if not mine and (child or (int(started[2]) > 1 and started[3] == _rank.job())):
+            return _Child(int(started[1]), int(started[2]))
+        if child:
+            raise _no_rank(f"process {os.getpid()}, which multiprocessing has started")
         try:
-            import mpi4py.MPI  # noqa: F401
+            from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # not installed, or its MPI library is missing
             launched = [name for name in _LAUNCHED if name in os.environ]
             if launched:
                 raise TransportError(f"an MPI launcher started this process ({launched[0]}), but mpi4py cannot be used: "
                                      f"{error}", op="World", next_step="pip install distdl[mpich]",
                                      expected="mpi4py and its MPI library", actual=type(error).__name__) from error
+            _compare(1)
             return LocalTransport()
+        _compare(MPI.COMM_WORLD.size)
+        comm = MPI.COMM_WORLD
     from .engine.mpi import MpiTransport
 
+    meet(comm, name)
     transport = MpiTransport(comm)
+    atexit.unregister(_close_all)
     atexit.register(_close_all)  # after mpi4py's own handler was registered, so before it runs
     if transport.size > 1:
-        _abort_on_exception(transport)
+        _end_on_exceptions()
     return transport
 
 
-def _abort_on_exception(transport) -> None:
-    """An uncaught exception on one rank ends the job: its peers would wait for messages that never come."""
-    previous = sys.excepthook
+def _compare(size: int) -> None:
+    """Raise TransportError where a launcher has started more processes than MPI's world has: each would take itself for all."""
+    for variables in _COUNTS:
+        told = os.environ.get(variables[0], "")
+        if told.isdigit() and int(told) > size and all(name in os.environ for name in variables):
+            says = ", ".join(f"{name}={os.environ[name]}" for name in variables)
+            raise TransportError(f"{told} processes were started ({says}), but MPI's world has {size}: they do not know each other",
+                                 op="World", expected=f"an MPI world of {told}", actual=size,
+                                 next_step=f"start them by `python -m distdl run -n {told} script.py` (torchrun starts no MPI "
+                                 "ranks), or by the mpiexec or srun of the MPI that `python -m distdl info` shows; DISTDL_ALONE=1 "
+                                 "says that single processes are meant")
 
-    def hook(kind, value, trace):
-        if issubclass(kind, KeyboardInterrupt):
-            previous(kind, value, trace)
-        else:
-            sys.stderr.write("".join(traceback.format_exception(kind, value, trace)))
-            sys.stderr.write(f"distdl: rank {transport.rank} of {transport.size} failed; ending the job\n")
-        sys.stderr.flush()
-        transport.abort(1)
 
-    sys.excepthook = hook
-    ignored = sys.unraisablehook
+_ended_on_exceptions: list = []
 
-    def at_exit(unraisable):  # Python only prints these, and exits with 0
-        try:
-            ignored(unraisable)
-        finally:
-            if (unraisable.err_msg or "").startswith("Exception ignored in atexit callback"):
-                sys.stderr.write(f"distdl: rank {transport.rank} of {transport.size} failed at exit; ending the job\n")
-                sys.stderr.flush()
-                transport.abort(1)
 
-    sys.unraisablehook = at_exit
+def _end_on_exceptions() -> None:
+    """An exception that nobody catches on one rank ends the job: its peers would wait for messages that never come. In the main
+    thread, at exit, and in a thread that has made movements."""
+    if _ended_on_exceptions:  # hooks stand for the whole process
+        return
+    main, thread, ignored = sys.excepthook, threading.excepthook, sys.unraisablehook
+    _ended_on_exceptions.append(pid := os.getpid())
+
+    def end(kind, value, trace, where=""):
+        text = "".join(traceback.format_exception(kind, value, trace)).rstrip()
+        end_job("interrupted" if issubclass(kind, KeyboardInterrupt) else where + text, value)
+
+    def in_main(kind, value, trace):
+        if os.getpid() == pid:
+            end(kind, value, trace)
+        main(kind, value, trace)
+
+    def in_thread(args):
+        if os.getpid() == pid and getattr(_thread, "moves", False) and not issubclass(args.exc_type, SystemExit):
+            end(args.exc_type, args.exc_value, args.exc_traceback, f"in thread {args.thread.name if args.thread else '?'}:\n")
+        thread(args)
+
+    def unraisable(args):  # Python only prints these, and exits with 0
+        text, moves = args.err_msg or "", getattr(_thread, "moves", False)
+        at_exit = text.startswith("Exception ignored in atexit callback")
+        if os.getpid() == pid and (at_exit or (moves and text.startswith("Exception ignored in thread"))):
+            end(args.exc_type, args.exc_value, args.exc_traceback, "at exit:\n" if at_exit else "in a thread:\n")
+        ignored(args)
+
+    sys.excepthook, threading.excepthook, sys.unraisablehook = in_main, in_thread, unraisable
 
 
 @atexit.register
@@ -271,4 +380,5 @@ class Topology:
 
 
 set_rank_source(lambda name: world(name).rank)
+errors.set_listener(_tell)
 errors.set_rank_source(lambda: _worlds["default"].rank if "default" in _worlds else None)

@@ -1,6 +1,7 @@
 """Fill docs/api.md from docstrings: a line ``::: distdl.func`` becomes an entry for each public name of that module.
 
-mkdocs calls :func:`on_page_markdown` (see mkdocs.yml). ``python docs/gen_api.py`` prints the whole page.
+mkdocs calls :func:`on_page_markdown` (see mkdocs.yml). ``python docs/gen_api.py`` prints the whole page; with ``--summaries`` it
+writes into docs/api.md what a reader of the checkout sees: below each ``:::`` line a line of what stands there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import sys
 from pathlib import Path
 
+LINE = re.compile(r"^::: (\S+)$(?:\n> .*)*", re.MULTILINE)
 SECTION = re.compile(r"^(Args|Returns|Raises|Attributes|Messages)([:,].*)$")
 ITEM = re.compile(r"^([*\w][\w*, .]*):\s+(.*)$")
 
@@ -21,19 +23,32 @@ def on_page_markdown(markdown, page, **kwargs):
 
 
 def expand(markdown: str) -> str:
-    """Replace every ``::: name`` by the entries of that module, or by the one of that class or function."""
-    return re.sub(r"^::: (\S+)$", lambda match: "\n".join(entries(match[1])), markdown, flags=re.MULTILINE)
+    """Replace every ``::: name``, with its summary, by the entries of that module, or by the one of that class or function."""
+    return LINE.sub(lambda match: "\n".join(line for name, value in named(match[1]) for line in entry(name, value)), markdown)
 
 
-def entries(name: str) -> list[str]:
-    """The entries of a module's ``__all__`` that it defines, or the entry of one object."""
+def summarised(markdown: str) -> str:
+    """The page with today's summaries."""
+    return LINE.sub(lambda match: f"{match[0].splitlines()[0]}\n> {summary(match[1])}", markdown)
+
+
+def summary(name: str) -> str:
+    """One line: the first sentence of an object's documentation; a module's, and its names."""
+    found = [n for n, _ in named(name)]
+    owner = sys.modules.get(name) or named(name)[0][1]
+    text = " ".join((inspect.getdoc(owner) or "").split("\n\n")[0].split()).split(". ")[0].rstrip(".:")
+    return f"{escaped(text)}{': ' + ', '.join(f'`{n}`' for n in found) if name in sys.modules else ''}."
+
+
+def named(name: str) -> list[tuple[str, object]]:
+    """The names of a module's ``__all__``, or one object: [(name, value)]."""
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError:
         parent, _, attribute = name.rpartition(".")
-        return entry(attribute, getattr(importlib.import_module(parent), attribute))
+        return [(attribute, getattr(importlib.import_module(parent), attribute))]
     names = getattr(module, "__all__", None) or [n for n, v in vars(module).items() if is_own(v, module) and not n.startswith("_")]
-    return [line for n in names for line in entry(n, getattr(module, n))]
+    return [(n, getattr(module, n)) for n in names]
 
 
 def is_own(value, module) -> bool:
@@ -99,4 +114,8 @@ def documentation(text: str) -> list[str]:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    print(expand(Path(__file__).with_name("api.md").read_text(encoding="utf-8")))
+    path = Path(__file__).with_name("api.md")
+    if "--summaries" in sys.argv:
+        path.write_text(summarised(path.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(expand(path.read_text(encoding="utf-8")))

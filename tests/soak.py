@@ -1,13 +1,14 @@
-"""Soak: ``python -m distdl run -n 4 tests/soak.py OPERATIONS``.
+"""Soak: ``python -m distdl run -n 4 tests/soak.py OPERATIONS [PARTITIONS]``.
 
 Mixed operations over random partitions: maps and their adjoints, backward, forward mode, batches and split-phase calls. Small
 integers as float64, so that sums are exact and every result can be compared with the simulated one by its bytes. Said at the end,
-and checked: the checksums of the run and of the simulated one, and how far memory and the number of communicators have grown since
-half time.
+and checked: the checksums of the run and of the simulated one, over how many different partitions of a tensor (at least
+PARTITIONS), and how far memory and the numbers of file descriptors and communicators have grown since half time.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -32,6 +33,11 @@ GROWTH = 48 * 2**20  # bytes that a rank may grow in the second half: arenas of 
 def resident() -> int:
     """Bytes of memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def descriptors() -> int:
+    """Open files, sockets and pipes of this process."""
+    return len(os.listdir("/proc/self/fd"))
 
 
 def mix(i, rank, y) -> int:
@@ -99,17 +105,20 @@ def shrink_caches() -> None:
             setattr(factories, name, lru_cache(CACHED, typed=True)(factory.__wrapped__))
 
 
-def main(total: int) -> None:
+def main(total: int, partitions: int = 0) -> None:
     where = dd.world()
     n, me, rng, began = where.size, where.rank, random.Random(1), time.monotonic()
     ours = theirs = 0
-    half = groups = None
-    turn = max(5_000, total // 50)
+    half = groups = files = None
+    seen: set = set()
+    turn, first, due, drawn = max(5_000, total // 50), 0, 0, 0
     for i in range(total):
-        if i % turn == 0:
-            maps = population(i // turn, n)
-        A, xs = maps[rng.randrange(len(maps))]
+        if i == due:
+            maps, first, drawn = population(drawn, n), i, drawn + 1
+            due = i + (len(maps) if len(seen) < partitions else turn)
+        A, xs = maps[i - first if i - first < len(maps) else rng.randrange(len(maps))]
         run, simulated = OPERATIONS[rng.randrange(len(OPERATIONS))]
+        seen.update((A.plan.held, A.plan.wanted))
         held = A.plan.held.partition.ranks
         x = xs[held.index(me)].clone() if me in held else torch.zeros(A.in_shape, dtype=torch.float64)
         y = run(A, x)
@@ -119,22 +128,25 @@ def main(total: int) -> None:
         if i % n == me:  # ranks share the work of simulating
             theirs = (theirs + sum(mix(i, r, y) for r, y in zip(out, simulated(A, [x.clone() for x in xs])))) % 2**61
         if i + 1 == total // 2:
-            half, groups = resident(), len(where.host.groups)
+            half, groups, files = resident(), len(where.host.groups), descriptors()
         if (i + 1) % max(total // 10, 1) == 0:
             sums = [sum(part) % 2**61 for part in zip(*dd.testing.gather_objects((ours, theirs)))]
             assert sums[0] == sums[1], f"the checksums {sums[0]:x} and {sums[1]:x} (simulated) differ after {i + 1} operations"
             if me == 0:
                 print(f"{i + 1} operations, checksum {sums[0]:x} as simulated, {time.monotonic() - began:.0f} s, "
-                      f"{resident() / 2**20:.0f} MiB, {len(where.host.groups)} communicators", flush=True)
-    grown = resident() - half
-    found = dd.testing.gather_objects((grown, len(where.host.groups) - groups))
+                      f"{resident() / 2**20:.0f} MiB, {len(where.host.groups)} communicators, {descriptors()} descriptors, "
+                      f"{len(seen)} partitions", flush=True)
+    found = dd.testing.gather_objects((resident() - half, len(where.host.groups) - groups, descriptors() - files))
     if me == 0:
-        print("growth in the second half, by rank: " + ", ".join(f"{g / 2**20:+.1f} MiB, {c} communicators" for g, c in found))
-    assert all(g < GROWTH for g, _ in found), f"memory grows: {found}"
-    assert total < 10_000 or all(c == 0 for _, c in found), f"communicators are made without end: {found}"
+        told = (f"{grown / 2**20:+.1f} MiB, {c} communicators, {d} descriptors" for grown, c, d in found)
+        print("growth in the second half, by rank: " + "; ".join(told))
+    assert all(grown < GROWTH for grown, _, _ in found), f"memory grows: {found}"
+    assert total < 10_000 or all(c == 0 for _, c, _ in found), f"communicators are made without end: {found}"
+    assert all(d <= 0 for _, _, d in found), f"descriptors are opened without end: {found}"
+    assert len(seen) >= partitions, f"{len(seen)} partitions"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     shrink_caches()
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:3]))

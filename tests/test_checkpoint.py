@@ -1,20 +1,23 @@
 """Checkpoints in one process: the format, files that run nothing, and a job that is killed while it saves."""
 
 import itertools
+import json
 import os
 import pickle
 import random
 import resource
 import signal
 import subprocess
+import sys
 import textwrap
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 import safetensors
 import torch
-from safetensors.torch import load, load_file
+from safetensors.torch import load, load_file, save_file
 from test_launch import command, gone
 
 import distdl as dd
@@ -105,10 +108,23 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
 
 def test_a_save_that_nobody_waits_for(tmp_path):
     pending = checkpoint.async_save(tmp_path / "x", {"w": torch.ones(3)})
-    with pytest.warns(ResourceWarning, match="nobody waited"):
+    with pytest.warns(RuntimeWarning, match="nobody waited"):
         pending.__del__()
     pending.wait()
     assert os.listdir(tmp_path) == ["x"]
+    program = f"""
+import torch, distdl as dd
+dd.checkpoint.async_save({str(tmp_path / "lost")!r}, {{"w": torch.ones(3)}})
+kept = dd.checkpoint.async_save({str(tmp_path / "kept")!r}, {{"w": torch.ones(3)}})
+kept.wait()
+"""
+    (tmp_path / "program.py").write_text(program)
+    start = command("run", "-n", 2) if find_mpi() else [sys.executable]
+    done = subprocess.run([*start, tmp_path / "program.py"], capture_output=True, text=True, timeout=60, check=False)
+    assert "nobody waited for a save" in done.stderr and str(tmp_path / "lost") in done.stderr, done.stderr
+    assert str(tmp_path / "kept") not in done.stderr
+    assert len(start) == 1 or done.returncode != 0, "the job must not pass for a good one"
+    assert not (tmp_path / "lost").exists() and (tmp_path / "kept").exists()
 
 
 def test_names_with_wildcards_and_no_folder(tmp_path, monkeypatch):
@@ -118,6 +134,147 @@ def test_names_with_wildcards_and_no_folder(tmp_path, monkeypatch):
     checkpoint.save("[x]*", {"w": torch.ones(3)})
     assert sorted(os.listdir()) == [".x.other.saving", "[x]*"]
     assert checkpoint.load("[x]*")[0]["w"].tolist() == [1, 1, 1]
+
+
+def test_temporary_files_by_their_exact_names(tmp_path):
+    """A save to ``run`` leaves alone what is on its way to ``run.best``, and to ``run`` itself."""
+    best = checkpoint.async_save(tmp_path / "run.best", {"w": torch.full((3,), 2.0)})
+    same = checkpoint.async_save(tmp_path / "run", {"w": torch.full((3,), 3.0)})
+    others = [".run.best.0123456789abcdef.saving", ".runx.0123456789abcdef.saving", "run.0123456789abcdef.saving"]
+    for name in others:
+        (tmp_path / name).touch()
+    (tmp_path / ".run.0123456789abcdef.saving").touch()
+    checkpoint.save(tmp_path / "run", {"w": torch.ones(3)})
+    best.wait()
+    assert load_file(tmp_path / "run.best")["w"].tolist() == [2, 2, 2] and load_file(tmp_path / "run")["w"].tolist() == [1, 1, 1]
+    same.wait()
+    assert load_file(tmp_path / "run")["w"].tolist() == [3, 3, 3]
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "run", "run.best"])
+
+
+@pytest.mark.parametrize("x", [
+    torch.arange(6.0)[::2][2:], torch.arange(6.0).as_strided((1,), (3,), 4), torch.arange(24.0).reshape(2, 3, 4)[1:, 2:, 3:],
+    torch.arange(12.0).reshape(3, 4)[1:2, ::2], torch.arange(6).bfloat16().as_strided((1, 1), (5, 2), 3), torch.ones(3, 0)[:, ::2],
+], ids=str)  # fmt: skip
+def test_any_strides(tmp_path, x):
+    """One element may have any stride, and is called contiguous."""
+    checkpoint.save(tmp_path / "x", {"w": x})
+    assert torch.equal(load_file(tmp_path / "x")["w"], x) and torch.equal(checkpoint.load(tmp_path / "x")[0]["w"], x)
+
+
+def test_what_would_make_an_unreadable_file(tmp_path):
+    """Names that are no text, what JSON cannot write (by its key), paths that are none: an error, and the old file stays."""
+    path, w = tmp_path / "x", {"w": torch.ones(3)}
+    checkpoint.save(path, w)
+    before = path.read_bytes()
+    for arguments, words in (
+            (({"a\ud800": torch.ones(1)},), r"'a\ud800' is no valid text"),
+            ((w, {}, {"a": [{"lr": torch.ones(())}]}), "metadata['a'][0]['lr']"),
+            ((w, {}, {"a": {(1, 2): 3}}), "a key of metadata['a']"), ((w, {}, {"f": print}), "metadata['f'], a builtin"),
+            ((w, {}, {"big": "x" * 100_000_000}), "the header would have")):  # fmt: skip
+        with pytest.raises(dd.errors.CheckpointError) as caught:
+            checkpoint.save(path, *arguments)
+        assert words in str(caught.value), str(caught.value)[:500]
+    os.mkfifo(tmp_path / "fifo")
+    for bad in ("a\0b", 3, None, tmp_path / "fifo", tmp_path):
+        with pytest.raises(dd.errors.CheckpointError):
+            checkpoint.save(bad, w)
+        with pytest.raises(dd.errors.CheckpointError):
+            checkpoint.load(bad)
+    assert path.read_bytes() == before and sorted(os.listdir(tmp_path)) == ["fifo", "x"]
+    checkpoint.save(str(path).encode(), {"é€ \0\n\"": torch.ones(1)}, metadata={"\ud800": "\udfff"})
+    found, metadata = checkpoint.load(path)
+    assert found.keys() == load_file(path).keys() == {"é€ \0\n\""} and metadata == {"\ud800": "\udfff"}
+
+
+# ---------------------------------------------------------------- checksums
+
+
+def small_pieces(monkeypatch, size):
+    for module in (checkpoint.sums, checkpoint.format):
+        monkeypatch.setattr(module, "PIECE", size)
+
+
+@pytest.mark.parametrize("size", [7, 16, 64, 4096])
+def test_parts_of_any_grid_add_up(monkeypatch, size):
+    """Random blocks of random shapes: the sum of what ranks found is zlib's checksum of each piece."""
+    small_pieces(monkeypatch, size)
+    draw = random.Random(size)
+    for _ in range(60):
+        grid = tuple(draw.choice((1, 2, 3)) for _ in range(draw.randrange(4)))
+        L = dd.Layout(dd.Partition(grid), tuple(draw.choice((0, 1, 2, 3, 5, 17)) for _ in grid))
+        x = torch.randint(0, 255, L.shape, dtype=torch.uint8).to(draw.choice((torch.uint8, torch.int16, torch.float64)))
+        data, found = x.numpy().tobytes(), []
+        for rank in range(L.partition.size):
+            block = checkpoint.writing.bytes_of(L.shard(x, rank))
+            if block:
+                n, offsets = runs(L.box(rank), L.shape)
+                found.append(checkpoint.sums.parts(block, n * x.itemsize, [at * x.itemsize for at in offsets], len(data)))
+        expected = "".join(f"{zlib.crc32(data[at : at + size]):08x}" for at in range(0, len(data), size))
+        assert checkpoint.sums.whole(found, len(data)) == expected
+
+
+def damaged(path, before):
+    """(what, the damaged file): one flipped bit at each byte, shorter and longer files, exchanged and zeroed pieces."""
+    draw, start = random.Random(4), 8 + int.from_bytes(before[:8], "little")
+    for at in range(len(before)):
+        for bit in range(8) if at < 64 else (draw.randrange(8),):
+            yield at, before[:at] + bytes([before[at] ^ 1 << bit]) + before[at + 1 :]
+    for n in (0, 1, 7, 8, 9, 100, start - 1, start, start + 1, len(before) - 1):
+        yield -1, before[:n]
+    for more in (b"\0", b" " * 8, before):
+        yield -1, before + more
+    a, b = before[start : start + 64], before[start + 64 : start + 128]
+    yield -1, before[:start] + b + a + before[start + 128 :]
+    yield -1, before[:start] + bytes(64) + before[start + 64 :]
+    yield -1, before[:8] + bytes(start - 8) + before[start:]
+
+
+def test_damage_anywhere_is_an_error(tmp_path, monkeypatch):
+    """Every byte of the file, data (by the tensor's name) and header: no other value is ever returned."""
+    small_pieces(monkeypatch, 64)
+    path, draw = tmp_path / "x", torch.Generator().manual_seed(1)
+    tensors = {"a.w": torch.randn(5, 7, generator=draw), "b": torch.randn(3, dtype=torch.float64, generator=draw),
+               "c": torch.tensor(True), "e": torch.ones(0, 3),
+               "d": torch.randint(0, 9, (130,), dtype=torch.uint8, generator=draw)}  # fmt: skip
+    checkpoint.save(path, tensors, metadata={"step": 7, "note": "é"})
+    before = path.read_bytes()
+    start = 8 + int.from_bytes(before[:8], "little")
+    owners = [name for name in sorted(tensors, key=lambda k: (-tensors[k].itemsize, k)) for _ in range(tensors[name].nbytes)]
+    assert len(owners) == len(before) - start
+    for at, data in damaged(path, before):
+        path.write_bytes(data)
+        with pytest.raises(dd.errors.CheckpointError) as caught:
+            checkpoint.load(path)
+        assert at < start or f"'{owners[at - start]}' is damaged" in str(caught.value), (at, str(caught.value))
+    path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    assert not torch.equal(checkpoint.load(path, verify=False)[0]["d"], tensors["d"]), "believed as it is"
+    assert checkpoint.load(path, names=["b"])[0]["b"].tolist() == tensors["b"].tolist(), "not read, not checked"
+    model = torch.nn.Linear(2, 2)
+    checkpoint.save(path, *checkpoint.state(model))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(dd.errors.CheckpointError, match="is damaged"):
+        checkpoint.restore(path, model)
+    checkpoint.restore(path, model, verify=False)
+
+
+def test_files_without_checksums_load_as_before(tmp_path):
+    """Of distdl 0.1.0, of safetensors, and of another program that copied a file of ours with its metadata and other values."""
+    path, x = tmp_path / "x", torch.arange(6.0)
+    table = {"__metadata__": {"format": "pt", "distdl": '{"step": 3}', "distdl.save": "0"},
+             "w": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24]}}  # fmt: skip
+    head = json.dumps(table, separators=(",", ":")).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + x.numpy().tobytes())
+    found, metadata = checkpoint.load(path)
+    assert torch.equal(found["w"], x) and metadata == {"step": 3}
+    checkpoint.save(path, {"w": x}, metadata={"step": 4})
+    with safetensors.safe_open(path, "pt") as file:
+        told = file.metadata()
+    assert told["format"] == "pt" and len(told["distdl.crc32"].partition(":")[2]) == 8
+    for order in (told, dict(reversed(told.items()))):
+        save_file({"w": 2 * x.half(), "v": x}, path, order)
+        found, metadata = checkpoint.load(path)
+        assert torch.equal(found["w"], 2 * x.half()) and torch.equal(found["v"], x) and metadata == {"step": 4}
 
 
 class Trap:

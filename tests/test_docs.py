@@ -116,7 +116,11 @@ def test_reference_renders(monkeypatch):
 
     import distdl.functional as F
 
-    page = gen_api.expand((ROOT / "docs" / "api.md").read_text(encoding="utf-8"))
+    source = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert gen_api.summarised(source) == source, "python docs/gen_api.py --summaries"
+    assert source.count("\n> ") == source.count("\n::: ")
+    page = gen_api.expand(source)
+    assert "\n> " not in page
     missing = [name for name in F.__all__ if f"#### {name}\n" not in page.replace("\\_", "_")]
     assert not missing
 

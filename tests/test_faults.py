@@ -32,9 +32,9 @@ def now():
 def job(tmp_path):
     """Run a program that fails: ``(exit code, lines of stderr)``. Checks what holds for every fault."""
 
-    def run(body, n=2, sent=None, within=20, **variables):
+    def run(body, n=2, sent=None, within=20, head=HEAD, **variables):
         path = tmp_path / "program.py"
-        path.write_text(HEAD + textwrap.dedent(body))
+        path.write_text(head + textwrap.dedent(body))
         started = subprocess.Popen(command("run", "-n", n, path), cwd=tmp_path, stdin=subprocess.DEVNULL, text=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **variables})  # fmt: skip
         if sent is not None:
@@ -51,7 +51,8 @@ def job(tmp_path):
         ended = time.time()
         assert started.returncode != 0
         assert ended - (tmp_path / "fault").stat().st_mtime < within, "it took too long to end"
-        pids = [(tmp_path / f"pid{r}").read_text() for r in range(n)]
+        pids = [path.read_text() for path in tmp_path.glob("pid*")]
+        assert len(pids) == n
         assert gone(pids)
         boards = [b for folder in ("/dev/shm", "/tmp") if os.path.isdir(folder) for b in Path(folder).glob("distdl-board-*")
                   if b.stat().st_mtime < ended - 5 and b.stat().st_uid == os.getuid()]  # fmt: skip
@@ -90,6 +91,16 @@ FAULTS = {  # what rank 1 does while the others wait for it, and how the last li
         F.dist_embedding(torch.tensor([99 if rank == 1 else 0]), torch.zeros(3, 2), dd.Partition((size, 1, 1)))
         F.shift(x, P, 0)
         """, "expected 0 <= index < 3, got 99"),
+    "thread": ("""
+        def work():
+            F.shift(x, P, 0)
+            if rank == 1: now(); raise ValueError("broken")
+            F.shift(x, P, 0)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        F.shift(x, P, 0)
+        """, "ValueError: broken"),
     "sys.exit": ("if rank == 1: now(); sys.exit('enough')\nF.shift(x, P, 0)", "enough"),
 }  # fmt: skip
 
@@ -185,3 +196,64 @@ def test_groups_in_another_order(job):
         """, 4)  # fmt: skip
     assert code == 1 and "AbsenceError: all_sum_reduce: rank " in lines[-1] and "did not come within 3 s" in lines[-1]
     assert "is inside all_sum_reduce over Partition((2,)" in lines[-1]
+
+
+FIRST_USE = """
+import os, sys, time
+import torch
+import distdl as dd
+import distdl.functional as F
+from mpi4py.MPI import COMM_WORLD as world
+open(f"pid{world.rank}", "w").write(str(os.getpid()))
+if world.rank == 2: open("fault", "w").close()
+P = dd.Partition((2,))
+if world.rank < 2: F.shift(torch.ones(3), P, 0)
+world.Barrier()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"DISTDL_WATCHDOG_S": "3"}, {"DISTDL_CHECK": "1", "DISTDL_CHECK_TIMEOUT": "3"}],
+                         ids=["watchdog", "checking"])  # fmt: skip
+def test_who_does_not_come_to_the_first_use_is_named(job, how):
+    """The first use is collective over all ranks, also where the movement is not."""
+    code, lines = job("", 3, head=FIRST_USE, within=120, **how)
+    assert code == 1
+    assert "rank 2 did not come to the first use of distdl" in lines[-1] and "program.py:11 in <module>" in lines[-1], lines[-8:]
+
+
+@pytest.mark.slow
+def test_the_first_use_says_for_whom_it_waits(job):
+    head = FIRST_USE.replace("world.Barrier()", "if world.rank == 2: time.sleep(60); sys.exit(5)")
+    code, lines = job("", 3, head=head, within=300)
+    assert code == 5
+    (line,) = [line for line in lines if line.startswith("distdl: ")]
+    assert line.startswith("distdl: rank 2 did not come to the first use of distdl; ranks 0, 1 waited 10 s at ")
+
+
+WORKERS = """
+import sys, torch, distdl as dd, distdl.functional as F
+rank, P = dd.world().rank, dd.Partition((2,))
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, i): return torch.tensor([i + 10.0 * dd.world().rank])
+class Moving(Rows):
+    def __getitem__(self, i): return F.shift(torch.ones(1), P, 0)
+if __name__ == "__main__":
+    load = lambda data: list(torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context=sys.argv[1]))
+    (x,) = load(Rows())
+    try: load(Moving())
+    except dd.errors.TransportError as error: said = "this process is no rank, and moves nothing" in str(error)
+    print(x.flatten().tolist(), said, F.all_sum_reduce(torch.ones(1), P).item())
+"""
+
+
+@pytest.mark.slow  # up to six processes that import torch
+@pytest.mark.parametrize("how", ["spawn", "forkserver", "fork"])
+def test_workers_of_a_rank_know_it_and_move_nothing(tmp_path, how):
+    """A DataLoader's worker imports the script, or is a fork of its rank: MPI runs in neither, and the job goes on."""
+    (tmp_path / "program.py").write_text(WORKERS)
+    line = command("run", "-n", 2, "--timeout", 240, "program.py", how)
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{10.0 * r}, {10.0 * r + 1}] True 2.0" for r in range(2)]

@@ -1,5 +1,9 @@
 """Derivatives on ranks that differ, as forks of this process: nobody waits in vain, no message is left, and values are right."""
 
+import importlib
+import multiprocessing
+import os
+
 import pytest
 import torch
 from forked import every_rank
@@ -9,6 +13,8 @@ from torch.func import grad, jvp, vjp, vmap
 
 import distdl as dd
 import distdl.functional as F
+
+worlds = importlib.import_module("distdl.world")  # dd.world is the function
 
 
 def rank():
@@ -99,3 +105,43 @@ def test_one_rank_alone_is_nonlinear(turn):
             found = [sum(found)] * 2
         for r in range(2):
             assert torch.allclose(found[r], expected(kind, wanted[route], r), rtol=1e-11, atol=1e-11), (route, chosen[route], r)
+
+
+def _moves(found, alone):
+    os.environ["DISTDL_ALONE"] = str(int(alone))
+    try:
+        found.put(F.shift(torch.ones(2), dd.Partition((1,)), 0).tolist())
+    except dd.errors.TransportError as error:
+        found.put(str(error))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("how", ["fork", *(pytest.param(how, marks=pytest.mark.slow) for how in ("spawn", "forkserver"))])
+def test_a_child_of_multiprocessing_is_no_rank(how, alone, monkeypatch):
+    """It might be one of several that take themselves for ranks: it says so, or is told to be alone. Without MPI."""
+    monkeypatch.setattr(worlds, "_worlds", {})
+    context = multiprocessing.get_context(how)
+    found = context.SimpleQueue()
+    child = context.Process(target=_moves, args=(found, alone))
+    child.start()
+    told = found.get()
+    child.join()
+    assert told == [1.0, 1.0] if alone else "this process is no rank, and moves nothing" in told and "DISTDL_ALONE=1" in told
+
+
+@pytest.mark.parametrize("told", [
+    {"RANK": "1", "WORLD_SIZE": "2"}, {"OMPI_COMM_WORLD_SIZE": "3"}, {"PMI_SIZE": "2"},
+    {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}], ids=lambda told: next(iter(told)))  # fmt: skip
+def test_a_rank_of_a_launcher_is_no_world_of_one(told, monkeypatch):
+    """torchrun, or an mpiexec that is not of mpi4py's MPI: each of its processes would do all the work."""
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "4")  # sbatch sets it for every process
+    worlds._compare(1)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    worlds._compare(4)
+    with pytest.raises(dd.errors.TransportError, match=r"processes were started .* MPI's world has 1: .*python -m distdl run -n"):
+        worlds._compare(1)
+    monkeypatch.setenv("DISTDL_ALONE", "1")
+    assert type(worlds._host_transport(None, "default")).__name__ == "LocalTransport"

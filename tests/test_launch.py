@@ -1,6 +1,7 @@
 """Starting ranks: results in order, exceptions, exit codes, time limits, and nothing left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -209,18 +210,87 @@ def test_exit_code_passes(script, n):
     assert err.splitlines()[-1].endswith("exit code 7")
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
-def test_signals_end_the_ranks(script, sent, tmp_path):
-    path = script("open(f'pid{rank}', 'w').write(str(os.getpid())); world.Barrier()\nif rank: time.sleep(600)\nworld.Barrier()")
-    job = subprocess.Popen(command("run", "-n", 2, path), cwd=tmp_path, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    files = [tmp_path / "pid0", tmp_path / "pid1"]
-    until = time.monotonic() + 60
+WAITING = """
+import os, time
+from mpi4py.MPI import COMM_WORLD as world
+open(f"pid{world.rank}", "w").write(str(os.getpid()))
+world.Barrier()
+if world.rank == 1: time.sleep(600)
+world.Barrier()
+"""
+FROM_PYTHON = LIGHT.replace("from distdl.__main__ import main\nsys.exit(main())", """
+from distdl.launch import launch
+def wait(source): exec(source)
+launch(wait, 2)(open("program.py").read())
+""")
+KINDS = ("starter", "launcher", "proxy", "rank 0", "rank 1")  # rank 0 waits inside MPI, rank 1 sleeps
+ENDING = ("SIGTERM", "SIGKILL", "SIGHUP", "SIGINT", "SIGQUIT", "SIGABRT")
+USUAL = (("run", "starter", "SIGHUP"), ("run", "launcher", "SIGKILL"), ("run", "rank 0", "SIGINT"),
+         ("launch", "starter", "SIGKILL"))  # fmt: skip
+
+
+def descendants(pid):
+    """All processes that ``pid`` has started, and theirs."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            found += [int(child), *descendants(child)]
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into /proc")
+@pytest.mark.parametrize(("how", "who", "name"), [
+    pytest.param(how, who, name, marks=() if (how, who, name) in USUAL else pytest.mark.slow, id=f"{how}-{who}-{name}")
+    for how in ("run", "launch") for who in KINDS for name in ENDING])  # fmt: skip
+def test_a_signal_to_any_process_ends_all(how, who, name, tmp_path):
+    """Whatever ends one process of a job, none is left, and what happened is said."""
+    (tmp_path / "program.py").write_text(WAITING)
+    line = command("run", "-n", 2, "program.py") if how == "run" else [sys.executable, "-c", FROM_PYTHON]
+    with open(tmp_path / "err", "w") as err:
+        job = subprocess.Popen(line, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=err, stderr=err)
+    files, until = [tmp_path / "pid0", tmp_path / "pid1"], time.monotonic() + 60
     while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < until:
         time.sleep(0.1)
     time.sleep(1)
-    job.send_signal(sent)
-    assert job.wait(30) == 128 + sent
-    assert gone([f.read_text() for f in files])
+    ranks, (launcher, *others) = [int(f.read_text()) for f in files], descendants(job.pid)
+    proxies = [pid for pid in others if pid not in ranks]
+    try:
+        if who == "proxy" and not proxies:
+            pytest.skip("this MPI's launcher starts its ranks itself")
+        target = dict(zip(KINDS, (job.pid, launcher, (proxies or [0])[0], *ranks)))[who]
+        sent = getattr(signal, name)
+        masks = re.findall(r"Sig(?:Ign|Cgt):\s*(\w+)", Path(f"/proc/{target}/status").read_text())
+        if who == "proxy" and any(int(mask, 16) >> (sent - 1) & 1 for mask in masks):
+            pytest.skip("this signal does not end it")
+        folder = next(Path(word) for word in Path(f"/proc/{ranks[0]}/cmdline").read_text().split("\0") if "distdl-" in word)
+        os.kill(target, sent)
+        code = job.wait(20)
+        assert code != 0
+        assert gone([launcher, *others], 20)
+        said = (tmp_path / "err").read_text().replace("\0", "")
+        assert not folder.exists()
+        if how == "run" and who == "starter" and sent not in (signal.SIGKILL, signal.SIGABRT):
+            assert code == 128 + sent
+        elif find_mpi().vendor == "Open MPI":  # others have a last word of their own
+            interrupted = sent == signal.SIGINT
+            cause = {"starter": "KeyboardInterrupt" if interrupted else "the process that started this job is gone",
+                     "launcher": "ended without a report"}.get(who, "interrupted" if interrupted else "ended without a report")
+            assert cause in said.splitlines()[-1]
+    finally:
+        for pid in (job.pid, launcher, *others):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        job.wait()
+
+
+@pytest.mark.slow
+def test_who_does_not_come_to_the_start_is_named(script, tmp_path):
+    """Rank 1 is stuck before MPI: the others wait inside MPI's start, where they can say nothing."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\nif {os.environ.get('PMIX_RANK'), os.environ.get('PMI_RANK')} & {'1'}: time.sleep(12)\n")
+    code, _, err = run("run", "-n", 3, script("world.Barrier()"), env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert code == 0
+    assert "distdl: ranks 0, 2 waited 10 s for MPI to start; not there, or on another node: rank 1\n" in err
 
 
 def test_killed_launcher_leaves_no_rank(script, tmp_path):
@@ -296,6 +366,19 @@ def test_users_variables_stay(monkeypatch):
     assert found["OMP_NUM_THREADS"] == "5" and found["MKL_NUM_THREADS"] == "1"
     assert found["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
     assert "PMI_RANK" not in found
+
+
+def test_an_outer_launchers_variables_are_taken_away(monkeypatch):
+    """Those of torchrun and srun, which would tell each rank that it is another; by which try this is stays."""
+    outer = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x",
+             "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "DISTDL_ALONE": "1", "DISTDL_RANK": "1 0 2 x"}  # fmt: skip
+    for name, value in {**outer, "TORCHELASTIC_RESTART_COUNT": "2", "LOCAL_FILES": "mine"}.items():
+        monkeypatch.setenv(name, value)
+    found = environment(2)
+    assert not outer.keys() & found.keys()
+    assert (found["TORCHELASTIC_RESTART_COUNT"], found["LOCAL_FILES"]) == ("2", "mine")
+    monkeypatch.delenv("RANK")
+    assert environment(1)["MASTER_PORT"] == environment(1)["DISTDL_ALONE"] == "1"  # no torchrun: what the user has set stays
 
 
 def test_importing_launch_loads_neither_mpi_nor_torch():

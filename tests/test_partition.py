@@ -22,8 +22,10 @@ def test_ranks_and_index():
     for coords in itertools.product(*map(range, P.shape)):
         assert P.index(int(table[coords])) == coords and P.rank_at(coords) == table[coords]
     assert P.index(3) is None
-    with pytest.raises(ValueError, match="zip"):
-        P.rank_at((1,))
+    assert P.rank_at((-1, -3)) == 0 and P.rank_at(np.array([1, 2])) == 2
+    for wrong in ((1,), (1, 2, 0), (2, 0), (0, -4), (0, 1.0), 3, None):
+        with pytest.raises(PartitionError, match="2 coordinates"):
+            P.rank_at(wrong)
     assert dd.Partition((2, 2)).ranks == (0, 1, 2, 3)
     assert dd.Partition(()).ranks == (0,) and dd.Partition(()).index(0) == ()
     assert dd.Partition((1,), (5,)).index() is None and not dd.Partition((1,), (5,)).active
@@ -62,6 +64,28 @@ def test_errors(make):
         make()
     error = caught.value
     assert error.op and str(error).startswith(error.op) and isinstance(error, ValueError)
+
+
+def test_a_rank_is_an_integer():
+    """Coordinates where a rank is expected are an error, not a rank outside: each method, before and after its cache is warm."""
+    P = dd.Partition((2, 2))
+    L, line = dd.Layout(P, (5, 3)), dd.Layout(dd.Partition((4,)), (10,))
+    spec, plan = dd.HaloSpec(L, 1), dd.maps.repartition(L, dd.Partition((4, 1))).plan
+    calls = {
+        "index": P.index, "along": lambda r: P.along(0, r), "P.box": lambda r: P.box((5, 3), r),
+        "P.local_shape": lambda r: P.local_shape((5, 3), r), "box": L.box, "local_shape": L.local_shape, "slices": L.slices,
+        "shard": lambda r: L.shard(torch.ones(5, 3), r), "line": line.local_shape, "window": spec.window_box, "view": plan.view,
+        "messages": plan.messages, "volume": plan.volume, "side": plan.held.local_shape, "runs": plan.held.runs,
+        "root": lambda r: dd.maps.gather(L, r),
+    }  # fmt: skip
+    cached = "view", "messages", "volume", "root"  # by the rank itself: 1.0 is 1 there, a list no key
+    for name, call in calls.items():
+        call(0), call(1)
+        for wrong in ((0, 1), (0,), (), "1", [1], 1.0, True, torch.tensor([0, 1]))[: 4 if name in cached else None]:
+            with pytest.raises(PartitionError, match="integers" if name == "root" else r"expected a rank \(int\)"):
+                call(wrong)
+        assert call(np.int64(1)) is not None and call(torch.tensor(1)) is not None
+    assert L.local_shape(99) == (0, 2) and L.box(-1) is None and L.local_shape(np.int64(2)) == (2, 2)
 
 
 def test_errors_carry_all_their_parts():

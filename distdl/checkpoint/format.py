@@ -1,7 +1,8 @@
 """What bytes of a safetensors file hold which box of which tensor. Pure functions of what the ranks say; no file is touched.
 
 The format (https://huggingface.co/docs/safetensors): the length of the header as 8 bytes, little-endian; the header, JSON: for each
-tensor its dtype, global shape, and (begin, end) in what follows; then the tensors, row-major, without gaps.
+tensor its dtype, global shape, and (begin, end) in what follows; then the tensors, row-major, without gaps. Its metadata
+is a table of texts, free to use: checksums are there, see :mod:`.sums`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from itertools import product
 
 import torch
 
+from .sums import MARK, PIECE, pieces, sealed
+
 __all__ = ["DTYPES", "Entry", "Report", "header", "plan", "runs", "volume"]
 
 _NAMES = {"bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
@@ -20,6 +23,7 @@ _NAMES = {"bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16":
           "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}  # fmt: skip
 DTYPES = {getattr(torch, name): code for name, code in _NAMES.items()}
 Box = tuple[tuple[int, int], ...]
+_LONGEST = 100_000_000  # bytes of a header; safetensors reads no longer one
 
 
 @dataclass(frozen=True)
@@ -103,14 +107,25 @@ def _check_whole(name, shape, boxes) -> None:
         raise ValueError(f"the blocks of {name!r} are not the whole of {shape}: {len(boxes)} of {count} are there")
 
 
-def header(entries: dict[str, Entry], metadata: str, token: str) -> bytes:
-    """The file's first bytes; ``distdl`` in its metadata is JSON, and ``distdl.save`` another text for every save."""
-    table: dict = {"__metadata__": {"format": "pt", "distdl": metadata, "distdl.save": token}}
+def header(entries: dict[str, Entry], metadata: str, token: str, sums: str | None = None) -> bytes:
+    """The file's first bytes; ``distdl`` in its metadata is JSON, and ``distdl.save`` another text for every save.
+
+    ``sums``: the checksums of the tensors' pieces, tensor by tensor in the file's order; without them the header is as long.
+
+    Raises:
+        ValueError: more tensors or pieces than safetensors can read the header of.
+    """
+    if sums is None:
+        sums = "0" * 8 * sum(pieces(e.end - e.begin) for e in entries.values())
+    table: dict = {"__metadata__": {"distdl.header": "0" * 8, "format": "pt", "distdl": metadata, "distdl.save": token,
+                                    "distdl.crc32": f"{PIECE}:{sums}"}}  # fmt: skip
     for name, e in entries.items():
         table[name] = {"dtype": DTYPES[getattr(torch, e.dtype)], "shape": e.shape, "data_offsets": [e.begin, e.end]}
-    text = json.dumps(table, separators=(",", ":")).encode()
+    text = b"{ " + json.dumps(table, separators=(",", ":")).encode()[1:]
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    if len(text) > _LONGEST or not text.startswith(MARK):
+        raise ValueError(f"the header would have {len(text)} bytes; safetensors reads {_LONGEST}: save less, or two files")
+    return sealed(len(text).to_bytes(8, "little") + text)
 
 
 def runs(box: Box, shape: tuple[int, ...]):

@@ -16,7 +16,11 @@ class Group:
     """The ranks of a call."""
 
     def __init__(self, op, path, P):
-        self.op, self.path, self.partitions = op, os.fspath(path), P
+        self.op, self.path, self.partitions = op, path, P
+        self._is_path = isinstance(path, (str, bytes, os.PathLike))
+        if self._is_path:
+            self.path = os.fsdecode(path)
+            self._is_path = "\0" not in self.path
         self.told = self.path  # in errors: the first rank's, so that all say the same
         self.world = world() if P is None else world(partition_of(P).world)
         self.ranks = tuple(range(self.world.size)) if P is None else tuple(sorted(partition_of(P).ranks))
@@ -31,6 +35,8 @@ class Group:
         """Run ``job`` on every rank; {rank: its result}, or one error on every rank, after ``undo``, where any failed."""
         cause = failure = result = None
         try:
+            if not self._is_path:
+                raise TypeError(f"expected a path, got {self.path!r}")
             result = job()
         except Exception as error:  # it is raised below, on every rank
             cause, failure = error, f"{type(error).__name__}: {error}"

@@ -1,16 +1,27 @@
-"""Read this rank's boxes of a safetensors file, by safetensors itself."""
+"""Read this rank's boxes of a safetensors file: checked, piece by piece, where it has checksums; by safetensors where not."""
 
 from __future__ import annotations
 
 import json
+import os
+import stat
+import zlib
+from dataclasses import dataclass
 
-from .format import volume
+import torch
+
+from .format import DTYPES, runs, volume
 from .group import Group
+from .sums import MARK, sealed
+from .writing import bytes_of
 
 __all__ = ["load", "read"]
+_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
+_KEYS = {"distdl.header", "distdl.crc32"}
+_DAMAGED = "restore it from a copy, or pass verify=False to read what is there"
 
 
-def read(group, layout_of, choose, device=None):
+def read(group, layout_of, choose, device=None, verify=True):
     """({name: block}, metadata, the names that no rank chose).
 
     ``choose(names of the file)`` are those that this rank wants, ``layout_of(name, global shape)`` is a Layout, or ``None``: whole.
@@ -22,15 +33,27 @@ def read(group, layout_of, choose, device=None):
             from safetensors import safe_open
         except ImportError as error:
             raise ImportError("reading checkpoints needs safetensors: pip install distdl[checkpoint]") from error
-        with safe_open(group.path, "pt") as file:
-            told, names = file.metadata() or {}, list(file.keys())
-            metadata.update(json.loads(told.get("distdl", "{}")))
-            chosen = choose(names)
-            lacking = sorted(set(chosen) - set(names))
-            if lacking:
-                raise KeyError(f"the file has no {lacking}; it has {names}")
-            for name in chosen:
-                tensors[name] = _block(file.get_slice(name), name, layout_of).to(device or "cpu")
+        fd = os.open(group.path, os.O_RDONLY | os.O_NONBLOCK)  # opening a fifo would wait for its writer
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ValueError(f"{group.path!r} is no regular file")
+            table, checked = _checksums(fd) if verify else ({}, None)
+            with safe_open(group.path, "pt") as file:
+                told, names = file.metadata() or {}, list(file.keys())
+                if verify and checked is None and len(_KEYS & set(told)) == 1:  # both: another program's copy of a file of ours
+                    raise ValueError(f"the header is damaged: it lacks {_KEYS - set(told)}; {_DAMAGED}")
+                if checked is not None and table != told:
+                    raise ValueError("another save replaced the file while it was opened")
+                metadata.update(json.loads(told.get("distdl", "{}")))
+                chosen = choose(names)
+                lacking = sorted(set(chosen) - set(names))
+                if lacking:
+                    raise KeyError(f"the file has no {lacking}; it has {names}")
+                for name in chosen:
+                    source = file.get_slice(name) if checked is None else checked[name]
+                    tensors[name] = _block(source, name, layout_of).to(device or "cpu")
+        finally:
+            os.close(fd)
         return told.get("distdl.save"), names, set(names) - set(chosen)
 
     found = group.step(job)
@@ -43,15 +66,84 @@ def _block(source, name, layout_of):
     shape = tuple(source.get_shape())
     layout = layout_of(name, shape)
     if layout is None:
-        return source[...].clone()  # what safetensors returns is a view of the mapped file
+        return _owned(source[tuple(slice(0, n) for n in shape)], source)
     if layout.shape != shape:
         raise ValueError(f"{name!r} has shape {shape} in the file, and {layout.shape} in its layout")
     if layout.box() is None or not volume(layout.box()):
         return source[tuple(slice(0, 0) for _ in shape)].new_empty(layout.local_shape())
-    return source[layout.slices()].clone()
+    return _owned(source[layout.slices()], source)
 
 
-def load(path, layouts=None, *, names=None, device=None, P=None):
+def _owned(block, source):
+    return block if isinstance(source, _Checked) else block.clone()  # safetensors returns a view of the mapped file
+
+
+def _checksums(fd):
+    """The file's metadata, and {name: its checked bytes}; ({}, ``None``) where it has no checksums."""
+    start = os.pread(fd, 8 + len(MARK), 0)
+    if start[8:] != MARK:
+        return {}, None
+    head = os.pread(fd, min(8 + int.from_bytes(start[:8], "little"), os.fstat(fd).st_size), 0)
+    if head != sealed(head):
+        raise ValueError(f"the header is damaged: it has another checksum than when it was saved; {_DAMAGED}")
+    table, checked, at = json.loads(head[8:]), {}, 0
+    metadata = table.pop("__metadata__")
+    size, _, sums = metadata["distdl.crc32"].partition(":")
+    for name, told in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = told["data_offsets"]
+        n = -(-(end - begin) // int(size))
+        checked[name] = _Checked(fd, name, told["dtype"], tuple(told["shape"]), len(head) + begin, end - begin, int(size),
+                                 [int(sums[8 * i : 8 * i + 8], 16) for i in range(at, at + n)])  # fmt: skip
+        at += n
+    return metadata, checked
+
+
+@dataclass
+class _Checked:
+    """One tensor of an open file, sliced as safetensors' are: every piece that a slice touches is read to its end and checked."""
+
+    fd: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    total: int
+    size: int
+    sums: list[int]
+
+    def get_shape(self):
+        return self.shape
+
+    def piece(self, number) -> memoryview:
+        """Its bytes."""
+        start, data = number * self.size, b""
+        stop = min(start + self.size, self.total)
+        while len(data) < stop - start and (more := os.pread(self.fd, stop - start - len(data), self.begin + start + len(data))):
+            data += more
+        if len(data) != stop - start or zlib.crc32(data) != self.sums[number]:
+            raise ValueError(f"{self.name!r} is damaged: bytes {start} to {stop} of its {self.total} have another checksum than "
+                             f"when they were saved; {_DAMAGED}")
+        return memoryview(data)
+
+    def __getitem__(self, slices):
+        box = tuple((s.start, s.stop) for s in slices)
+        block = torch.empty([stop - start for start, stop in box], dtype=_DTYPES[self.dtype])
+        if not volume(box):
+            return block
+        out, item, (number, piece) = bytes_of(block), block.element_size(), (-1, memoryview(b""))
+        size, offsets = runs(box, self.shape)
+        for i, offset in enumerate(offsets):
+            at, done, stop = offset * item, i * size * item, (i + 1) * size * item
+            while done < stop:
+                if at // self.size != number:
+                    number, piece = at // self.size, self.piece(at // self.size)
+                part = piece[at % self.size : at % self.size + stop - done]
+                out[done : done + len(part)] = part
+                at, done = at + len(part), done + len(part)
+        return block
+
+
+def load(path, layouts=None, *, names=None, device=None, P=None, verify=True):
     """Read this rank's blocks of a file that :func:`save`, or safetensors, wrote; collective.
 
     Args:
@@ -60,14 +152,18 @@ def load(path, layouts=None, *, names=None, device=None, P=None):
         names: which tensors (default: all).
         device: where to put them (default: CPU).
         P: the ranks that make the call; default: all ranks of the default world.
+        verify: compare the header, and every piece (1 MiB) of which this rank wants a byte, with its checksum, and read the piece
+            to its end for that. ``False``: read the bytes of the blocks only, and believe them. Files without checksums (of
+            other writers, or of distdl 0.1.0) are read so in any case.
 
     Returns:
-        ({name: block}, metadata). Only the bytes of the blocks are read. A rank outside a layout gets an empty tensor.
+        ({name: block}, metadata). A rank outside a layout gets an empty tensor.
 
     Messages: one small all-gather.
 
     Raises:
-        CheckpointError: on every rank: no such file or tensor, another shape, a damaged file, ranks that read different files.
+        CheckpointError: on every rank: no such file or tensor, another shape, a damaged file (by the tensor's name), ranks that
+            read different files.
         PartitionError: this rank is not one of ``P``.
     """
     layouts = layouts or {}
@@ -75,5 +171,6 @@ def load(path, layouts=None, *, names=None, device=None, P=None):
     def choose(found):
         return list(dict.fromkeys([*(found if names is None else names), *layouts]))
 
-    tensors, metadata, _ = read(Group("checkpoint.load", path, P), lambda name, _: layouts.get(name), choose, device)
+    group = Group("checkpoint.load", path, P)
+    tensors, metadata, _ = read(group, lambda name, _: layouts.get(name), choose, device, verify)
     return tensors, metadata

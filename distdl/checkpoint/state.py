@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._arguments import checked
 from ..errors import ShapeError
 from ..init import parameter_layout
 from ..nn import Dropout
@@ -33,6 +34,7 @@ class State(NamedTuple):
     metadata: dict[str, Any]
 
 
+@checked
 def state(model, optimizer=None, *, rng=False, layouts=None, P=None, **metadata) -> State:
     """What :func:`save` needs to save a training run: ``save(path, *state(model, optimizer, rng=True, step=step))``.
 
@@ -118,14 +120,15 @@ def _generators() -> dict[str, torch.Tensor]:
     return rows
 
 
-def restore(path, model, optimizer=None, *, rng=False, layouts=None, P=None) -> dict[str, Any]:
+@checked
+def restore(path, model, optimizer=None, *, rng=False, layouts=None, P=None, verify=True) -> dict[str, Any]:
     """Read what ``save(path, *state(...))`` wrote, by any number of ranks, into a model and an optimizer; collective.
 
     The model may be partitioned in another way, or be the serial one in a single process; the file may also be a serial model's,
     written by safetensors. Everything is read and compared first: a failure leaves model and optimizer as they were.
 
     Args:
-        path, layouts, P: as for :func:`load`; layouts of ``dd.nn`` modules are known.
+        path, layouts, P, verify: as for :func:`load`; layouts of ``dd.nn`` modules are known.
         model, optimizer: changed in place. Values are cast to the model's dtype, as ``load_state_dict`` does.
         rng: set the generators that the file has, too. Where they were equal on all ranks, every rank gets that state; where they
             differed, the number of ranks must be the same.
@@ -157,7 +160,7 @@ def restore(path, model, optimizer=None, *, rng=False, layouts=None, P=None) -> 
             return layouts.get(name[len(_OPTIMIZER) :].rpartition(".")[0]) if shape else None
         return layouts.get(name)
 
-    tensors, metadata, left = read(group, layout_of, choose)
+    tensors, metadata, left = read(group, layout_of, choose, verify=verify)
     skipped = () if optimizer is not None else (_OPTIMIZER,)
     unknown = sorted(n for n in left if not n.startswith((*skipped, _RNG)))
     if unknown:

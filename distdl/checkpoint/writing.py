@@ -1,19 +1,21 @@
 """Write a checkpoint: each rank its own boxes, straight into one safetensors file.
 
 A save has four steps, and after each one the ranks agree (one small all-gather) whether it went well everywhere: **describe**
-(who holds what: gives the same plan on every rank), **create** (the lowest rank writes the header to a temporary file beside the
-target, and reserves its size), **write** (every rank its boxes, in contiguous runs, and fsync), **publish** (the lowest rank
-renames the file). So no tensor travels, no rank needs memory for another's block, nodes write at the same time, and the target is
-the old file or the new one at any moment. A step that fails on one rank removes the temporary file and raises one error on every
-rank.
+(who holds what: gives the same plan on every rank), **create** (the lowest rank makes a temporary file beside the target, and
+reserves its size), **write** (every rank its boxes, in contiguous runs, and fsync; their checksums go to all), **publish** (the
+lowest rank writes the header and renames the file). So no tensor travels, no rank needs memory for another's block, nodes write at
+the same time, and the target is the old file or the new one at any moment. A step that fails on one rank removes the temporary file
+and raises one error on every rank.
 """
 
 from __future__ import annotations
 
-import glob
+import atexit
 import json
 import os
+import re
 import secrets
+import stat
 import threading
 import warnings
 import zlib
@@ -21,10 +23,13 @@ from contextlib import suppress
 
 import torch
 
+from ..errors import CheckpointError
 from .format import DTYPES, Report, header, plan, runs
 from .group import Group
+from .sums import parts, whole
 
 __all__ = ["Pending", "async_save", "save"]
+_under_way: dict[str, str] = {}  # saves of this process that nobody has waited for yet: {temporary file: target}
 
 
 def _describe(path, tensors, layouts, metadata, token) -> Report:
@@ -35,6 +40,8 @@ def _describe(path, tensors, layouts, metadata, token) -> Report:
     for name, x in tensors.items():
         if not isinstance(name, str) or name == "__metadata__" or not isinstance(x, torch.Tensor):
             raise TypeError(f"expected {{name: tensor}}, got {name!r}: {type(x).__name__}")
+        if any("\ud800" <= c <= "\udfff" for c in name):
+            raise ValueError(f"the name {name!r} is no valid text: it has half of a surrogate pair")
         if x.dtype not in DTYPES or x.layout is not torch.strided:
             raise TypeError(f"safetensors cannot hold {name!r}, {x.dtype}, {x.layout}; save torch.view_as_real(x), or its parts")
         layout = layouts.get(name)
@@ -42,13 +49,36 @@ def _describe(path, tensors, layouts, metadata, token) -> Report:
             raise ValueError(f"{name!r} has shape {tuple(x.shape)}, but its block of {layout} has {layout.local_shape()}")
         shape, box = (tuple(x.shape), tuple((0, n) for n in x.shape)) if layout is None else (layout.shape, layout.box())
         table[name] = (str(x.dtype).removeprefix("torch."), shape, box)
-    return Report(path, json.dumps(metadata), token, table)
+    return Report(path, _json(metadata), token, table)
 
 
-def _bytes(x) -> memoryview:
+def _json(metadata) -> str:
+    try:
+        return json.dumps(metadata)
+    except TypeError:
+        place, what = next(_unwritable(metadata, "metadata"))
+        raise TypeError(f"JSON cannot write {place}, {what}: save tensors as tensors, or their .item() or .tolist()") from None
+
+
+def _unwritable(value, place):
+    """Where in the metadata something is that JSON cannot write, and what it is."""
+    if isinstance(value, (list, tuple)):
+        for i, part in enumerate(value):
+            yield from _unwritable(part, f"{place}[{i}]")
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            if key is not None and not isinstance(key, (str, int, float)):
+                yield f"a key of {place}", f"{key!r}: {type(key).__name__}"
+            yield from _unwritable(part, f"{place}[{key!r}]")
+    elif value is not None and not isinstance(value, (str, int, float)):
+        yield place, f"a {type(value).__name__}"
+
+
+def bytes_of(x) -> memoryview:
     """The elements of a tensor in row-major order, on the host."""
     x = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(x.reshape(-1).view(torch.uint8).numpy())
+    x = x.as_strided((x.numel(),), (1,))  # one element may have any stride, and is called contiguous
+    return memoryview(x.view(torch.uint8).numpy())
 
 
 def copied(x):
@@ -76,18 +106,22 @@ class Pending:
         reports = group.step(lambda: _describe(group.path, tensors, layouts or {}, metadata, mine))
         try:
             self._entries = plan(reports)
+            self._token, self._metadata = reports[group.ranks[0]].token, reports[group.ranks[0]].metadata
+            self._start = len(header(self._entries, self._metadata, self._token))
         except ValueError as error:  # all ranks see the same reports, so all raise it
             raise group.error(str(error), "give every rank its blocks of the same tensors, and the same metadata") from error
-        token, (folder, name) = reports[group.ranks[0]].token, os.path.split(group.path)
-        self._stale = os.path.join(glob.escape(folder), f".{glob.escape(name)}.*.saving")
-        self._temporary = os.path.join(folder, f".{name}.{token}.saving")
-        self._head = header(self._entries, json.dumps(metadata), token)
+        self._folder, self._name = os.path.split(group.path)
+        self._temporary = os.path.join(self._folder, f".{self._name}.{self._token}.saving")
         boxes = {name: box for name, (_, _, box) in reports[group.world.rank].tensors.items()}
         self._mine: list[tuple] = []
         group.step(lambda: self._create(tensors, boxes, background), self._remove)
-        self._sums, self._failure, self._thread = {}, None, None
+        self._found, self._failure, self._thread = ({}, {}), None, None
         self._waiting = True
         if background:
+            if not _under_way:
+                atexit.unregister(_lost)
+                atexit.register(_lost)  # now: so that it runs while the world can still end the job
+            _under_way[self._temporary] = group.path
             self._thread = threading.Thread(target=self._write_here, name=f"save {group.path}")
             self._thread.start()
 
@@ -104,9 +138,15 @@ class Pending:
         if not self._waiting:
             return
         self._waiting = False
+        try:
+            self._complete()
+        finally:
+            _under_way.pop(self._temporary, None)
+
+    def _complete(self) -> None:
         found = self._group.step(self._join, self._remove)
         copies: dict = {}
-        for rank, sums in found.items():
+        for rank, (sums, _) in found.items():
             for place, checksum in sums.items():
                 copies.setdefault(place, {})[rank] = checksum
         differ = {place[0]: sorted(told) for place, told in copies.items() if len(set(told.values())) > 1}
@@ -114,64 +154,78 @@ class Pending:
             self._remove()
             raise self._group.error(f"copies of one block differ between ranks: {differ}",
                                     "make them equal first (broadcast), or save only one rank's; see the cotangent convention")
-        self._group.step(self._publish, self._remove)
+        self._group.step(lambda: self._publish([told for _, told in found.values()]), self._remove)
 
     def _create(self, tensors, boxes, background) -> None:
         self._mine += [(name, boxes[name], copied(x) if background else x) for name, x in tensors.items()
                        if boxes[name] in self._entries[name].holders]  # fmt: skip
         if not self._group.leads:
             return
-        for path in glob.glob(self._stale):  # of a job that was killed while it saved
-            os.unlink(path)
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.stat(self._group.path).st_mode):
+                raise ValueError("there is something that is no regular file, and stays")
+        stale = re.compile(rf"\.{re.escape(self._name)}\.[^.]+\.saving")  # the token has no dot: no other target's
+        for name in os.listdir(self._folder or "."):
+            path = os.path.join(self._folder, name)
+            if stale.fullmatch(name) and path not in _under_way:  # of a job that was killed while it saved
+                os.unlink(path)
         end = max((e.end for e in self._entries.values()), default=0)
         fd = os.open(self._temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         try:
-            _write_all(fd, self._head, 0)
-            os.posix_fallocate(fd, 0, len(self._head) + end)  # a full disk shows here, before any data travels
+            os.posix_fallocate(fd, 0, self._start + end)  # a full disk shows here, before any data travels
         finally:
             os.close(fd)
 
-    def _write(self) -> dict:
-        """Write this rank's boxes; checksums of those that other ranks hold too."""
-        rank, sums = self._group.world.rank, {}
+    def _write(self) -> tuple[dict, dict]:
+        """Write this rank's boxes; checksums of those that other ranks hold too, and what it adds to those of the file's pieces."""
+        rank, copies, sums = self._group.world.rank, {}, {}
         fd = os.open(self._temporary, os.O_WRONLY)
         try:
             for name, box, x in self._mine:
-                entry, data = self._entries[name], _bytes(x)
+                entry, data, item = self._entries[name], bytes_of(x), x.element_size()
                 if len(entry.holders[box]) > 1:
-                    sums[name, box] = zlib.crc32(data)
+                    copies[name, box] = zlib.crc32(data)
                 if entry.writers[box] == rank:
                     size, offsets = runs(box, entry.shape)
-                    size, item, begin = size * x.element_size(), x.element_size(), len(self._head) + entry.begin
+                    size, offsets, total = size * item, [offset * item for offset in offsets], entry.end - entry.begin
+                    sums[name] = parts(data, size, offsets, total)
                     for i, offset in enumerate(offsets):
-                        _write_all(fd, data[i * size : (i + 1) * size], begin + offset * item)
+                        _write_all(fd, data[i * size : (i + 1) * size], self._start + entry.begin + offset)
             os.fsync(fd)
         finally:
             os.close(fd)
-        return sums
+        return copies, sums
 
     def _write_here(self) -> None:
         try:
-            self._sums = self._write()
+            self._found = self._write()
         except Exception as error:  # raised by wait
             self._failure = error
 
-    def _join(self) -> dict:
+    def _join(self) -> tuple[dict, dict]:
         if self._thread is None:
             return self._write()
         self._thread.join()
         if self._failure is not None:
             raise self._failure
-        return self._sums
+        return self._found
 
-    def _publish(self) -> None:
-        if self._group.leads:
-            os.replace(self._temporary, self._group.path)
-            fd = os.open(os.path.dirname(self._group.path) or ".", os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+    def _publish(self, sums) -> None:
+        if not self._group.leads:
+            return
+        text = "".join(whole([told[name] for told in sums if name in told], e.end - e.begin) for name, e in self._entries.items())
+        fd = os.open(self._temporary, os.O_WRONLY)
+        try:
+            _write_all(fd, header(self._entries, self._metadata, self._token, text), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(self._temporary, self._group.path)
+        fd = os.open(self._folder or ".", os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def _remove(self) -> None:
         if self._group.leads:
@@ -181,7 +235,15 @@ class Pending:
     def __del__(self):
         if self._waiting:
             text = f"nobody waited for the save to {self._group.path!r}: the file was not made"
-            warnings.warn(text, ResourceWarning, stacklevel=2)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _lost() -> None:
+    """At exit: what was never waited for is not there, which must not pass unseen."""
+    if _under_way:
+        raise CheckpointError("the program ends, and nobody waited for a save: its file was not made", op="checkpoint.async_save",
+                              expected="pending.wait() on every rank", actual=sorted(_under_way.values()), partitions=None,
+                              next_step="call wait() before the next save and before the program ends")
 
 
 def save(path, tensors, layouts=None, metadata=None, *, P=None) -> None:
@@ -193,15 +255,18 @@ def save(path, tensors, layouts=None, metadata=None, *, P=None) -> None:
         layouts: {name: Layout}; what has none is whole on this rank. Ranks may pass other layouts, as :func:`distdl.nn.layouts`
             gives them: only the boxes count. Where several ranks hold the same box it is written once, and checksums make
             sure that the copies are equal.
-        metadata: what JSON can write (step, learning rate, a scheduler's ``state_dict()``), the same on every rank.
+        metadata: what JSON can write (step, learning rate, a scheduler's ``state_dict()``), the same on every rank. The file's
+            own metadata has also the checksums (CRC32) of each MiB of every tensor, and of the header.
         P: the ranks that make the call, a Partition or Layout; default: all ranks of the default world.
 
-    Messages: four small all-gathers, no tensor. Each rank writes its boxes with ``pwrite``, in contiguous runs.
+    Messages: four small all-gathers, no tensor; in one of them a few bytes for each MiB that a rank writes. Each rank writes its
+    boxes with ``pwrite``, in contiguous runs.
 
     Raises:
         CheckpointError: on every rank, and the old file stays: a full disk, or another failure of any rank; a dtype that
-            safetensors lacks (complex128); shapes, layouts or metadata that disagree, blocks that are not the whole of a tensor,
-            copies that differ.
+            safetensors lacks (complex128); a name that is no valid text; metadata that JSON cannot write, by its key; shapes,
+            layouts or metadata that disagree, blocks that are not the whole of a tensor, copies that differ; a path that is none,
+            or where something is that is no regular file.
         PartitionError: this rank is not one of ``P``.
     """
     Pending(path, tensors, layouts, metadata, P, background=False).wait()
@@ -211,6 +276,7 @@ def async_save(path, tensors, layouts=None, metadata=None, *, P=None) -> Pending
     """:func:`save`, written by a thread from a copy in host memory; returns a :class:`Pending` as soon as the copy is made.
 
     Call ``pending.wait()`` on every rank before the next save and before the program ends: it raises what went wrong, and gives the
-    file its name. The thread sends no message, so it does not disturb the program's own.
+    file its name. A save that nobody waits for warns, and is an error when the program ends. The
+    thread sends no message, so it does not disturb the program's own.
     """
     return Pending(path, tensors, layouts, metadata, P, background=True)

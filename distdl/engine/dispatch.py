@@ -94,7 +94,8 @@ def traced(steps, xs):
 def _move_real(xs, movement):
     traffic.begun += 1  # in a graph that was traced the operator stands alone
     steps = _traced[movement]
-    return Pending(plans_of(steps), xs, engine_for(steps, xs, False)).finish()
+    ys = Pending(plans_of(steps), xs, engine_for(steps, xs, False)).finish()
+    return [y.contiguous() for y in ys]  # as the tracer was told
 
 
 def _move_fake(xs, movement):

@@ -36,7 +36,8 @@ class Pending:
             xs = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(_torch.plain(x)) for x in xs]
         program, xs = program_of(plans, xs, transport)
         self.program, self.xs, self.transport, self.staging, self.handle = program, xs, transport, None, None
-        ys = self.ys = [_empty_like(like) for like in program.likes]
+        ys = self.ys = [_empty_like(like) if stride is None else torch.empty_strided(like.shape, stride, dtype=like.dtype,
+                        device=like.device) for like, stride in zip(program.likes, program.strides)]  # fmt: skip
         for leaf, prepare in program.fresh:
             prepare(ys[leaf])
         if program.kind == "all_reduce":
@@ -69,7 +70,7 @@ class Pending:
                 return
             if traffic.log is not None:
                 traffic.log.extend(("send", peer, index(nbytes)) for peer, _, nbytes in sends)
-            self.handle = transport.post(sends, receives)
+            self.handle = transport.post(sends, receives, program.call)
 
     def finish(self):
         program, ys = self.program, self.ys

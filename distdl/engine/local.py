@@ -21,7 +21,7 @@ class LocalTransport:
         self.rank, self.size = rank, size
         self.mailboxes = defaultdict(deque) if mailboxes is None else mailboxes
 
-    def post(self, sends, receives):
+    def post(self, sends, receives, call=None):
         for peer, address, nbytes in sends:
             self.mailboxes[self.rank, peer].append((address, nbytes))
         return receives
@@ -61,7 +61,7 @@ class NullTransport(LocalTransport):
 
     collectives = ("all_reduce",)
 
-    def post(self, sends, receives):
+    def post(self, sends, receives, call=None):
         return None
 
     def wait(self, receives):

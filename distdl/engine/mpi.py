@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections import defaultdict
+import os
+import time
 from functools import cached_property
 from operator import index
 
 import torch
 from mpi4py import MPI
 
-from ..errors import TransportError
+from ..errors import DistdlError, TransportError
 from ..watching.board import Board
+from ..watching.lookout import Lookout
 from ..watching.side import SideChannel
+from .transport import Call
 
 _TAGS = 32768  # every MPI offers at least this many
+_SPINS = 50  # polls before a rank that waits lets others run
 _SLOT = 1024  # bytes per rank of one small all-gather
 _MAX_GROUPS = 4096
 _SUM_TYPES = {
@@ -32,7 +36,8 @@ def _reads_devices() -> bool | None:
 
 
 class MpiTransport:
-    """Box plans go point-to-point on a duplicate of ``comm``, tagged with a count per pair of ranks.
+    """Box plans go point-to-point on a duplicate of ``comm``, tagged with a count per pair of ranks and bits of the plan: messages
+    of different calls never meet, and a rank that waits in vain finds out why (:mod:`lookout`).
 
     Communicators of subgroups serve collectives only. They are made in program order by their members alone, are never
     evicted (an eviction that differs between ranks would hang), and are freed at exit in the order in which they were made.
@@ -52,8 +57,7 @@ class MpiTransport:
         self.groups = {tuple(range(self.size)): self.comm}
         # Made now, while all ranks are here: who checks or watches later need not ask the others.
         self.side, self.board = SideChannel(self.comm), Board.shared(self.comm)
-        self._sent: dict[int, int] = defaultdict(int)
-        self._received: dict[int, int] = defaultdict(int)
+        self.lookout = Lookout(self.comm, self.side)
         self._abandoned: list = []  # (requests, memory) that nobody waits for
 
     @cached_property
@@ -77,23 +81,27 @@ class MpiTransport:
             torch.cuda.current_stream().synchronize()
 
     def abandon(self, handle, memory):
-        incoming, outgoing, _ = handle
-        self._abandoned.append(([*incoming, *outgoing], memory))
+        self._abandoned.append((handle[0], memory))
 
-    def post(self, sends, receives):
+    def post(self, sends, receives, call=None):
         self._ready()
         if self._abandoned:
             self._abandoned = [one for one in self._abandoned if not MPI.Request.Testall(one[0])]
-        comm, incoming, outgoing = self.comm, [], []
+        if call is None:
+            call = Call(0, tuple({peer for peer, _, _ in (*sends, *receives)}))
+        comm, lookout, requests = self.comm, self.lookout, []
+        numbers, recent, step, wrap, mark = lookout.numbers, lookout.recent, lookout.step, lookout.wrap, lookout.mark
+        mark |= call.code & lookout.codes
+        for peer in call.peers:
+            numbers[peer] += step
+            recent[peer].append(call)
         for peer, address, nbytes in receives:
             for part in self._parts(address, nbytes):
-                tag = self._received[peer] = (self._received[peer] + 1) % _TAGS
-                incoming.append(comm.Irecv(part, peer, tag))
+                requests.append(comm.Irecv(part, peer, numbers[peer] & wrap | mark))
         for peer, address, nbytes in sends:
             for part in self._parts(address, nbytes):
-                tag = self._sent[peer] = (self._sent[peer] + 1) % _TAGS
-                outgoing.append(comm.Isend(part, peer, tag))
-        return incoming, outgoing, receives
+                requests.append(comm.Isend(part, peer, numbers[peer] & wrap | mark))
+        return requests, receives, call
 
     def _parts(self, address, nbytes):
         """The messages of MPI that carry these bytes."""
@@ -111,38 +119,50 @@ class MpiTransport:
     def wait(self, handle, board=None):
         if handle is None:  # a collective, which is done
             return
-        incoming, outgoing, receives = handle
-        statuses = [MPI.Status() for _ in incoming]
+        requests, receives, call = handle
+        statuses = [MPI.Status() for _ in requests]
         try:
-            if board is not None:
-                self._note_missing(incoming, statuses, receives, board)
-            else:
-                MPI.Request.Waitall(incoming, statuses)
-            MPI.Request.Waitall(outgoing)
+            if not MPI.Request.Testall(requests, statuses):
+                self._patiently(requests, statuses, receives, call, board)
         except MPI.Exception as error:
             raise TransportError(
                 f"MPI failed: {error}", op="exchange", rank=self.rank,
                 expected=f"messages of {[(p, n) for p, _, n in receives]} (rank, bytes)", actual="an error",
                 next_step="check that every rank calls the same operators with the same layouts and dtype") from error
-        expected = [(p, size) for p, _, n in receives for size in self._lengths(n)]
-        for (peer, nbytes), status in zip(expected, statuses):
+        for (peer, nbytes), status in zip(self._expected(receives), statuses):
             if status.Get_count(MPI.BYTE) != nbytes:
                 raise TransportError(
                     "a message has another length than planned", op="exchange", rank=self.rank,
                     expected=f"{nbytes} bytes from rank {peer}", actual=f"{status.Get_count(MPI.BYTE)} bytes",
                     next_step="give every rank the same layouts and dtype; where blocks differ in size, pass a Layout")
 
-    def _note_missing(self, incoming, statuses, receives, board):
-        """Wait for all messages, while ``board.missing`` tells who has not sent yet."""
-        peers = [p for p, _, n in receives for _ in self._lengths(n)]
-        left = set(range(len(peers)))
-        while left:
-            board.missing = sorted({peers[i] for i in left})
-            some = [MPI.Status() for _ in incoming]
-            for i, status in zip(MPI.Request.Waitsome(incoming, some) or (), some):
-                left.discard(i)
-                statuses[i] = status
-        board.missing = None
+    def _expected(self, receives):
+        """(rank, bytes) of each message of MPI."""
+        return [(p, size) for p, _, n in receives for size in self._lengths(n)]
+
+    def _patiently(self, requests, statuses, receives, call, board):
+        """Wait for all messages; ``board.missing`` tells who has not sent yet, and the lookout looks why."""
+        for _ in range(_SPINS):
+            if MPI.Request.Testall(requests, statuses):
+                return
+        began = due = time.monotonic()
+        while not MPI.Request.Testall(requests, statuses):
+            os.sched_yield()  # never longer: large messages go on only while somebody asks for them
+            now = time.monotonic()
+            if now < due:
+                continue
+            due = now + self.lookout.interval
+            peers = [peer for peer, _ in self._expected(receives)]
+            if board is not None:
+                board.missing = sorted({p for p, request in zip(peers, requests) if not request.Get_status()})
+            try:
+                self.lookout.look(call, now - began)
+            except DistdlError:
+                for request in requests[: len(peers)]:
+                    request.Cancel()
+                raise
+        if board is not None:
+            board.missing = None
 
     def group(self, ranks):
         """The communicator of ``ranks`` (sorted), made by its members on first use."""

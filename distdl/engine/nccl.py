@@ -161,7 +161,7 @@ class NcclTransport:
         self.wide = engines.world.host.wide
         self._byte = self.nccl.NCCL_UINT8
 
-    def post(self, sends, receives):
+    def post(self, sends, receives, call=None):
         nccl, comm, places, byte, device = self.nccl, self.comm, self.places, self._byte, self.device
         self._notice_capture()
         with device.here():

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 log: list | None = None  # distdl.testing.count_messages puts a list here: (kind, peer or ranks, bytes)
 observer: Any = None  # distdl.watching.observer.Observer while ranks check each other, or are watched
 begun = 0  # movements, and small agreements, of this process
 
 Buffer = tuple[int, int, SupportsIndex]  # peer rank, address of the first byte, number of bytes (or an MPI type that knows it)
+
+
+class Call(NamedTuple):
+    """A movement as its messages name it: ``code`` stands for the plans and dtypes; ``peers`` send or receive something."""
+
+    code: int
+    peers: tuple[int, ...]
+    op: str = "a movement"
+    partitions: str = ""
 
 
 class Transport(Protocol):
@@ -22,8 +31,9 @@ class Transport(Protocol):
     takes_types: bool  # whether :meth:`post` takes an MPI type (fast.by_address.Strided) where it takes a number of bytes
     wide: bool  # whether sums of more than two float16 or bfloat16 are taken in float32
 
-    def post(self, sends: list[Buffer], receives: list[Buffer]) -> Any:
-        """Start sending and receiving; messages between two ranks keep their order."""
+    def post(self, sends: list[Buffer], receives: list[Buffer], call: Call | None = None) -> Any:
+        """Start sending and receiving; messages between two ranks keep their order. ``call``, the same on both ends, tells
+        movements apart, see :class:`Call`."""
 
     def wait(self, handle) -> None:
         """Finish what :meth:`post` started. Raises TransportError when a message had another length than planned."""

@@ -1,5 +1,6 @@
 """The functional operators: ``import distdl.functional as F``."""
 
+from .._names import only_public
 from . import (
     conv,
     dropout,
@@ -36,3 +37,5 @@ from .transition import *  # noqa: F403
 _MODULES = (movement, linear, conv, local, pool, norm, reduce, loss, params,
             dropout, embedding, expert, interpolate, random, transition)
 __all__ = [name for module in _MODULES for name in module.__all__]
+__getattr__ = only_public(__name__)
+del only_public

@@ -7,15 +7,17 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as tf
 
+from .._arguments import checked
 from ..agree import block_sizes, check_tensor, partition_of
 from ..errors import PartitionError, ShapeError
-from ..halo import HaloSpec
+from ..halo import HaloSpec, per_dim, plain
 from ..partition import Layout, balanced
 from ..ties import nothing
+from .autocast import autocast
 from .linear import bias_once, check_layouts, collect, spread
 from .overlap import overlap_of, overlapped
 from .params import check_bias, replicated
-from .window import MODES, hashable, on_window, tuple_of, window_spec, windowed, with_layout
+from .window import MODES, on_window, window_spec, windowed, with_layout
 
 __all__ = ["conv_layout", "conv_transpose_layout", "dist_conv", "dist_conv_transpose"]
 
@@ -25,7 +27,7 @@ _CONV_TRANSPOSE = {1: tf.conv_transpose1d, 2: tf.conv_transpose2d, 3: tf.conv_tr
 
 def _paddings(padding, kernel, stride, dilation, op):
     """``padding`` as pairs (before, after)."""
-    n = len(kernel)
+    n, padding = len(kernel), plain(padding, "padding", op)
     if padding == "valid":
         return ((0, 0),) * n
     if padding == "same":
@@ -37,7 +39,14 @@ def _paddings(padding, kernel, stride, dilation, op):
     if isinstance(padding, str):
         raise PartitionError("no such padding", op=op, expected="an int, a tuple, 'same' or 'valid'", actual=padding,
                              next_step="give the number of zeros on each side, or one of the two words")
-    return tuple(tuple(p) if isinstance(p, (tuple, list)) else (p, p) for p in tuple_of(padding, n, "padding", op))
+    return tuple(p if isinstance(p, tuple) else (p, p) for p in per_dim(padding, n, "padding", op))
+
+
+def check_grid(op, P, n: int) -> None:
+    """Raise unless ``P`` has the dims of an x with ``n`` spatial ones."""
+    if P.ndim != n + 2:
+        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=P, expected=n + 2, actual=P.ndim,
+                             next_step="give P one dim for the batch, one for the channels and one for each dim of the kernel")
 
 
 def _with_sizes(L: Layout, channels, space) -> Layout:
@@ -50,9 +59,6 @@ def _with_sizes(L: Layout, channels, space) -> Layout:
 
 def _spec(L: Layout, n: int, mode, channels, space, in_range, need, op) -> HaloSpec:
     """Windows of x for blocks of the output: ``need`` in the spatial dims, ``in_range`` in the channel dim."""
-    if L.ndim != n + 2:
-        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim,
-                             next_step="give P one dim for the batch, one for the channels and one for each dim of the kernel")
     if min(space) < 0:
         raise PartitionError("the output would have no size", op=op, partitions=L, expected=">= 0", actual=space,
                              next_step="pad more, or use a smaller kernel or dilation")
@@ -75,7 +81,7 @@ def _conv_need(stride, pads, dilation, kernel):
 def _conv_arguments(kernel, stride, padding, dilation, padding_mode):
     """(stride, dilation, padding before and after, smallest window), one for each spatial dim."""
     op, n = "dist_conv", len(kernel)
-    stride, dilation = (tuple_of(v, n, "stride or dilation", op) for v in (stride, dilation))
+    stride, dilation = (per_dim(v, n, "stride or dilation", op) for v in (stride, dilation))
     if padding_mode not in MODES:
         raise PartitionError("no such padding_mode", op=op, expected=sorted(MODES), actual=padding_mode,
                              next_step="use one of them, as torch.nn.functional.pad names them")
@@ -98,19 +104,21 @@ def _conv_windows(L, channels, kernel, stride, pads, dilation, groups, in_per_gr
     return spec, tuple(a if whole else 0 for (a, _), whole in zip(pads, inside)), out_per_group
 
 
+@checked
 def conv_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, dilation=1) -> Layout:
     """The layout of :func:`dist_conv`'s result for an x of layout ``L``; ``out_channels`` a number, or one for each block."""
     n, op = L.ndim - 2, "conv_layout"
-    kernel, stride, dilation = (tuple_of(v, n, "an argument", op) for v in (kernel_size, stride, dilation))
+    kernel, stride, dilation = (per_dim(v, n, "an argument", op) for v in (kernel_size, stride, dilation))
     pads = _paddings(padding, kernel, stride, dilation, op)
     blocks = out_channels if isinstance(out_channels, tuple) else balanced(out_channels, L.partition.shape[1])
     return _with_sizes(L, blocks, window_spec(L, None, kernel, stride, pads, dilation).out_layout.shape[2:])
 
 
+@checked
 def conv_transpose_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, output_padding=0, dilation=1) -> Layout:
     """The layout of :func:`dist_conv_transpose`'s result for an x of layout ``L``."""
     n, op = L.ndim - 2, "conv_transpose_layout"
-    k, s, p, extra, d = (tuple_of(v, n, "an argument", op) for v in (kernel_size, stride, padding, output_padding, dilation))
+    k, s, p, extra, d = (per_dim(v, n, "an argument", op) for v in (kernel_size, stride, padding, output_padding, dilation))
     blocks = out_channels if isinstance(out_channels, tuple) else balanced(out_channels, L.partition.shape[1])
     return _with_sizes(L, blocks, _transposed_size(L.shape[2:], k, s, p, extra, d))
 
@@ -146,6 +154,7 @@ def _grouped(conv, window, w, bias, first, out_per_group, in_per_group, **kwargs
     return torch.cat(parts, 1)
 
 
+@checked
 def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, padding_mode="zeros", shape=None,
               out_channels=None, x_layout="root", y_layout="root", params="varying", overlap=False):
     """Convolution of 1 to 3 spatial dims, as torch.nn.Conv1d/2d/3d, over a partitioned x.
@@ -189,15 +198,19 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
     if n not in _CONV:
         raise ShapeError("w needs 3 to 5 dims", op=op, expected="(out, in, *kernel)", actual=tuple(w.shape), partitions=P,
                          next_step="pass this rank's block of the weights, for 1 to 3 spatial dims")
+    stride, padding, dilation, groups = (plain(v, "an argument", op) for v in (stride, padding, dilation, groups))
     options = dict(stride=stride, padding=padding, dilation=dilation, padding_mode=padding_mode, overlap=overlap)
     if where.ndim == n + 3:
         return _general(dist_conv, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[1], w.shape[0], options)
+    check_grid(op, P, n)
     w, bias = replicated(params, where, [d for d in range(where.ndim) if d != 1], w, bias)
     kernel, in_per_group = w.shape[2:], w.shape[1]
-    stride, dilation, pads, least = _conv_arguments(kernel, *map(hashable, (stride, padding, dilation)), padding_mode)
+    stride, dilation, pads, least = _conv_arguments(kernel, stride, padding, dilation, padding_mode)
 
     def body(x, L):
         channels = block_sizes(w.shape[0], where, 1, out_channels)
+        if not L.active:
+            return nothing(conv_layout(L, channels, kernel, stride, padding, dilation).local_shape(), x, *present(w, bias))
         spec, own, out_per_group = _conv_windows(L, channels, kernel, stride, pads, dilation, groups, in_per_group, padding_mode)
         first = _own_start(op, spec.out_layout, w.shape[0])
         check_bias(op, L, bias, w.shape[0])
@@ -210,7 +223,8 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
             if not w.shape[0]:
                 sizes = [(m + 2 * p - f) // s + 1 for m, p, f, s in zip(window.shape[2:], own, least, stride)]
                 return _no_channels(window, sizes, w, bias)
-            return conv(window, w, bias, own)
+            window, weight = _some_input(window, w, 1)
+            return conv(window, weight, bias, own)
 
         coords = where.index()
         if coords is not None and overlap:
@@ -224,7 +238,19 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
 
 def _no_channels(window, sizes, w, bias):
     """The result of a rank that has no output channel, connected to all that its peers' results depend on."""
-    return nothing((window.shape[0], 0, *sizes), window, *(t for t in (w, bias) if t is not None))
+    return nothing((window.shape[0], 0, *sizes), window, *present(w, bias))
+
+
+def present(*tensors):
+    """Those that are not ``None``."""
+    return [t for t in tensors if t is not None]
+
+
+def _some_input(window, w, dim):
+    """(window, w), with one input channel of zeros where there is none (torch has no sum over nothing); ``dim``: w's of them."""
+    if w.shape[dim]:
+        return window, w
+    return tf.pad(window, (0, 0) * (window.dim() - 2) + (0, 1)), tf.pad(w, (0, 0) * (w.dim() - 1 - dim) + (0, 1))
 
 
 def _check_groups(op, L, out_channels, groups, in_channels) -> int:
@@ -253,6 +279,7 @@ def _general(inner, x, w, P, bias, x_layout, y_layout, params, groups, shape, w_
     """P = (batch, out, in, *space): spread x along *out*, convolve with this rank's (out, in) block, sum along *in*."""
     op = inner.__name__
     check_layouts(op, x_layout, y_layout)
+    (x,) = autocast(op, P.ndim - 1, x)
     if groups != 1:
         raise PartitionError("the general form has no groups", op=op, partitions=P, expected=1, actual=groups,
                              next_step="split channels with a (batch, channel, *space) partition instead")
@@ -262,7 +289,10 @@ def _general(inner, x, w, P, bias, x_layout, y_layout, params, groups, shape, w_
     coords = P.index()
     if coords is None:
         check_tensor(op, x, P)
-        return nothing((0, w_out, *x.shape[2:]) if x.dim() == P.ndim - 1 else (0,) * (P.ndim - 1), x, w)
+        if shape is None:
+            return nothing((0, w_out, *x.shape[2:]) if x.dim() == P.ndim - 1 else (0,) * (P.ndim - 1), x, *present(w, bias))
+        at_root = P.take(2, 0).take(1, 0, keepdim=True)
+        return inner(x, w, Layout(at_root, (shape[0], w_in, *shape[2:])), bias, **options)
     here = P.take(2, coords[2]).take(1, coords[1], keepdim=True)  # the ranks of this (out, in) block: (batch, 1, *space)
     L = None if shape is None else Layout(here, (shape[0], w_in, *shape[2:]))
     x = spread(x, P, 1, x_layout, 1, None if L is None else L.local_shape())
@@ -270,6 +300,7 @@ def _general(inner, x, w, P, bias, x_layout, y_layout, params, groups, shape, w_
     return collect(y, P, 2, y_layout, 1)
 
 
+@checked
 def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_padding=0, dilation=1, groups=1, shape=None,
                         out_channels=None, x_layout="root", y_layout="root", params="varying"):
     """Transposed convolution of 1 to 3 spatial dims, as torch.nn.ConvTranspose1d/2d/3d, with true overlap-add.
@@ -293,12 +324,14 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
     if n not in _CONV:
         raise ShapeError("w needs 3 to 5 dims", op=op, expected="(in, out, *kernel)", actual=tuple(w.shape), partitions=P,
                          next_step="pass this rank's block of the weights, for 1 to 3 spatial dims")
+    groups = plain(groups, "groups", op)
     options = dict(stride=stride, padding=padding, output_padding=output_padding, dilation=dilation)
     if where.ndim == n + 3:
         return _general(dist_conv_transpose, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[0],
                         w.shape[1], options)
+    check_grid(op, P, n)
     w, bias = replicated(params, where, [d for d in range(where.ndim) if d != 1], w, bias)
-    s, p, extra, d = (tuple_of(v, n, "an argument", op) for v in (stride, padding, output_padding, dilation))
+    s, p, extra, d = (per_dim(v, n, "an argument", op) for v in (stride, padding, output_padding, dilation))
     k = tuple(w.shape[2:])
     if any(e >= max(a, b) for e, a, b in zip(extra, s, d)) or min((*s, *d)) < 1 or min((*p, *extra)) < 0:
         raise PartitionError("not a legal transposed convolution", op=op, actual=options,
@@ -310,6 +343,9 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
         return lo, max((o1 - 1 + p[i]) // s[i] + 1, lo + 1)
 
     def body(x, L):
+        if not L.active:
+            channels = block_sizes(w.shape[1] * groups, where, 1, out_channels)
+            return nothing(conv_transpose_layout(L, channels, k, s, p, extra, d).local_shape(), x, *present(w, bias))
         # A block of output channels is w's second dim, or with groups (whole ones here) the groups of w's first.
         split = where.shape[1] > 1 and groups > 1
         in_per_group = L.shape[1] // groups
@@ -331,7 +367,8 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
             if not own:
                 return _no_channels(window, [max(b - a, 1) for a, b in blocks], w, bias)
             here = max(own // out_per_group, 1)
-            y = _CONV_TRANSPOSE[n](window, w, None, s, 0, 0, here, d)
+            window, weight = _some_input(window, w, 0)
+            y = _CONV_TRANSPOSE[n](window, weight, None, s, 0, 0, here, d)
             fills = []  # torch's pad takes the last dim first
             for i in reversed(range(n)):
                 o0, o1 = blocks[i] if blocks[i][0] < blocks[i][1] else (0, 1)
@@ -342,7 +379,7 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
                 y = y.narrow(i + 2, a, b - a)
                 fills += [a - start, start + o1 - o0 - b]
             y = tf.pad(y, fills)
-            return y if bias is None else y + bias.reshape(-1, *(1,) * n)
+            return y if bias is None else y + autocast(op, n + 2, bias)[0].reshape(-1, *(1,) * n)
 
         return windowed(x, spec, [1] * n, local)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from .._arguments import checked
+from ..agree import alike, check_tensor, outside, partition_of
 from ..errors import PartitionError
+from ..partition import Layout
 from . import random
-from .reduce import check_block
 from .window import with_layout
 
 __all__ = ["dist_dropout", "dist_feature_dropout"]
@@ -15,8 +17,12 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
     if not 0 <= p <= 1:
         raise PartitionError("p is a probability", op=op, expected="0 <= p <= 1", actual=p, partitions=P,
                              next_step="give the share of entries that becomes zero")
+    alike(op, P)
     if not training or p == 0:
-        return x
+        if partition_of(P, op).active:
+            return x
+        check_tensor(op, x, P)
+        return outside([x], P if shape is None else Layout(partition_of(P), shape))[0]
     least, scale = round(p * 2**62), 0.0 if p == 1 else 1 / (1 - p)
 
     def body(x, L):
@@ -24,21 +30,21 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
         if L.ndim < n:
             raise PartitionError("x needs batch and channel", op=op, partitions=L, expected=f"{n} dims or more", actual=L.ndim,
                                  next_step="use dist_dropout, or lay x out over (batch, channel, *space)")
-        if L.active:
-            check_block(op, x, L)
         box = L.box() or [(0, size) for size in x.shape]
         keep = random.bits(box[:n], L.shape[:n], seed, x.device, lambda h: random._shift(h, 1) >= least)
-        return x * keep.reshape(*keep.shape, *(1,) * (L.ndim - n)) * scale
+        return x * keep.reshape((*keep.shape, *(1,) * (L.ndim - n))) * scale
 
     return with_layout(op, x, P, shape, body)
 
 
+@checked
 def dist_dropout(x, P, p, seed, *, shape=None, training=True):
     """Set elements to zero with probability ``p`` and multiply the others by 1 / (1 - p), as torch.nn.functional.dropout.
 
     Whether an element is kept depends on ``seed`` and its place in the global tensor only: not on the partition, the dtype, or
-    the device. Equal calls give equal masks, so give every layer and step its own seed (``F.fold_in(seed, layer, step)``). Under
-    vmap all examples share the mask, unless the seed is a batch too.
+    the device. Equal calls give equal masks, so give every layer and step its own seed (``F.fold_in(seed, layer, step)``). It is a
+    pure function, that draws nothing: under vmap all examples share the mask, whatever ``randomness`` says, unless the seed is a
+    batch too.
 
     Args:
         x: this rank's block, any shape, floating or complex.
@@ -59,6 +65,7 @@ def dist_dropout(x, P, p, seed, *, shape=None, training=True):
     return _dropout("dist_dropout", x, P, p, seed, shape, training, None)
 
 
+@checked
 def dist_feature_dropout(x, P, p, seed, *, shape=None, training=True):
     """Dropout of whole channels of each example, as torch's Dropout1d, 2d and 3d: x is (batch, channels, *any).
 

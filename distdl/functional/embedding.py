@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as tf
 
 from .. import _torch
+from .._arguments import checked
 from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
 from ..partition import Layout
@@ -14,7 +15,7 @@ from ..world import world
 from .linear import LAYOUTS, collect
 from .movement import all_sum_reduce, broadcast
 from .params import replicated
-from .reduce import dist_norm
+from .reduce import dist_norm, wide
 
 __all__ = ["dist_embedding"]
 
@@ -42,6 +43,7 @@ def _check_index(op, idx, n, rank, P) -> None:
                          partitions=P)
 
 
+@checked
 def dist_embedding(idx, w, P, *, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, scale=None,
                    num_embeddings=None, idx_layout="replicated", y_layout="root", y_dim=-2, params="varying"):
     """y[i] = W[idx[i]] with W split into blocks over two partition dims, as torch.nn.functional.embedding.
@@ -89,7 +91,8 @@ def dist_embedding(idx, w, P, *, padding_idx=None, max_norm=None, norm_type=2.0,
     batch = where.ndim - 2
     (w,) = replicated(params, where, range(batch), w)
     if not where.active:
-        return nothing((0,) * (batch + 1), w)
+        shape = P.local_shape() if isinstance(P, Layout) else (*idx.shape[:batch], *(0,) * (batch - idx.dim()), *w.shape)
+        return nothing((0, *shape[1:batch], shape[-1])[: batch + 1], w)
     L = P if isinstance(P, Layout) else None
     if L is not None:
         num_embeddings = L.sizes(batch)
@@ -101,7 +104,8 @@ def dist_embedding(idx, w, P, *, padding_idx=None, max_norm=None, norm_type=2.0,
         idx = broadcast(idx, holders, where, shape=None if L is None else L.local_shape()[:-2])
     rank = world(where.world).rank
     expected = None if L is None else L.local_shape()[:-2]
-    if idx.is_floating_point() or idx.is_complex() or idx.dim() != batch or (L is not None and idx.shape != expected):
+    numbers = not (idx.is_floating_point() or idx.is_complex() or idx.dtype == torch.bool)
+    if not numbers or idx.dim() != batch or (L is not None and idx.shape != expected):
         raise ShapeError("idx is not this rank's block of indices", op=op, partitions=P, rank=rank, actual=f"{idx.dtype} "
                          f"of shape {tuple(idx.shape)}", expected=f"integers of {expected or f'{batch} dims'}",
                          next_step="pass this rank's indices: P has one dim for each of idx's, then (vocabulary, embedding)")
@@ -142,12 +146,13 @@ def _with_derivative(value, path):
 def _renormalised(rows, P, batch, max_norm, norm_type):
     """Rows no longer than ``max_norm``; the norm of a row is taken over the ranks that have parts of it."""
     whole_rows = P.take(batch, P.index()[batch])  # (*batch, embedding)
-    norms = dist_norm(rows.detach(), whole_rows, batch, True, ord=norm_type)
-    return _with_derivative(torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows), rows)
+    norms = dist_norm(wide(rows.detach()), whole_rows, batch, True, ord=norm_type)
+    scaled = torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
+    return _with_derivative(scaled.to(rows.dtype), rows)
 
 
 def _by_frequency(rows, place, here, own, P, dims):
     """Each looked-up row's derivative divided by how often it occurs along partition dims ``dims``."""
-    ones = here.to(rows.dtype).reshape(-1)
-    counts = all_sum_reduce(rows.new_zeros(max(own, 1)).index_add(0, place.reshape(-1), ones), P, dims)
-    return _with_derivative(rows, rows / counts[place].clamp(min=1)[..., None])
+    ones = wide(here.to(rows.dtype)).reshape(-1)  # float16 and bfloat16 cannot count far
+    counts = all_sum_reduce(ones.new_zeros(max(own, 1)).index_add(0, place.reshape(-1), ones), P, dims)
+    return _with_derivative(rows, (rows / counts[place].clamp(min=1)[..., None]).to(rows.dtype))

@@ -10,12 +10,13 @@ import torch
 
 from .. import _torch
 from ..agree import check_tensor, partition_of
-from ..errors import PartitionError, ShapeError
+from ..errors import AgreementError, PartitionError, ShapeError
 from ..linear_map import LinearMap, movement
 from ..partition import Partition, balanced
 from ..plan import Axis, Side, whole
 from ..ties import nothing
 from ..world import world
+from .autocast import autocast
 
 __all__ = ["dist_expert_linear", "expert_parallel"]
 
@@ -57,10 +58,11 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     Returns:
         (tokens, new features), in the order of ``x``.
 
-    Messages: two small all-gathers, of counts and of widths; forward each token goes to its expert's rank and back, one message for
-    each pair of ranks each way; the same backward.
+    Messages: two small all-gathers, of counts and of widths and dtypes; forward each token goes to its expert's rank and
+    back, one message for each pair of ranks each way; the same backward.
 
     Raises:
+        AgreementError: experts return different numbers of features, or dtypes.
         PartitionError, ShapeError: P has other than one dim; shapes that do not fit; an expert that does not exist.
     """
     op, where = "expert_parallel", partition_of(P)
@@ -70,10 +72,10 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     coords = where.index()
     if coords is None:
         check_tensor(op, x, where)
-        return nothing((0, x.shape[-1]), x)
-    if x.dim() != 2 or expert.shape != x.shape[:1]:
-        raise ShapeError("one expert for each token is needed", op=op, expected="x (tokens, features), expert (tokens,)",
-                         actual=(tuple(x.shape), tuple(expert.shape)), partitions=where,
+        return nothing((0, x.shape[1] if x.dim() == 2 else 0), x)
+    if x.dim() != 2 or expert.shape != x.shape[:1] or expert.is_floating_point() or expert.dtype == torch.bool:
+        raise ShapeError("one expert for each token is needed", op=op, expected="x (tokens, features), integers expert (tokens,)",
+                         actual=(tuple(x.shape), tuple(expert.shape), expert.dtype), partitions=where,
                          next_step="flatten x to one row for each token, and give one expert's number for each row")
     if expert.numel() and not 0 <= int(expert.min()) <= int(expert.max()) < num_experts:
         raise ShapeError("no such expert", op=op, partitions=where, expected=f"0 <= expert < {num_experts}",
@@ -88,10 +90,14 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     arrived = _dispatch(where, counts, x.shape[1], "dispatch")(x.index_select(0, order))
     sizes = [sum(of_rank[e] for of_rank in counts) for e in local]
     results = [f(k, tokens) for k, tokens in enumerate(arrived.split(sizes))] if sizes else []
-    width = results[0].shape[1] if results else None
-    widths = world(where.world).all_gather(width, where.ranks, op)
-    width = next((w for w in widths.values() if w is not None), x.shape[1])
-    y = torch.cat(results) if results else nothing((0, width), arrived)
+    y = torch.cat(results) if results else None
+    made = world(where.world).all_gather(None if y is None else (y.shape[1], y.dtype), where.ranks, op)
+    kinds = {kind for kind in made.values() if kind is not None} or {(x.shape[1], x.dtype)}
+    if len(kinds) > 1:
+        raise AgreementError("the experts' results do not fit together", op=op, partitions=where, actual=made,
+                             expected="one number of features and one dtype", next_step="let f return the same on all ranks")
+    width, dtype = kinds.pop()
+    y = nothing((0, width), arrived, dtype=dtype) if y is None else y
     back = _dispatch(where, counts, width, "dispatch").T(y)
     return back.index_select(0, torch.argsort(order))
 
@@ -110,5 +116,9 @@ def dist_expert_linear(x, w, P, expert, bias=None, *, num_experts: int):
     if bias is not None and bias.shape != w.shape[:2]:
         raise ShapeError("bias does not fit w", op="dist_expert_linear", partitions=P, expected=tuple(w.shape[:2]),
                          actual=tuple(bias.shape), next_step="give every expert of this rank its own bias")
+    (x,) = autocast("dist_expert_linear", 2, x)
+    if partition_of(P).ndim == 1 and not partition_of(P).active:
+        check_tensor("dist_expert_linear", x, P)
+        return nothing((0, w.shape[1]), x, w, *(() if bias is None else (bias,)))
     return expert_parallel(lambda k, tokens: torch.nn.functional.linear(tokens, w[k], None if bias is None else bias[k]),
                            x, expert, P, num_experts)

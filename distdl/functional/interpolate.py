@@ -8,17 +8,18 @@ so no window has ghosts. The tables below are torch's, rounding included, as one
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
-from ..errors import PartitionError, ShapeError
-from ..halo import HaloSpec
+from .._arguments import checked
+from ..errors import PartitionError
+from ..halo import HaloSpec, per_dim
 from ..ties import nothing
 from .movement import halo_exchange
 from .pool import dist_adaptive_avg_pool
 from .reduce import wide
-from .window import tuple_of, with_layout
+from .window import with_layout
 
 __all__ = ["dist_interpolate", "interpolate_layout"]
 
@@ -41,9 +42,9 @@ def _sizes(op, L, size, scale_factor, recompute):
         if recompute:
             raise PartitionError("recompute_scale_factor goes with scale_factor", op=op, actual=size, expected="no size",
                                  partitions=L, next_step="leave it out, or give scale_factor")
-        sizes, scales = tuple_of(size, n, "size", op), (None,) * n
+        sizes, scales = per_dim(size, n, "size", op), (None,) * n
     else:
-        scales = tuple(float(s) for s in tuple_of(scale_factor, n, "scale_factor", op))
+        scales = tuple(float(s) for s in per_dim(scale_factor, n, "scale_factor", op))
         if min(scales) <= 0 or not all(map(math.isfinite, scales)):
             raise PartitionError("scale factors are positive", op=op, expected="> 0", actual=scale_factor, partitions=L,
                                  next_step="give numbers above 0")
@@ -55,6 +56,7 @@ def _sizes(op, L, size, scale_factor, recompute):
     return sizes, scales
 
 
+@checked
 def interpolate_layout(L, size=None, scale_factor=None):
     """The layout of :func:`dist_interpolate`'s result for an x of layout ``L``."""
     return L.with_shape((*L.shape[:2], *_sizes("interpolate_layout", L, size, scale_factor, None)[0]))
@@ -68,11 +70,12 @@ def _taps(mode, n, m, scale, align, kernel):
     exact whatever the scale).
     """
     dtype, fused, doubles = kernel
-    exact, place = mode == "nearest-exact", torch.arange(m)
+    constant = partial(torch.tensor, dtype=dtype, device="cpu")  # whatever torch's default device is
+    exact, place = mode == "nearest-exact", torch.arange(m, device="cpu")
     if align:
-        ratio = torch.tensor(float(n - 1), dtype=dtype) / (m - 1) if m > 1 else torch.tensor(0.0, dtype=dtype)
+        ratio = constant(float(n - 1)) / (m - 1) if m > 1 else constant(0.0)
     else:
-        ratio = torch.tensor(float(n), dtype=dtype) / m if scale is None else torch.tensor(1.0 / scale, dtype=dtype)
+        ratio = constant(float(n)) / m if scale is None else constant(1.0 / scale)
 
     def centred():
         # (o + 1/2) ratio - 1/2; in float64 the product of two float32 is exact, so this is the fused form of float32
@@ -131,7 +134,7 @@ def _kernel(x, sizes, nearest):
 def _apply_taps(x, d, index, weight):
     """One dim: Σ_j weight_j · x[index_j]."""
     if weight is None:
-        same = index.shape[1] == x.shape[d] and torch.equal(index[0], torch.arange(x.shape[d]))
+        same = index.shape[1] == x.shape[d] and torch.equal(index[0], torch.arange(x.shape[d], device="cpu"))
         return x if same else x.index_select(d, index[0].to(x.device))
     weight = weight.to(x.device, x.dtype).reshape(len(weight), -1, *(1,) * (x.dim() - d - 1))
     parts = [w * x.index_select(d, i) for i, w in zip(index.to(x.device), weight)]
@@ -178,15 +181,12 @@ def dist_interpolate(x, P, size=None, scale_factor=None, mode="nearest", align_c
         if dims not in (None, L.ndim - 2):
             raise PartitionError(f"mode '{mode}' has another number of spatial dims", op=op, partitions=L, expected=dims,
                                  actual=L.ndim - 2, next_step="use the mode for this number of dims")
-        if not x.is_floating_point():
-            raise ShapeError("interpolation needs a floating dtype", op=op, expected="a floating dtype", actual=x.dtype,
-                             partitions=L, next_step="convert x first: x.float()")
         if mode == "area":
             y = dist_adaptive_avg_pool(x, L, sizes)
             return y if L.active else nothing(L.with_shape((*L.shape[:2], *sizes)).local_shape(), y)
         kernel = _kernel(x, sizes, taps == 1)
         copied = _copied(x, mode, L.shape[2:], sizes)
-        tables = [_taps(mode, n, m, s, bool(align_corners), kernel) if not same else (torch.arange(n)[None], None)
+        tables = [_taps(mode, n, m, s, bool(align_corners), kernel) if not same else (torch.arange(n, device="cpu")[None], None)
                   for n, m, s, same in zip(L.shape[2:], sizes, scales, copied)]
 
         def need(d, o0, o1):  # indices rise with o
@@ -204,4 +204,4 @@ def dist_interpolate(x, P, size=None, scale_factor=None, mode="nearest", align_c
             y = _apply_taps(y, d, index - lo, weight)
         return y.to(x.dtype)
 
-    return with_layout(op, x, P, shape, body)
+    return with_layout(op, x, P, shape, body, kinds="a floating dtype")

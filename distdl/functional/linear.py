@@ -6,10 +6,12 @@ from functools import lru_cache
 
 import torch
 
+from .._arguments import checked
 from ..agree import check_tensor, partition_of
 from ..errors import PartitionError, ShapeError
 from ..partition import Layout
 from ..ties import nothing, tie
+from .autocast import autocast
 from .movement import all_gather, all_sum_reduce, broadcast, invariant_sum, mark_varying, reduce_scatter, sum_reduce
 from .params import check_bias, replicated
 
@@ -68,6 +70,7 @@ def bias_once(bias, P, dim):
     return tie(torch.zeros_like(bias), bias)
 
 
+@checked
 def dist_linear(x, w, P, bias=None, *, x_layout="root", y_layout="root", x_dim=-2, y_dim=-2, params="varying"):
     """y = x Wᵀ + b with W split into blocks over two partition dims.
 
@@ -99,6 +102,7 @@ def dist_linear(x, w, P, bias=None, *, x_layout="root", y_layout="root", x_dim=-
     """
     check_layouts("dist_linear", x_layout, y_layout)
     where = partition_of(P)
+    (x,) = autocast("dist_linear", where.ndim, x)
     if not where.active:
         check_tensor("dist_linear", x, P)
     batch = where.ndim - 2
@@ -113,7 +117,8 @@ def dist_linear(x, w, P, bias=None, *, x_layout="root", y_layout="root", x_dim=-
     (w,) = replicated(params, where, range(batch), w)
     (bias,) = replicated(params, where, (*range(batch), batch + 1), bias)
     if not where.active:
-        return nothing((0, *x.shape[1:-1], w.shape[0]) if x.dim() == where.ndim - 1 else (0,) * (batch + 1), x, w)
+        shape = P.local_shape()[1:-1] if local else (*x.shape[1:-1], w.shape[0]) if x.dim() == batch + 1 else (0,) * batch
+        return nothing((0, *shape), x, w, *(() if bias is None else (bias,)))
     x = spread(x, where, batch, x_layout, _along(x_dim, where.ndim - 1), local)
     if x.shape[-1] != w.shape[-1]:
         raise ShapeError("w does not fit x", op="dist_linear", partitions=where, expected=f"w of shape (out, {x.shape[-1]})",

@@ -7,16 +7,18 @@ import math
 import torch
 
 from .. import maps
+from .._arguments import checked
 from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
-from ..halo import HaloSpec
+from ..halo import HaloSpec, per_dim
 from ..partition import Layout, balanced
 from ..ties import nothing
-from .conv import _CONV, _conv_need, _own_start, _spec, _transposed_size, _with_sizes
+from .autocast import autocast, without_autocast
+from .conv import _CONV, _conv_need, _own_start, _spec, _transposed_size, _with_sizes, check_grid
 from .movement import all_sum_reduce, halo_exchange
 from .params import replicated
 from .reduce import power, wide
-from .window import tuple_of, windowed, with_layout
+from .window import windowed, with_layout
 
 __all__ = ["dist_lcn", "dist_local_conv", "dist_local_conv_transpose"]
 
@@ -52,7 +54,7 @@ def _arguments(op, w, stride):
     if n not in _CONV or w.dim() % 2:
         raise ShapeError("w needs 4, 6 or 8 dims", op=op, expected="(filters, *output block, channels, *kernel)",
                          actual=tuple(w.shape), next_step="pass this rank's block of the weights, for 1 to 3 spatial dims")
-    stride = tuple_of(stride, n, "stride", op)
+    stride = per_dim(stride, n, "stride", op)
     if min(stride) < 1 or min(w.shape[-n:]) < 1:
         raise PartitionError("not a legal window", op=op, expected="kernel and stride >= 1", actual=(tuple(w.shape), stride),
                              next_step="give sizes and strides of at least 1")
@@ -65,9 +67,6 @@ def _local_spec(op, L: Layout, out: Layout | None, filters, kernel, stride) -> H
     if out is not None:
         return HaloSpec.needs(L, None, out, lambda d, o0, o1: (o0, o1) if d == 0 else (0, channels) if d == 1
                               else need(d - 2, o0, o1), "none")
-    if L.ndim != n + 2:
-        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim,
-                             next_step="give P one dim for the batch, one for the channels and one for each dim of the kernel")
     space = HaloSpec.window(L, None, kernel, stride).out_layout.shape[2:]
     return _spec(L, n, "none", filters, space, lambda o0, o1: (0, channels), need, op)
 
@@ -82,6 +81,7 @@ def _check_w(op, w, out: Layout, channels: int, n: int) -> None:
                          next_step="shard w over the filters and the space of conv_layout(x's layout, filters, kernel, stride)")
 
 
+@checked
 def dist_local_conv(x, w, P, *, stride=1, shape=None, out_channels=None, params="varying"):
     """Locally connected layer of 1 to 3 spatial dims: a convolution whose every output pixel has filters of its own.
 
@@ -110,9 +110,11 @@ def dist_local_conv(x, w, P, *, stride=1, shape=None, out_channels=None, params=
     """
     op, where = "dist_local_conv", partition_of(P)
     n, kernel, stride = _arguments(op, w, stride)
+    check_grid(op, P, n)
     (w,) = replicated(params, where, (0,), w)
 
     def body(x, L):
+        (own,) = autocast(op, L.ndim, w)
         spec = _local_spec(op, L, None, block_sizes(w.shape[0], where, 1, out_channels), kernel, stride)
         _check_w(op, w, spec.out_layout, L.shape[1], n)
         window = halo_exchange(x, spec)
@@ -121,7 +123,7 @@ def dist_local_conv(x, w, P, *, stride=1, shape=None, out_channels=None, params=
             return nothing(out, window, w)
         z = _windows(window, kernel, stride)
         pixels, offsets = "hij"[:n], "klm"[:n]
-        return torch.einsum(f"bc{pixels}{offsets},f{pixels}c{offsets}->bf{pixels}", z, w)
+        return torch.einsum(f"bc{pixels}{offsets},f{pixels}c{offsets}->bf{pixels}", z, own)
 
     return with_layout(op, x, P, shape, body)
 
@@ -132,7 +134,7 @@ def _output_layout(op, L: Layout, channels: int, kernel, stride, output_size) ->
     least = _transposed_size(L.shape[2:], kernel, stride, (0,) * n, (0,) * n, (1,) * n)
     out = output_size
     if not isinstance(out, Layout):
-        sizes = least if out is None else tuple_of(out, n, "output_size", op)
+        sizes = least if out is None else per_dim(out, n, "output_size", op)
         out = _with_sizes(L, balanced(channels, L.partition.shape[1]), sizes)
     fits = out.ndim == n + 2 and all(0 <= m - low < s for m, low, s in zip(out.shape[2:], least, stride))
     if not fits or out.partition != L.partition or out.shape[:2] != (L.shape[0], channels):
@@ -142,6 +144,7 @@ def _output_layout(op, L: Layout, channels: int, kernel, stride, output_size) ->
     return out
 
 
+@checked
 def dist_local_conv_transpose(y, w, P, *, stride=1, output_size=None, shape=None, params="varying"):
     """The transpose of :func:`dist_local_conv` in x, for the same w: fold, then the halo exchange's adjoint.
 
@@ -165,21 +168,20 @@ def dist_local_conv_transpose(y, w, P, *, stride=1, output_size=None, shape=None
     """
     op, where = "dist_local_conv_transpose", partition_of(P)
     n, kernel, stride = _arguments(op, w, stride)
+    check_grid(op, P, n)
     (w,) = replicated(params, where, (0,), w)
     channels = w.shape[n + 1]
 
     def body(y, L):
-        if L.ndim != n + 2:
-            raise PartitionError("y needs batch, filter and the kernel's dims", op=op, partitions=L, expected=n + 2, actual=L.ndim,
-                                 next_step="give P one dim for the batch, one for the filters and one for each dim of the kernel")
+        (own,) = autocast(op, L.ndim, w)
         out = _output_layout(op, L, channels, kernel, stride, output_size)
         _check_w(op, w, L, channels, n)
         back = maps.halo_exchange(_local_spec(op, out, L, None, kernel, stride)).T
         if 0 in back.in_shape:
             return back(nothing(back.in_shape, y, w))
         pixels, offsets = "hij"[:n], "klm"[:n]
-        z = torch.einsum(f"bf{pixels},f{pixels}c{offsets}->bc{pixels}{offsets}", y, w)
-        return back(_fold(z, stride, back.in_shape[2:]))
+        z = torch.einsum(f"bf{pixels},f{pixels}c{offsets}->bc{pixels}{offsets}", y, own)
+        return back(_fold(wide(z), stride, back.in_shape[2:]).to(z.dtype))
 
     return with_layout(op, y, P, shape, body)
 
@@ -230,7 +232,7 @@ def dist_lcn(x, P, kernel_size, *, shape=None):
         if n not in _CONV:
             raise PartitionError("x needs batch, channel and 1 to 3 dims", op=op, partitions=L, expected="3 to 5", actual=L.ndim,
                                  next_step="give P one dim for the batch, one for the channels and one for each spatial dim")
-        kernel = tuple_of(kernel_size, n, "kernel_size", op)
+        kernel = per_dim(kernel_size, n, "kernel_size", op)
         if any(k < 1 or k % 2 == 0 for k in kernel):
             raise PartitionError("the window needs a centre", op=op, expected="odd sizes", actual=kernel, partitions=L,
                                  next_step="use an odd kernel_size")
@@ -244,11 +246,12 @@ def dist_lcn(x, P, kernel_size, *, shape=None):
 
         def blurred(z):
             z = all_sum_reduce(z.sum(1, keepdim=True), where, 1)
-            return windowed(z, spec, kernel, lambda window: _CONV[n](window, w))
+            with without_autocast(z):
+                return windowed(z, spec, kernel, lambda window: _CONV[n](window, w))
 
         v = wide(x)
         v = v - blurred(v)
         square = blurred(v.square())
         return (v / torch.where(square > 0, power(square, 0.5), 1)).to(x.dtype)
 
-    return with_layout(op, x, P, shape, body)
+    return with_layout(op, x, P, shape, body, kinds="a floating dtype")

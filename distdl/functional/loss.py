@@ -2,7 +2,8 @@
 
 ``P`` (a Partition or a Layout) partitions the prediction, and the target with it. ``reduction`` is torch's: ``"mean"`` divides by
 exact global counts, never averaging averages; ``"none"`` returns this rank's block of the losses. On a rank outside ``P`` a
-loss is a connected zero. Half precision is computed in float32; the result has the prediction's dtype.
+loss is a connected zero. Half precision is computed in float32; the result has the dtype to which torch promotes prediction and
+target. Predictions are floating (of the absolute error complex too), and what torch refuses is a ShapeError.
 
 As the adjoint of ``invariant_sum`` is the identity, **no loss sends anything in backward**.
 """
@@ -20,8 +21,9 @@ from ..agree import check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..partition import Layout
 from ..ties import nothing
+from .autocast import autocast
 from .movement import invariant_sum
-from .reduce import check_block, dist_mean, pivot, summed, wide, zero_loss
+from .reduce import check_block, dist_mean, pivot, summed, wide, wider, zero_loss
 
 __all__ = [
     "dist_bce_loss", "dist_bce_with_logits_loss", "dist_cross_entropy", "dist_huber_loss", "dist_kl_div", "dist_l1_loss",
@@ -93,42 +95,47 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
     if where.ndim == 0:
         raise PartitionError("there is no class dim", op=op, partitions=P, expected="(batch, class, *space) or (class,)",
                              actual="no dims", next_step="give P a dim for the classes")
+    x, target, weight = autocast(op, where.ndim, x, target, weight)
     c = min(1, where.ndim - 1)
     rest = tuple(d for d in range(where.ndim) if d != c)
+    (check_block if where.active else check_tensor)(op, x, P)
+    if not x.is_floating_point():
+        raise ShapeError("the prediction is not floating", op=op, partitions=P, expected="a floating dtype", actual=x.dtype,
+                         next_step="convert it first: x.float()")
+    likely = softmax and isinstance(target, torch.Tensor) and target.is_floating_point()
+    dtype = torch.promote_types(x.dtype, target.dtype) if likely else x.dtype
     if not where.active:
-        check_tensor(op, x, P)
         if reduction != "none" or not rest:
-            return zero_loss(x)
-        return nothing((0, *outside_shape(x, where.ndim)[2:]), x)
-    check_block(op, x, P)
+            return zero_loss(x).to(dtype)
+        return nothing((0, *outside_shape(x, P)[2:]), x, dtype=dtype)
     x, first, classes = _classes(op, x, P, c)
-    likely = softmax and target.is_floating_point()
     _check_target(op, x, target, weight, c, likely, P)
 
-    dtype, x = x.dtype, wide(x)
+    x = x.to(wider(dtype))
     if softmax:
-        x = x - pivot(x, where, (c,))
+        x = x - pivot(x, where, (c,))  # of an infinite or NaN one all is NaN, as in torch
     weight = None if weight is None else weight.to(x.dtype)
     by_class = 1 if weight is None else weight.reshape(-1, *[1] * (where.ndim - c - 1))
     if likely:
         q = by_class * ((1 - eps) * target.to(x.dtype) + eps / classes)
         valid = known = None
-        rows = [(q * x).sum(c), q.sum(c)]
+        rows = [(q * x).sum(c, True), q.sum(c, True)]
     else:
+        target = target.unsqueeze(c)
         valid, known = target != ignore_index, (target >= 0) & (target < classes)
         here = valid & (target >= first) & (target < first + x.shape[c])
         place = torch.where(here, target - first, 0)
-        dot = torch.where(here, x.gather(c, place.unsqueeze(c)).squeeze(c), 0) if x.shape[c] else x.sum(c)
+        dot = torch.where(here, x.gather(c, place), 0) if x.shape[c] else x.sum(c, True)
         rows = [dot]
         if weight is not None:
             chosen = torch.where(here, weight[place] if x.shape[c] else 0, 0).to(x.dtype)
             rows = [dot * chosen, chosen]
         if eps:
-            rows[0] = (1 - eps) * rows[0] + eps / classes * (by_class * x).sum(c)
+            rows[0] = (1 - eps) * rows[0] + eps / classes * (by_class * x).sum(c, True)
             if weight is not None:
                 rows.append(weight.sum().expand(dot.shape))
     if softmax:
-        rows.append(x.exp().sum(c))
+        rows.append(x.exp().sum(c, True))
 
     dot, *mass = invariant_sum(torch.stack(rows), where, (c,))
     log_sum = mass.pop().log() if softmax else 0
@@ -144,7 +151,7 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
         spoil = torch.where(known | ~valid, 1.0, math.nan)  # a factor, so that derivatives are NaN too
         losses = torch.where(valid, (scale * log_sum - dot) * spoil.to(dot.dtype), 0)
         count = torch.where(valid, share, 0).sum()
-    return _reduced(losses, count, reduction, where, rest, dtype)
+    return _reduced(losses.squeeze(c), count, reduction, where, rest, dtype)
 
 
 def _classes(op, x, P, c):
@@ -160,6 +167,9 @@ def _check_target(op, x, target, weight, c, likely, P) -> None:
     expected = list(x.shape)
     if not likely:
         expected.pop(c)
+    if not isinstance(target, torch.Tensor):
+        raise ShapeError("the target is not a tensor", op=op, partitions=P, expected="this rank's block",
+                         actual=type(target).__name__, next_step="pass the target's block as a tensor")
     if list(target.shape) != expected or not (likely or target.dtype == torch.int64):
         raise ShapeError("target does not fit", op=op, actual=(tuple(target.shape), target.dtype),
                          expected=f"int64 classes of shape {tuple(x.shape[:c] + x.shape[c + 1:])}, or probabilities like x",
@@ -177,32 +187,50 @@ def _pointwise(op, losses, x, y, P, reduction, weight=None):
     batchmean = ("batchmean",) if op == "dist_kl_div" else ()
     _check_reduction(op, reduction, *batchmean)
     where = partition_of(P)
-    if not where.active:
-        check_tensor(op, x, P)
-        if reduction != "none" or not where.ndim:
-            return zero_loss(x, y)
-        return nothing(outside_shape(x, where.ndim), x, y)
-    check_block(op, x, P)
+    x, y, weight = autocast(op, where.ndim, x, y, weight)
+    (check_block if where.active else check_tensor)(op, x, P)
     if not isinstance(y, torch.Tensor):
         raise ShapeError("the target is not a tensor", op=op, partitions=P, expected="this rank's block", actual=type(y).__name__,
                          next_step="pass the target's block as a tensor")
+    dtype = _dtype(op, x, y, P)
+    if not where.active:
+        x, y = (t.abs() if t.is_complex() else t for t in (x, y))
+        if reduction != "none":
+            return zero_loss(x, y).to(dtype)
+        return nothing(outside_shape(x, P), x, y, dtype=dtype)
     if x.shape != y.shape:
         raise ShapeError("prediction and target have different shapes", op=op, expected=tuple(x.shape), actual=tuple(y.shape),
                          next_step="pass blocks of one layout; nothing is broadcast", partitions=P)
-    values = losses(wide(x), wide(y))
+    # Numbers of no dtype that losses have are converted; real and complex ones meet as they are.
+    values = losses(wide(x), wide(y) if y.is_floating_point() or y.is_complex() else y.to(wider(dtype)))
     if weight is not None:
         values = values * weight
     if reduction == "none":
-        return values.to(x.dtype)
+        return values.to(dtype)
     if reduction == "mean":
-        return dist_mean(values, P).to(x.dtype)
+        return dist_mean(values, P).to(dtype)
     count = None
     if reduction == "batchmean" and not isinstance(P, Layout):
         count = x.shape[0] if not any(where.index()[1:]) else 0  # every batch element once
     total, batch = summed(values.sum(), count, where, None)
     if reduction == "batchmean":
         total = total / (P.shape[0] if batch is None else batch)
-    return total.to(x.dtype)
+    return total.to(dtype)
+
+
+_FLOATING_TARGETS = ("dist_bce_loss", "dist_bce_with_logits_loss", "dist_kl_div")
+
+
+def _dtype(op, x, y, P):
+    """The dtype of a loss of x and y; what torch refuses is refused."""
+    smooth = [t.is_floating_point() or (t.is_complex() and op == "dist_l1_loss") for t in (x, y)]
+    whole = not y.is_floating_point() and not y.is_complex() and op not in _FLOATING_TARGETS
+    if not smooth[0] or not (smooth[1] or (whole and (y.dtype != torch.bool or op != "dist_l1_loss"))):
+        raise ShapeError("this loss is not of such tensors", op=op, partitions=P, actual=(x.dtype, y.dtype), expected="a floating "
+                         f"prediction{' (or a complex one)' * (op == 'dist_l1_loss')}, and a target that torch takes with it",
+                         next_step="convert them first: x.float(), y.float()")
+    found = torch.promote_types(x.dtype, y.dtype)
+    return found.to_real() if found.is_complex else found
 
 
 _POINTWISE = """

@@ -23,6 +23,7 @@ from ..linear_map import LinearMap, Move
 from ..partition import Layout, Partition
 from ..ties import nothing, tie
 from ..world import world
+from .held import name_when_checking, tag
 
 __all__ = [
     "all_gather", "all_sum_reduce", "broadcast", "gather", "halo_exchange", "invariant_sum", "mark_varying", "nothing",
@@ -43,6 +44,11 @@ def move(xs, maps_of_leaves):
     return results
 
 
+def moved(xs, maps_of_leaves, tree):
+    """:func:`move` for the leaves of a pytree of structure ``tree``; checking reads that here."""
+    return _torch.unflatten(move(xs, maps_of_leaves), tree)
+
+
 def _sizes(op, shape, P):
     try:
         return tuple(as_int(n) for n in shape)
@@ -57,8 +63,9 @@ def _by_layout(op, x, P, shape, others, factory, out):
         return factory(P)(x)
     xs, tree = _torch.flatten(x)
     xs, tree, layouts = resolve_tree(op, xs, tree, P, shape, others)
-    ys = outside(xs, out) if layouts is None else move(xs, [factory(L) for L in layouts])
-    return _torch.unflatten(ys, tree)
+    if layouts is None:
+        return _torch.unflatten(outside(xs, out), tree)
+    return moved(xs, [factory(L) for L in layouts], tree)
 
 
 def _by_shape(op, x, P, factory):
@@ -70,7 +77,7 @@ def _by_shape(op, x, P, factory):
         if not isinstance(leaf, torch.Tensor):
             raise ShapeError("not a tensor", op=op, expected="tensors, or a pytree of them", actual=type(leaf).__name__,
                              next_step="put numbers into tensors first: torch.tensor(value)", partitions=P)
-    return _torch.unflatten(move(xs, [factory(leaf.shape) for leaf in xs]), tree)
+    return moved(xs, [factory(leaf.shape) for leaf in xs], tree)
 
 
 def repartition(x, P_in, P_out, *, shape=None):
@@ -98,7 +105,7 @@ def scatter(x, P, *, root=0, shape=None):
     if isinstance(P, Layout) or shape is not None:
         L = maps.layout_over(P, P.shape if shape is None else shape, "scatter")
         xs, tree = _torch.flatten(x)
-        return _torch.unflatten(move(xs, [maps.scatter(L, root)] * len(xs)), tree)
+        return moved(xs, [maps.scatter(L, root)] * len(xs), tree)
     one = maps.on_one_rank(root, where.ndim, where.world)
     return _by_layout("scatter", x, one, None, (where,), lambda L: maps.scatter(Layout(where, L.shape), root), where)
 
@@ -136,10 +143,10 @@ def _copying(op, x, held, small, big, shape, build):
         small, big = _dst_layout(op, where[0], big), where[1]
     xs, tree = _torch.flatten(x)
     if isinstance(small, Layout):
-        return _torch.unflatten(move(xs, [build(small, big, None)] * len(xs)), tree)
+        return moved(xs, [build(small, big, None)] * len(xs), tree)
     maps.left_padded(small, big, op)
     if shape is not None:
-        return _torch.unflatten(move(xs, [build(small, big, _sizes(op, shape, held))] * len(xs)), tree)
+        return moved(xs, [build(small, big, _sizes(op, shape, held))] * len(xs), tree)
     xs, tree, reports = negotiate(op, xs, partition_of(held), (small, big), tree=tree)
     if reports is None:
         return _torch.unflatten(outside(xs), tree)
@@ -162,7 +169,7 @@ def _copying(op, x, held, small, big, shape, build):
         else:
             copying = maps.keyed("broadcast", small, big, source, shapes, tuple(shapes[s] for s in source))
             movements.append(copying if held is small else maps.transposed(op, copying))
-    return _torch.unflatten(move(xs, movements), tree)
+    return moved(xs, movements, tree)
 
 
 def broadcast(x, P_src, P_dst, *, shape=None):
@@ -191,7 +198,7 @@ def _summing(factory, x, P, dims):
     if partition_of(P, op) is P:
         return _by_shape(op, x, P, lambda shape: factory(P, shape, dims))
     xs, tree = _torch.flatten(x)
-    return _torch.unflatten(move(xs, [factory(P, None, dims)] * len(xs)), tree)
+    return moved(xs, [factory(P, None, dims)] * len(xs), tree)
 
 
 def all_sum_reduce(x, P, dims=None):
@@ -202,9 +209,18 @@ def all_sum_reduce(x, P, dims=None):
 def mark_varying(x, P, dims=None):
     """Invariant -> varying along partition dims ``dims``: the identity, whose adjoint is the all-reduce.
 
-    Data parallelism is ``w = F.mark_varying(w, P)``: every rank uses its copy, and the gradient is their sum.
+    Data parallelism is ``w = F.mark_varying(w, P)``: every rank uses its copy, and the gradient is their sum. A layer with
+    ``params="invariant"`` that gets the result itself does not sum over these ranks again. It changes no shape: a rank outside
+    ``P`` gets back what it passed.
     """
-    return _summing(maps.mark_varying, x, P, dims)
+    where = partition_of(P, "mark_varying")
+    if not where.active:
+        world(where.world).check("mark_varying", where)
+        return x
+    name_when_checking(x)
+    y = _summing(maps.mark_varying, x, P, dims)
+    tag(y, x, P, dims)
+    return y
 
 
 def invariant_sum(x, P, dims=None):
@@ -231,9 +247,9 @@ def all_gather(x, P, dims=None, *, shape=None):
     else:
         xs, tree, reports = negotiate("all_gather", xs, P, tree=tree, arguments=f"dims={dims}")
         if reports is None:
-            return _torch.unflatten(outside(xs), tree)
+            return _torch.unflatten(outside(xs, None if isinstance(dims, dict) else P), tree)
         movements = [_negotiated_gathering(P, dims, {r: reports[r].leaves[i][0] for r in P.ranks}) for i in range(len(xs))]
-    return _torch.unflatten(move(xs, movements), tree)
+    return moved(xs, movements, tree)
 
 
 def _layout_dims(L: Layout, dims, op):
@@ -278,7 +294,7 @@ def reduce_scatter(x, P, dims=None):
     if isinstance(P, Layout):
         xs, tree = _torch.flatten(x)
         movement = maps.reduce_scatter(P, _layout_dims(P, dims, "reduce_scatter"))
-        return _torch.unflatten(move(xs, [movement] * len(xs)), tree)
+        return moved(xs, [movement] * len(xs), tree)
     if not partition_of(P, "reduce_scatter").active:  # what such a rank passes need not have as many dims
         world(P.world).check("reduce_scatter", P)
         xs, tree = _torch.flatten(x)
@@ -299,7 +315,7 @@ def shift(x, P, dim, offset=1, *, periodic=True):
     """
     if isinstance(P, Layout):
         xs, tree = _torch.flatten(x)
-        return _torch.unflatten(move(xs, [maps.shift(P, dim, offset, periodic)] * len(xs)), tree)
+        return moved(xs, [maps.shift(P, dim, offset, periodic)] * len(xs), tree)
     partition_of(P, "shift")
     return _by_shape("shift", x, P, lambda shape: maps.shift(P, dim, offset, periodic, shape))
 
@@ -319,12 +335,12 @@ def permute(x, P, pairs):
     xs, tree = _torch.flatten(x)
     if isinstance(P, Layout):
         shapes = [P.local_shape(r) for r in where.ranks]
-        return _torch.unflatten(move(xs, [maps.permute(where, pairs, shapes)] * len(xs)), tree)
+        return moved(xs, [maps.permute(where, pairs, shapes)] * len(xs), tree)
     xs, tree, reports = negotiate("permute", xs, where, tree=tree, arguments=f"pairs={pairs}")
     if reports is None:
         return _torch.unflatten(outside(xs), tree)
     movements = [maps.permute(where, pairs, [reports[r].leaves[i][0] for r in where.ranks]) for i in range(len(xs))]
-    return _torch.unflatten(move(xs, movements), tree)
+    return moved(xs, movements, tree)
 
 
 def halo_exchange(x, spec: HaloSpec):
@@ -340,7 +356,7 @@ def halo_exchange(x, spec: HaloSpec):
     if isinstance(x, torch.Tensor):
         return maps.halo_exchange(spec)(x)
     xs, tree = _torch.flatten(x)
-    return _torch.unflatten(move(xs, [maps.halo_exchange(spec)] * len(xs)), tree)
+    return moved(xs, [maps.halo_exchange(spec)] * len(xs), tree)
 
 
 class _Pending:

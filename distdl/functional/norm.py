@@ -15,13 +15,15 @@ from __future__ import annotations
 import torch
 
 from .. import _torch
-from ..agree import check_tensor, outside_shape, partition_of, resolve
+from ..agree import alike, check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
+from ..halo import sizes_of
 from ..ties import nothing
+from .autocast import autocast
 from .moments import count, cut_group_moments, merged, moments, statistics, within
 from .movement import all_sum_reduce
 from .params import replicated
-from .reduce import check_block, wide
+from .reduce import check_block, check_kind, wide
 
 __all__ = ["dist_batch_norm", "dist_group_norm", "dist_instance_norm", "dist_layer_norm", "dist_rms_norm"]
 
@@ -32,25 +34,24 @@ __all__ = ["dist_batch_norm", "dist_group_norm", "dist_instance_norm", "dist_lay
 def _enter(op, x, P, least, *parameters):
     """(x, its layout), or (a placeholder that depends on x and the parameters, ``None``) on a rank that takes no part."""
     where = partition_of(P)
+    (x,) = autocast(op, where.ndim, x)
     if where.ndim < least:
         raise PartitionError("too few dims", op=op, partitions=P, expected=f"at least {least}", actual=where.ndim,
                              next_step="lay x out over a partition with one dim for each of its own")
+    (check_block if where.active else check_tensor)(op, x, P)
+    check_kind(op, x, P, "a floating dtype")
     if not where.active:
-        check_tensor(op, x, P)
-        return nothing(outside_shape(x, where.ndim), x, *(t for t in parameters if t is not None)), None
-    check_block(op, x, P)
+        return nothing(outside_shape(x, P), x, *(t for t in parameters if t is not None)), None
     (x,), (L,) = resolve(op, (x,), P)
-    if not x.is_floating_point():
-        raise ShapeError("only floating tensors can be normalised", op=op, expected="a floating dtype", actual=x.dtype,
-                         partitions=P, next_step="convert x first: x.float()")
     return x, L
 
 
 def _parameters(op, params, L, dims, shape, *tensors):
     """This rank's parameters of ``shape``, marked along ``dims`` and as large as x in dims."""
     for t in tensors:
-        if t is not None and tuple(t.shape) != shape:
-            raise ShapeError("a parameter is not this rank's block", op=op, partitions=L, expected=shape, actual=tuple(t.shape),
+        if t is not None and tuple(getattr(t, "shape", ())) != shape:
+            raise ShapeError("a parameter is not this rank's block", op=op, partitions=L, expected=shape,
+                             actual=tuple(getattr(t, "shape", ())) or type(t).__name__,
                              next_step="pass this rank's block of the weight and the bias (or the statistics)")
     return replicated(params, L, dims, *tensors)
 
@@ -62,7 +63,7 @@ def _of_channels(L, t):
 
 def _trailing(op, L, normalized_shape):
     """The dims of ``normalized_shape``, the global shape of the trailing dims."""
-    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    shape = sizes_of(normalized_shape, "normalized_shape", op)
     if not shape or L.shape[L.ndim - len(shape) :] != shape or len(shape) > L.ndim:
         raise ShapeError("normalized_shape is not the global shape of the trailing dims", op=op, partitions=L, actual=shape,
                          expected=f"the end of {L.shape}", next_step="pass the global sizes, not this rank's")
@@ -103,6 +104,8 @@ def _group_norm(x, groups, weight, bias, eps, dtype):
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # torch's backward fails without
     weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
+    if _torch.transforms_active() or _torch.forward_mode_active():
+        x = x.contiguous()  # torch's rules for batches and tangents fail for channels_last
     return torch.group_norm(x, groups, weight, bias, eps).to(dtype)
 
 
@@ -139,7 +142,8 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
                          next_step="pass both running statistics")
     dtype, x = x.dtype, wide(x)
     if not training and running_mean is not None:
-        shift, var = -_of_channels(L, running_mean), _of_channels(L, running_var)
+        alike(op, L)
+        shift, var = -_of_channels(L, wide(running_mean)), _of_channels(L, wide(running_var))
     else:
         (mean, var, x, shift), n = moments(x, L, dims), count(L, dims)
         if training and n < 2:
@@ -154,7 +158,8 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
             momentum = 1 / num_batches_tracked if momentum is None else momentum
             new = mean.detach().reshape(-1), var.detach().reshape(-1) * (n / (n - 1))
             running_mean, running_var = (
-                (old * (1 - momentum) + fresh.to(old.dtype) * momentum) for old, fresh in zip((running_mean, running_var), new)
+                (wide(old) * (1 - momentum) + fresh * momentum).to(old.dtype)
+                for old, fresh in zip((running_mean, running_var), new)
             )
     return _normalised(x, shift, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype), running_mean, running_var
 

@@ -7,18 +7,20 @@ import math
 import torch
 import torch.nn.functional as tf
 
+from .._arguments import checked
 from ..errors import PartitionError
-from ..halo import HaloSpec
+from ..halo import HaloSpec, per_dim, plain
 from ..partition import Layout
 from ..ties import nothing
 from .movement import sum_reduce
-from .reduce import power
-from .window import tuple_of, window_spec, windowed, with_layout
+from .reduce import power, wide
+from .window import window_spec, windowed, with_layout
 
 __all__ = ["dist_adaptive_avg_pool", "dist_adaptive_max_pool", "dist_avg_pool", "dist_l2_pool", "dist_max_pool",
            "pool_layout"]
 
 _MAX = {1: tf.max_pool1d, 2: tf.max_pool2d, 3: tf.max_pool3d}
+_REAL = "a real dtype"
 _AVG = {2: tf.avg_pool2d, 3: tf.avg_pool3d}
 
 
@@ -28,8 +30,9 @@ def _arguments(op, L, kernel_size, stride, padding, dilation, ceil_mode):
     if n not in _MAX:
         raise PartitionError("x needs batch, channel and 1 to 3 dims", op=op, partitions=L, expected="3 to 5", actual=L.ndim,
                              next_step="give P one dim for the batch, one for the channels and one for each spatial dim")
-    kernel, padding, dilation = (tuple_of(v, n, "an argument", op) for v in (kernel_size, padding, dilation))
-    stride = kernel if stride is None or stride == () else tuple_of(stride, n, "stride", op)
+    kernel, padding, dilation = (per_dim(v, n, "an argument", op) for v in (kernel_size, padding, dilation))
+    stride = plain(stride, "stride", op)
+    stride = kernel if stride in (None, ()) else per_dim(stride, n, "stride", op)
     if any(2 * p > (k - 1) * d + 1 for p, k, d in zip(padding, kernel, dilation)):
         raise PartitionError("padding is more than half of the kernel", op=op, actual=padding, expected=f"half of {kernel}",
                              partitions=L, next_step="pad less, or with F.dist_pad first")
@@ -37,6 +40,7 @@ def _arguments(op, L, kernel_size, stride, padding, dilation, ceil_mode):
     return kernel, stride, padding, dilation, spec
 
 
+@checked
 def pool_layout(L: Layout, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False) -> Layout:
     """The layout of a pooling's result for an x of layout ``L``."""
     return _arguments("pool_layout", L, kernel_size, stride, padding, dilation, ceil_mode)[-1].out_layout
@@ -73,7 +77,7 @@ def dist_max_pool(x, P, kernel_size, stride=None, padding=0, dilation=1, ceil_mo
             return _MAX[len(kernel)](_refill(window, box, sizes, low), kernel, step, 0, holes, return_indices=return_indices)
 
         least = [1, *(d * (k - 1) + 1 for k, d in zip(kernel, holes))]
-        if not return_indices:
+        if not return_indices or not L.active:
             return windowed(x, spec, least, local)
         places = []
 
@@ -85,7 +89,7 @@ def dist_max_pool(x, P, kernel_size, stride=None, padding=0, dilation=1, ceil_mo
         y = windowed(x, spec, least, with_places)
         return y, places[0][tuple(slice(0, n) for n in y.shape)]
 
-    return with_layout(op, x, P, shape, body)
+    return with_layout(op, x, P, shape, body, return_indices, _REAL)
 
 
 def _box(spec):
@@ -151,12 +155,12 @@ def dist_avg_pool(x, P, kernel_size, stride=None, padding=0, ceil_mode=False, co
             return counts
 
         def local(window):
-            sums = _sums(window, kernel, step)
-            return sums / (divisor(sums) if divisor_override is None else divisor_override)
+            sums = _sums(wide(window), kernel, step)
+            return (sums / (divisor(sums) if divisor_override is None else divisor_override)).to(window.dtype)
 
         return windowed(x, spec, [1, *kernel], local)
 
-    return with_layout(op, x, P, shape, body)
+    return with_layout(op, x, P, shape, body, kinds=_REAL)
 
 
 def _sums(window, kernel, step):
@@ -184,15 +188,19 @@ def dist_l2_pool(x, P, kernel_size, stride=None, *, shape=None):
 
     def body(x, L):
         kernel, step, _, _, spec = _arguments(op, L, kernel_size, stride, 0, 1, False)
-        return windowed(x, spec, [1, *kernel], lambda window: power(_sums(window.square(), kernel, step), 0.5))
 
-    return with_layout(op, x, P, shape, body)
+        def local(window):
+            return power(_sums(wide(window).square(), kernel, step), 0.5).to(window.dtype)
+
+        return windowed(x, spec, [1, *kernel], local)
+
+    return with_layout(op, x, P, shape, body, kinds=_REAL)
 
 
 def _adaptive_spec(op, L, output_size):
     """Windows of adaptive pooling: output o of dim d reads [floor(o n / m), ceil((o + 1) n / m))."""
     n = L.ndim - 2
-    sizes = tuple_of(output_size, n, "output_size", op)
+    sizes = per_dim(output_size, n, "output_size", op)
     sizes = tuple(have if want is None else want for want, have in zip(sizes, L.shape[2:]))
     if n not in _MAX or min(sizes) < 0:
         raise PartitionError("not a legal output_size", op=op, partitions=L, expected="sizes >= 0", actual=output_size,
@@ -252,9 +260,9 @@ def dist_adaptive_max_pool(x, P, output_size, *, return_indices=False, shape=Non
             return window
 
         y = windowed(x, spec, [1] * (1 + len(sizes)), local)
-        return (y, places[0][tuple(slice(0, n) for n in y.shape)]) if return_indices else y
+        return (y, places[0][tuple(slice(0, n) for n in y.shape)]) if return_indices and L.active else y
 
-    return with_layout(op, x, P, shape, body)
+    return with_layout(op, x, P, shape, body, return_indices, _REAL)
 
 
 def dist_adaptive_avg_pool(x, P, output_size, *, shape=None):
@@ -272,14 +280,15 @@ def dist_adaptive_avg_pool(x, P, output_size, *, shape=None):
             return _global_avg_pool(x, L, spec.out_layout)
 
         def local(window):
+            dtype, window = window.dtype, wide(window)
             for d in range(2, window.dim()):
                 means = [window.narrow(d, a, m).mean(d, keepdim=True) for a, m in _adaptive_cuts(spec, sizes, d)]
                 window = torch.cat(means, d)
-            return window
+            return window.to(dtype)
 
         return windowed(x, spec, [1] * (1 + len(sizes)), local)
 
-    return with_layout(op, x, P, shape, body)
+    return with_layout(op, x, P, shape, body, kinds=_REAL)
 
 
 def _global_avg_pool(x, L, out: Layout):
@@ -287,6 +296,6 @@ def _global_avg_pool(x, L, out: Layout):
     root = P
     for d in range(2, P.ndim):
         root = root.take(d, 0, keepdim=True)
-    y = x.sum(tuple(range(2, x.dim())), keepdim=True) / math.prod(L.shape[2:])
-    y = sum_reduce(y, P, root, shape=(*x.shape[:2], *(1,) * (x.dim() - 2)))
+    y = wide(x).sum(tuple(range(2, x.dim())), keepdim=True) / math.prod(L.shape[2:])
+    y = sum_reduce(y, P, root, shape=(*x.shape[:2], *(1,) * (x.dim() - 2))).to(x.dtype)
     return y if root.active else nothing(out.local_shape(), y)

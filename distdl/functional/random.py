@@ -13,7 +13,9 @@ from operator import index as as_int
 
 import torch
 
-from ..errors import ShapeError
+from .. import _torch
+from .._arguments import checked
+from ..errors import DistdlError, ShapeError
 
 __all__ = ["fold_in", "normal", "uniform"]
 
@@ -34,14 +36,22 @@ def _shift(z, n: int):
     return (z >> n) & ((1 << (64 - n)) - 1)
 
 
+def _times(z, n: int):
+    """Their product modulo 2^64, as int64 tensors wrap by themselves."""
+    return z * n if isinstance(z, torch.Tensor) else _signed(z * n)
+
+
 def _mix(z):
-    z = (z ^ _shift(z, 30)) * _MIX1
-    z = (z ^ _shift(z, 27)) * _MIX2
+    z = _times(z ^ _shift(z, 30), _MIX1)
+    z = _times(z ^ _shift(z, 27), _MIX2)
     return z ^ _shift(z, 31)
 
 
 def _key(seed, device):
-    """``seed`` (an int, or an integer tensor without dims, perhaps under vmap) as a well-mixed int64 tensor."""
+    """``seed`` (an int, or an integer tensor without dims, perhaps under vmap), well mixed: an int of 64 bits, or an int64 tensor.
+
+    Of an int no tensor is made: it stays a number on the meta device and under FakeTensorMode.
+    """
     if isinstance(seed, torch.Tensor):
         if seed.dim() or seed.is_floating_point() or seed.is_complex():
             raise ShapeError("a seed is one integer", op="random", expected="an int, or an integer tensor of shape ()",
@@ -49,7 +59,7 @@ def _key(seed, device):
         seed = seed.to(device, torch.int64)
     else:
         try:
-            seed = torch.tensor(_signed(as_int(seed)), device=device)
+            return _mix(_signed(_times(_signed(as_int(seed)), _GAMMA) + _MIX1))
         except TypeError:
             raise ShapeError("a seed is one integer", op="random", expected="an int, or an integer tensor of shape ()",
                              actual=seed, next_step="draw one number and give every rank the same") from None
@@ -62,11 +72,58 @@ def fold_in(seed, *numbers):
     Order matters. Returns an int, or a tensor where ``seed`` or a number is one.
     """
     for n in numbers:
-        tensors = isinstance(seed, torch.Tensor) or isinstance(n, torch.Tensor)
         device = next((t.device for t in (seed, n) if isinstance(t, torch.Tensor)), None)
-        mixed = _mix(_key(seed, device) ^ (_key(n, device) * _MIX2))
-        seed = mixed if tensors else int(mixed)
+        seed = _mix(_key(seed, device) ^ _times(_key(n, device), _MIX2))
     return seed
+
+
+def examples(device):
+    """The number of the example, for each vmap whose ``randomness`` is "different"."""
+    found = _torch.randomness().items()
+    return [_torch.examples(level, size, device) for level, (size, kind) in found if kind == "Different"]
+
+
+class Calls:
+    """Numbers of calls: 1, 2, ... and, where a call is run again, the number that it had.
+
+    They are counted, as ranks' generators may differ: the same calls have the same numbers on all ranks. But each call also draws a
+    number of torch's generator, which every kind of checkpoint puts back before it runs a region again, and which vmap puts back
+    between the chunks of a batch whose ``randomness`` is "same". So a number that comes again names the call.
+
+    Attributes:
+        count: of the calls so far.
+    """
+
+    regions = 0  # of distdl's own that may be run again, and are under way
+    most = 1 << 14  # calls to remember
+
+    def __init__(self):
+        self.count = 0
+        self._known: dict[int, tuple[int | None, bool]] = {}  # {number drawn: (call, whether it has been run again)}
+
+    def __getstate__(self):
+        return {"count": self.count, "_known": {}}
+
+    def next(self, op) -> int:
+        """The number of this call."""
+        drawn, same = _torch.drawn(), any(kind == "Same" for _, kind in _torch.randomness().values())
+        again = _torch.in_backward()
+        call, seen = self._known.get(drawn, (0, True))
+        if again and not call:
+            what = "another" if call == 0 else "two calls began with the same"
+            raise DistdlError("this call cannot be told from others: it is run again in backward, and needs its mask", op=op,
+                              expected="the state that torch's generator had in forward", actual=f"{what} state",
+                              next_step="checkpoint with preserve_rng_state=True, and never seed two regions alike; or use "
+                                        "dist_dropout, and give it a seed")
+        if call and (again or same):
+            self._known[drawn] = call, True
+            return call
+        self.count += 1
+        if same or self.regions or _torch.checkpointed():
+            self._known[drawn] = (self.count if seen or call == self.count else None), False
+            if len(self._known) > self.most:
+                del self._known[next(iter(self._known))]
+        return self.count
 
 
 def _merged(box, shape):
@@ -96,12 +153,14 @@ def bits(box, shape, seed, device, make):
     parts = []
     for at in range(0, max(math.prod(local), 1), _CHUNK):
         place = torch.arange(at, min(at + _CHUNK, math.prod(local)), device=device)
-        index = 0
+        index = 0 if dims else place  # one number has no dims, and place 0
         for d, (start, size, stride) in reversed(list(enumerate(dims))):
             here = place % size if d else place
             index, place = index + (here + start) * stride, place // size if d else place
         parts.append(make(_shift(_mix(key + index * _GAMMA), 1)))
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if not dims:  # no dims: an element, or on a rank outside none
+        flat = flat.reshape(1)[: math.prod(local)]
     return flat.reshape(local)
 
 
@@ -120,6 +179,7 @@ def _open_unit(h):
     return (_shift(h, 11).to(torch.float64) + 0.5) * 2.0**-52
 
 
+@checked
 def uniform(layout, seed, dtype=None, device=None, low=0.0, high=1.0):
     """This rank's block of a global tensor of numbers uniform in [low, high). No message.
 
@@ -133,11 +193,13 @@ def uniform(layout, seed, dtype=None, device=None, low=0.0, high=1.0):
     return bits(_block(layout), layout.shape, seed, device, lambda h: unit(h) * (high - low) + low)
 
 
+@checked
 def normal(layout, seed, dtype=None, device=None, mean=0.0, std=1.0):
     """As :func:`uniform`, normally distributed: √2 erfinv(2u - 1), worked out in float64, |z| < 8.3."""
     return trunc_normal(layout, seed, dtype, device, mean, std, -math.inf, math.inf)
 
 
+@checked
 def trunc_normal(layout, seed, dtype=None, device=None, mean=0.0, std=1.0, a=-2.0, b=2.0):
     """Normal numbers between ``a`` and ``b``: the inverse of the distribution function, so no draw is rejected."""
     dtype = dtype or torch.get_default_dtype()

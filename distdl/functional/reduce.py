@@ -19,10 +19,11 @@ import math
 import torch
 
 from .. import maps
-from ..agree import check_tensor, partition_of, resolve
+from ..agree import check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..partition import Layout
-from ..ties import nothing
+from ..ties import nothing, tie
+from .autocast import autocast
 from .movement import invariant_sum, mark_varying, move
 
 __all__ = [
@@ -59,6 +60,15 @@ def check_block(op, x, P, what="x") -> None:
                          next_step="give the partition one dim for each dim of the tensor (1: not split)")
 
 
+def check_kind(op, x, P, kinds) -> None:
+    """Raise where ``op`` is not of tensors of x's dtype: on every rank, as those outside pass the dtype that the others have."""
+    fits = {"any dtype": True, "a floating or complex dtype": x.is_floating_point() or x.is_complex(),
+            "a floating dtype": x.is_floating_point(), "a real dtype": not x.is_complex()}
+    if not fits[kinds]:
+        raise ShapeError("not of such tensors", op=op, partitions=P, expected=kinds, actual=x.dtype,
+                         next_step="convert the tensor first")
+
+
 def one_each(x, P, dims):
     """All-gather of tensors that have size 1 along ``dims``: rank i's entry stands at place i, so no shape is asked for.
 
@@ -73,15 +83,14 @@ def one_each(x, P, dims):
 
 
 def pivot(x, P, dims: tuple[int, ...]):
-    """A constant near the largest x over ``dims`` and all ranks: what exponentials are taken relative to.
+    """The largest x over ``dims`` and all ranks, as a constant: what exponentials are taken relative to.
 
     It has no derivative, as results do not depend on it. One all-gather of N elements; none backward.
     """
     x = x.detach()
     empty = 0 in (x.shape[d] for d in dims)
     highest = x.new_full(_kept(x, dims), -math.inf) if empty else x.amax(dims, keepdim=True)
-    highest = one_each(highest, P, dims).amax(dims, keepdim=True)
-    return torch.where(highest.isfinite(), highest, 0)
+    return one_each(highest, P, dims).amax(dims, keepdim=True)
 
 
 def zero_loss(*tensors):
@@ -109,26 +118,20 @@ def _kept(x, dims):
 
 
 def _start(op, x, P, dim, kinds="any dtype"):
-    """(partition, reduced dims). Every rank raises for a dtype of the wrong kind, also one whose block is empty."""
+    """(x, partition, reduced dims). Every rank raises for a dtype of the wrong kind, also one whose block is empty."""
     where = partition_of(P)
     dims = where.dims(None if dim == () else dim, op)  # (): all, as in torch
-    if where.active:
-        check_block(op, x, P)
-        fits = {"any dtype": True, "a floating or complex dtype": x.is_floating_point() or x.is_complex(),
-                "a floating dtype": x.is_floating_point(), "a real dtype": not x.is_complex()}
-        if not fits[kinds]:
-            raise ShapeError("this reduction is not of such tensors", op=op, partitions=P, expected=kinds, actual=x.dtype,
-                             next_step="convert the tensor first")
-    else:
-        check_tensor(op, x, P)
-    return where, dims
+    (x,) = autocast(op, where.ndim, x)
+    (check_block if where.active else check_tensor)(op, x, P)
+    check_kind(op, x, P, kinds)
+    return x, where, dims
 
 
-def _outside(x, where, dims, keepdim):
-    """The result of a rank that takes no part, whatever it passed: of as many dims as its peers'."""
-    shape = x.shape if x.dim() == where.ndim else (0,) * where.ndim
+def _outside(x, P, dims, keepdim, dtype=None):
+    """The result of a rank that takes no part, whatever it passed: of as many dims as its peers', and of their dtype."""
+    shape, dtype = outside_shape(x, P)[: partition_of(P).ndim], x.dtype if dtype is None else dtype
     left = [1 if d in dims else n for d, n in enumerate(shape) if keepdim or d not in dims]
-    return nothing((0, *left[1:]), x) if left else zero_loss(x)
+    return nothing((0, *left[1:]), x, dtype=dtype) if left else zero_loss(x).to(dtype)
 
 
 def _squeeze(y, dims, keepdim):
@@ -140,9 +143,9 @@ def dist_sum(x, P, dim=None, keepdim=False):
 
     Messages: one all-reduce of N elements; none backward.
     """
-    where, dims = _start("dist_sum", x, P, dim)
+    x, where, dims = _start("dist_sum", x, P, dim)
     if not where.active:
-        return _outside(x, where, dims, keepdim)
+        return _outside(x, P, dims, keepdim, x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
     local = wide(x).sum(dims, keepdim)
     return invariant_sum(local, where, dims).to(x.dtype if x.is_floating_point() else local.dtype)
 
@@ -152,9 +155,9 @@ def dist_mean(x, P, dim=None, keepdim=False):
 
     Messages: one all-reduce of N + 1 elements (the count goes along), N with a Layout; none backward.
     """
-    where, dims = _start("dist_mean", x, P, dim, "a floating or complex dtype")
+    x, where, dims = _start("dist_mean", x, P, dim, "a floating or complex dtype")
     if not where.active:
-        return _outside(x, where, dims, keepdim)
+        return _outside(x, P, dims, keepdim)
     total, count = _sum_and_count(wide(x), P, dims, keepdim)
     return (total / count).to(x.dtype)
 
@@ -173,9 +176,9 @@ def dist_var(x, P, dim=None, keepdim=False, *, correction=1):
 
     Messages: two all-reduces, of N + 1 elements (N with a Layout) and of N; backward one of N, for the mean.
     """
-    where, dims = _start("dist_var", x, P, dim, "a floating or complex dtype")
+    x, where, dims = _start("dist_var", x, P, dim, "a floating or complex dtype")
     if not where.active:
-        return _outside(x.real, where, dims, keepdim)
+        return _outside(x.real, P, dims, keepdim)
     total, count = _sum_and_count(wide(x), P, dims, True)
     apart = wide(x) - mark_varying(total / count, where, dims)
     squares = apart.square() if not x.is_complex() else apart.real.square() + apart.imag.square()
@@ -187,10 +190,11 @@ def dist_logsumexp(x, P, dim, keepdim=False):
 
     Messages: one all-gather and one all-reduce, of N elements each; none backward.
     """
-    where, dims = _start("dist_logsumexp", x, P, dim, "a floating dtype")
+    x, where, dims = _start("dist_logsumexp", x, P, dim, "a floating dtype")
     if not where.active:
-        return _outside(x, where, dims, keepdim)
+        return _outside(x, P, dims, keepdim)
     high = pivot(wide(x), where, dims)
+    high = torch.where(high.isfinite(), high, 0)  # so that the sum of -inf alone is -inf, and with inf inf
     total = invariant_sum((wide(x) - high).exp().sum(dims, True), where, dims)
     return _squeeze(total.log() + high, dims, keepdim).to(x.dtype)
 
@@ -227,9 +231,9 @@ def _check_some(op, L, dims) -> None:
 
 
 def _extreme(op, x, P, dim, keepdim, pick):
-    where, dims = _start(op, x, P, dim, "a real dtype")
+    x, where, dims = _start(op, x, P, dim, "a real dtype")
     if not where.active:
-        return _outside(x, where, dims, keepdim)
+        return _outside(x, P, dims, keepdim)
     _check_some(op, P, dims)
     some = all(x.shape[d] for d in dims)
     mine = pick(x, dims, keepdim=True) if some else x.sum(dims, True).to(x.dtype) + x.new_full((), _worst(x.dtype, pick))
@@ -257,14 +261,15 @@ def dist_norm(x, P, dim=None, keepdim=False, *, ord=2):
 
     Messages: one all-reduce of N elements (``inf``: as :func:`dist_max`); none backward.
     """
+    x, where, dims = _start("dist_norm", x, P, dim, "a floating or complex dtype")
     if abs(ord) == math.inf:
         return (dist_max if ord > 0 else dist_min)(x.abs(), P, dim, keepdim)
-    where, dims = _start("dist_norm", x, P, dim, "a floating or complex dtype")
     if not where.active:
-        return _outside(x.abs(), where, dims, keepdim)
+        return _outside(x.abs(), P, dims, keepdim)
     x, dtype = wide(x), x.abs().dtype
     if ord == 0:
-        return invariant_sum((x != 0).to(x.abs().dtype).sum(dims, keepdim), where, dims).to(dtype)
+        nonzero = (x != 0).to(x.abs().dtype).sum(dims, keepdim)
+        return invariant_sum(tie(nonzero, x), where, dims).to(dtype)  # its derivative is zero, and not absent
     terms = x.square() if ord == 2 and not x.is_complex() else power(x.abs(), ord)
     return power(invariant_sum(terms.sum(dims, keepdim), where, dims), 1 / ord).to(dtype)
 
@@ -287,9 +292,9 @@ def dist_argmax(x, P, dim=None, keepdim=False):
     Raises:
         ShapeError: the reduced dims have no element.
     """
-    where, dims = _start("dist_argmax", x, P, dim, "a real dtype")
+    x, where, dims = _start("dist_argmax", x, P, dim, "a real dtype")
     if not where.active:
-        return _outside(x, where, dims, keepdim).to(torch.int64)
+        return _outside(x, P, dims, keepdim, torch.int64)
     if dim is not None and len(dims) != 1:
         raise PartitionError("one dim at a time", op="dist_argmax", partitions=P, expected="an int or None", actual=dim,
                              next_step="call it once for each dim, or with None for all of them")
@@ -297,7 +302,9 @@ def dist_argmax(x, P, dim=None, keepdim=False):
     _check_some("dist_argmax", L, dims)
     last = torch.iinfo(torch.int64).max
     if all(x.shape[d] for d in dims):
-        value, place = x.amax(dims, keepdim=True), x.argmax(None if dim is None else dims[0], keepdim=True)
+        # not argmax(None): under vmap torch's gives another shape
+        place = x.flatten().argmax(0).reshape(_kept(x, dims)) if dim is None else x.argmax(dims[0], keepdim=True)
+        value = x.amax(dims, keepdim=True)
         index, step = torch.zeros_like(place), 1
         for d in reversed(dims):  # local place -> coordinates -> global place
             index = index + (place % x.shape[d] + L.box()[d][0]) * step

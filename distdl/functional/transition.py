@@ -13,9 +13,10 @@ from itertools import accumulate, product
 import torch
 
 from .. import maps
+from .._arguments import checked
 from ..agree import outside, partition_of, resolve
 from ..errors import PartitionError
-from ..halo import HaloSpec
+from ..halo import HaloSpec, sizes_of
 from ..linear_map import LinearMap, movement
 from ..partition import Layout, Partition
 from ..plan import Axis, Side
@@ -178,7 +179,7 @@ _BOUNDARY = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate"
 
 def _pads(op, L, pad):
     """``pad``, in torch's order (the last dim first), as (before, after) of each dim."""
-    pad = tuple(pad)
+    pad = sizes_of(pad, "pad", op)
     if len(pad) % 2 or len(pad) > 2 * L.ndim:
         raise PartitionError("pad needs two numbers for each padded dim", op=op, partitions=L, actual=pad,
                              expected=f"an even number, at most {2 * L.ndim}",
@@ -191,6 +192,7 @@ def _pads(op, L, pad):
     return pairs
 
 
+@checked
 def pad_layout(L, pad) -> Layout:
     """The layout of :func:`dist_pad`'s result for an x of layout ``L``: splits stay where sizes do, else balanced."""
     return L.with_shape([n + a + b for n, (a, b) in zip(L.shape, _pads("pad_layout", L, pad))])
@@ -335,6 +337,7 @@ def dist_cat(xs, P, dim=0, *, shapes=None):
     return A(torch.cat(xs, dim))
 
 
+@checked
 def stack_layout(L, dim=0, n=1) -> Layout:
     """The layout of :func:`dist_stack`'s result: L with a new dim of size ``n``, not split."""
     P, at = L.partition, dim + L.ndim + 1 if dim < 0 else dim

@@ -6,31 +6,21 @@ from functools import lru_cache
 
 import torch
 
-from ..agree import check_tensor, outside, resolve
-from ..errors import PartitionError
+from .. import _torch
+from ..agree import check_tensor, outside, partition_of, resolve
+from ..engine.program import channels_last
 from ..halo import HaloSpec
 from ..ties import nothing
+from .autocast import autocast
 from .movement import halo_exchange
+from .reduce import check_block, check_kind
 
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 MODES = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
 
 # The windows of a layer's every call: worked out once.
 window_spec = lru_cache(maxsize=1024)(HaloSpec.window)
-
-
-def tuple_of(value, n: int, what: str, op: str) -> tuple[int, ...]:
-    """An int or a sequence of ``n`` as a tuple."""
-    values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * n
-    if len(values) != n:
-        raise PartitionError(f"{what} needs one value or {n}", op=op, expected=n, actual=value,
-                             next_step="give one int for all dims, or one for each")
-    return values
-
-
-def hashable(value):
-    """``value``, lists in it as tuples: what is worked out once for equal arguments is kept under them."""
-    return tuple(map(hashable, value)) if isinstance(value, (tuple, list)) else value
 
 
 @lru_cache(maxsize=1024)
@@ -56,7 +46,9 @@ def on_window(window, spec: HaloSpec, least, local):
     """
     first = window.dim() - len(least)
     coords = spec.in_layout.partition.index()
-    empty = _empty_dims(spec, coords, first) if coords else [d for d in range(first, window.dim()) if window.shape[d] == 0]
+    if coords is None:
+        return nothing(spec.out_layout.local_shape(), window)
+    empty = _empty_dims(spec, coords, first)
     for d in empty:
         shape = list(window.shape)
         shape[d] = least[d - first]
@@ -67,14 +59,31 @@ def on_window(window, spec: HaloSpec, least, local):
     return y
 
 
-def with_layout(op, x, P, shape, body):
-    """Resolve the layout of x and call ``body(x, layout)``; on a rank that takes no part, a placeholder."""
+def with_layout(op, x, P, shape, body, indices=False, kinds="any dtype"):
+    """Resolve the layout of x and call ``body(x, layout)``; on a rank that takes no part, a placeholder.
+
+    ``indices``: there are two results, the second one integers; outside, ``body`` returns the first one. ``kinds``: what dtypes x
+    may have, see :func:`check_kind`.
+    """
+
+    def outside_result(y):
+        return (y, y.detach().to(torch.int64)) if indices else y
+
+    (x,) = autocast(op, partition_of(P, op).ndim, x)
+    if isinstance(x, torch.Tensor):
+        check_kind(op, x, P, kinds)
     xs, layouts = resolve(op, [x], P, shape)
     if layouts is None:
-        return outside(xs, P)[0]
+        return outside_result(outside(xs, P)[0])
     layout = layouts[0]
     x = xs[0]
     if not layout.active:
         check_tensor(op, x, layout)
-        x = x if x.shape == layout.local_shape() else nothing(layout.local_shape(), x)
-    return body(x, layout)
+        return outside_result(body(x if x.shape == layout.local_shape() else nothing(layout.local_shape(), x), layout))
+    check_block(op, x, layout)
+    y = body(x, layout)
+    if x.dim() not in _FORMATS or x.is_contiguous() or _torch.transforms_active() or not channels_last(x.shape, x.stride()):
+        return y
+    # As torch's own layers keep it. Movements and most operators have done so; indexing and concatenation have not.
+    ys = [t.contiguous(memory_format=_FORMATS[x.dim()]) if t.dim() == x.dim() else t for t in (y if type(y) is tuple else (y,))]
+    return tuple(ys) if type(y) is tuple else ys[0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from .._arguments import checked
 from ..partition import Layout
 from .layers import Layer
 
 __all__ = ["layouts"]
 
 
+@checked
 def layouts(module) -> dict[str, Layout]:
     """{name: Layout} of the partitioned parameters and buffers of a module and its children, named as in ``state_dict()``.
 

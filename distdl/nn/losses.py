@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from .. import functional as F
+from .._arguments import Checked
 
 __all__ = ["Loss"]
 
 
-class Loss(torch.nn.Module):
+class Loss(Checked, torch.nn.Module):
     """A loss of :mod:`distdl.functional` over partition ``P``, with its keyword arguments; an invariant value.
 
     A tensor among the arguments (class weights: this rank's block) becomes a buffer.

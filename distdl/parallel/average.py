@@ -8,24 +8,30 @@ from .. import _torch
 from .. import functional as F
 from ..agree import partition_of
 from ..errors import DistdlError
+from ..functional.held import holders, whole
 from ..functional.reduce import wide, wider
 
 __all__ = ["average_due", "average_parameters"]
 
 
-def average_parameters(params, P, dims=None, *, weight=None):
+def average_parameters(params, P, dims=None, *, weight=None, of=None):
     """The mean of every rank's parameters along ``dims`` (None: all), on every rank.
 
     Args:
         params: a pytree of floating-point tensors, of equal shapes on all ranks.
         weight: this rank's weight, a number (its samples since the last mean, say); default: all alike.
+        of: the module by whose names ``params`` is a dictionary, where the tensors are not its parameters themselves.
 
     Returns:
         The (weighted) mean: invariant along ``dims``. Messages: one all-reduce of the parameters, one element more with ``weight``;
         weighted halves go in float32.
+
+    Raises:
+        PartitionError: these ranks hold different blocks of a parameter.
     """
     leaves, tree = _torch.flatten(params)
     where = partition_of(P)
+    whole(holders("average_parameters", params, of, P=P), where.along(dims), "average_parameters")
     if weight is None:
         copies = 1
         for d in where.dims(dims, "average_parameters"):

@@ -14,7 +14,9 @@ from torch.func import grad_and_value
 from .. import _torch, maps
 from .. import functional as F
 from ..agree import partition_of
+from ..functional.held import complete, held, holders, name_when_checking, whole
 from ..functional.reduce import summed, wide
+from ..partition import Partition
 from ..ties import is_smooth
 from .hooks import all_reduce
 
@@ -41,9 +43,17 @@ def bucketed(leaves, limits=LIMITS) -> list[list[int]]:
     return sorted([*done, *opened.values()], key=lambda bucket: -bucket[0])
 
 
-def _by_bucket(leaves, limits, each):
-    """``leaves``, the differentiable ones replaced by ``each(number of the bucket, tensors)``."""
-    smooth = [i for i, leaf in enumerate(leaves) if is_smooth(leaf)]
+def _unsummed(op, tree, of, P, dims, found=None) -> list[int]:
+    """Numbers of the differentiable leaves whose gradients are still to be summed along partition dims ``dims`` of ``P``."""
+    fibre = partition_of(P).along(dims)
+    found = found or holders(op, tree, of, P=P)
+    R = fibre and Partition((fibre.size,), fibre.ranks, fibre.world)
+    leaves, _ = _torch.flatten(tree)
+    return [i for i, leaf in enumerate(leaves) if is_smooth(leaf) and not (R and complete(found[i], R, op))]
+
+
+def _by_bucket(leaves, smooth, limits, each):
+    """``leaves``, those of numbers ``smooth`` replaced by ``each(number of the bucket, tensors)``."""
     changed = list(leaves)
     for number, bucket in enumerate(bucketed([leaves[i] for i in smooth], limits)):
         places = [smooth[i] for i in bucket]
@@ -52,27 +62,45 @@ def _by_bucket(leaves, limits, each):
     return changed
 
 
-def replicas(tree, P, *, root: int = 0):
-    """Rank ``root``'s tensors, on every rank of ``P``: how parameters and buffers begin equal. Other ranks pass any such tree."""
+def replicas(tree, P, *, root: int = 0, of=None):
+    """Rank ``root``'s tensors, on every rank of ``P``: how parameters and buffers begin equal. Other ranks pass any such tree.
+
+    Args:
+        of: see :func:`replicate`.
+
+    Raises:
+        PartitionError: parameters of which these ranks hold different blocks.
+    """
     where = partition_of(P)
+    whole(holders("replicas", tree, of, P=P), where, "replicas")
     return F.broadcast(tree, maps.on_one_rank(root, where.ndim, where.world), where)
 
 
-def replicate(params, P, dims=None, *, limits=LIMITS):
+def replicate(params, P, dims=None, *, of=None, limits=LIMITS):
     """The parameters, for use on this rank's share of the batch: ``F.mark_varying``, bucket by bucket.
+
+    Parameters of ``dd.nn`` whose layer sums over these ranks itself stay as they are. Tensors that stand for them (detached ones,
+    torch.func's) do not know that: they are marked, and the layer that gets them does not sum again.
 
     Args:
         params: a pytree of tensors, equal on the ranks along ``dims``. Regularise them before, not after.
         P, dims: the batch's partition, and its dims that split the batch (None: all).
+        of: whose parameters they are, where a layer does not get the tensors as they are (behind a parametrization): the module, by
+            whose names ``params`` is a dictionary, or a pytree of its parameters.
         limits: bytes of a bucket, see :func:`bucketed`.
 
     Returns:
         The same values. Backward sums each bucket over the ranks in one all-reduce of its bytes, once all of its gradients are
         there. Autograd runs later calls first: mark a layer's parameters right before the layer, and the reduction follows the
         layer's own backward; mark all of them first, and all reductions come last.
+
+    Raises:
+        PartitionError: a layer sums over some of these ranks, and not over others.
     """
     leaves, tree = _torch.flatten(params)
-    return _torch.unflatten(_by_bucket(leaves, limits, lambda _, bucket: F.mark_varying(bucket, P, dims)), tree)
+    name_when_checking(params)
+    ours = _unsummed("replicate", params, of, P, dims)
+    return _torch.unflatten(_by_bucket(leaves, ours, limits, lambda _, bucket: F.mark_varying(bucket, P, dims)), tree)
 
 
 def global_mean(total, count, P, dims=None):
@@ -91,18 +119,27 @@ def global_mean(total, count, P, dims=None):
     return (value / n).to(total.dtype)
 
 
-def reduce_gradients(grads, P, dims=None, *, hook=None, states=None, limits=LIMITS):
+def reduce_gradients(grads, P, dims=None, *, of=None, hook=None, states=None, limits=LIMITS):
     """The sum of every rank's gradients: the adjoint of :func:`replicate`, for gradients that were worked out without it.
 
     Args:
         grads: a pytree of this rank's gradients.
+        of: what they are gradients of: the parameters, in a pytree like that of ``grads``; or the module, by whose names
+            ``grads`` is a dictionary. Gradients that a layer of ``dd.nn`` has summed over these ranks stay as they are. ``p.grad``
+            knows it without; what ``torch.func.grad`` returns does not, and is summed.
         hook: see :mod:`distdl.parallel.hooks`; default: the exact sum.
         states: what the last call returned: the hook's state for each bucket.
 
     Returns:
         (the sums, states). One all-reduce for each bucket, with the default hook.
+
+    Raises:
+        PartitionError: a layer sums over some of these ranks, and not over others.
     """
-    hook = hook or all_reduce(P, dims)
+    return _reduced(grads, _unsummed("reduce_gradients", grads, of, P, dims), hook or all_reduce(P, dims), states, limits)
+
+
+def _reduced(grads, ours, hook, states, limits):
     leaves, tree = _torch.flatten(grads)
     found: list = []
 
@@ -111,17 +148,18 @@ def reduce_gradients(grads, P, dims=None, *, hook=None, states=None, limits=LIMI
         found.append(state)
         return reduced
 
-    return _torch.unflatten(_by_bucket(leaves, limits, each), tree), found
+    return _torch.unflatten(_by_bucket(leaves, ours, limits, each), tree), found
 
 
-def accumulate(loss, params, batches, P, dims=None, *, hook=None, states=None, limits=LIMITS):
+def accumulate(loss, params, batches, P, dims=None, *, of=None, hook=None, states=None, limits=LIMITS):
     """Loss and gradients of the mean over all micro-batches of all ranks, with **one** reduction.
 
     Args:
         loss: ``loss(params, batch) -> (sum of the samples' losses, their number)``. Where it sends nothing itself, ranks may have
             different numbers of micro-batches, of any sizes, none included.
-        params: a pytree of tensors, equal on all ranks.
+        params: a pytree of tensors, equal on all ranks. What a layer of ``dd.nn`` gets, and sums itself, is not summed again.
         batches: this rank's micro-batches.
+        of: see :func:`reduce_gradients`.
 
     Returns:
         (mean loss, gradients, states), equal on all ranks. Messages: one all-reduce of two elements, and the gradients once.
@@ -129,9 +167,11 @@ def accumulate(loss, params, batches, P, dims=None, *, hook=None, states=None, l
     leaves, tree = _torch.flatten(params)
     like = next(leaf for leaf in leaves if is_smooth(leaf))
     total, count, grads = wide(like.new_zeros(())), 0, [torch.zeros_like(leaf) for leaf in leaves]
+    known = holders("accumulate", params, of, P=P)
 
     def counted(leaves, batch):
         value, n = loss(_torch.unflatten(leaves, tree), batch)
+        known[:] = [how or held(leaf) for how, leaf in zip(known, leaves)]  # layers have marked what they were given
         return value, n if isinstance(n, torch.Tensor) else torch.full((), n, device=value.device)  # no copy from the host
 
     step = grad_and_value(counted, has_aux=True)
@@ -139,5 +179,6 @@ def accumulate(loss, params, batches, P, dims=None, *, hook=None, states=None, l
         found, (value, n) = step(leaves, batch)
         total, count, grads = total + value, count + n, [a + b for a, b in zip(grads, found)]
     mean = summed(total, count, partition_of(P), dims)
-    reduced, states = reduce_gradients(grads, P, dims, hook=hook, states=states, limits=limits)
+    ours = _unsummed("accumulate", leaves, None, P, dims, known)
+    reduced, states = _reduced(grads, ours, hook or all_reduce(P, dims), states, limits)
     return mean[0] / mean[1], _torch.unflatten([(g / mean[1]).to(g.dtype) for g in reduced], tree), states

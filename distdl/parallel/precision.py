@@ -9,6 +9,7 @@ import torch
 from .. import _torch
 from .. import functional as F
 from ..errors import DistdlError
+from ..functional.held import keep
 from .data import replicate
 from .topology import along
 
@@ -21,7 +22,7 @@ _LARGEST = torch.finfo(torch.float32).max
 def _cast(tree, dtype):
     """Floating-point leaves in ``dtype`` (None: as they are)."""
     leaves, structure = _torch.flatten(tree)
-    cast = [t.to(dtype) if dtype and isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in leaves]
+    cast = [keep(t.to(dtype), t) if dtype and isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in leaves]
     return _torch.unflatten(cast, structure)
 
 
@@ -46,9 +47,9 @@ class Precision:
             raise DistdlError("parameters would be rounded to the sum's dtype", op="Precision", actual=(self.param, self.reduce),
                               expected="reduce to hold every value of param", next_step="sum in fewer bits by hooks.cast")
 
-    def replicate(self, params, P, dims=None):
+    def replicate(self, params, P, dims=None, *, of=None):
         """:func:`distdl.parallel.replicate`: gradients come in ``param``, are summed in ``reduce``, and end in the master's."""
-        return _cast(replicate(_cast(params, self.reduce), P, dims), self.param)
+        return _cast(replicate(_cast(params, self.reduce), P, dims, of=of), self.param)
 
     def gather(self, sharding, block):
         """:meth:`distdl.parallel.Sharding.gather`, likewise: gathered and reduce-scattered in ``reduce``."""

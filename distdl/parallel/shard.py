@@ -14,19 +14,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from .. import _torch, maps
 from .. import functional as F
-from ..errors import DistdlError, ShapeError
+from ..errors import DistdlError, PartitionError, ShapeError
+from ..functional.held import Held, ask, complete_over, declare, holders, tag
 from ..functional.reduce import wide, wider
 from ..partition import Layout
 from ..remat import remat as _remat
+from ..world import world as world_of
 from .topology import along
 
-__all__ = ["Sharding", "chain", "clip_by_norm", "global_norm"]
+__all__ = ["Sharding", "chain", "clip_by_norm", "clip_grad_norm_", "global_norm"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,13 @@ class Sharding:
         """The sharding of a pytree of tensors of one dtype over partition dims ``dims`` of ``P`` (None: all).
 
         Only shapes and dtypes are read: tensors on the meta device will do.
+
+        Raises:
+            PartitionError: parameters of layers that sum over these ranks themselves, or over some of them.
         """
         leaves, structure = _torch.flatten(params)
+        leaves = _torch.as_given(leaves, structure)  # as they always lay in checkpoints
+        _refuse_summed("Sharding.of", params, along(P, dims))
         if not leaves or len({leaf.dtype for leaf in leaves}) > 1:
             raise ShapeError("one unit has one dtype", op="Sharding.of", partitions=P, expected="tensors of one dtype",
                              actual=[str(leaf.dtype) for leaf in leaves], next_step="make a unit for each dtype")
@@ -57,6 +65,8 @@ class Sharding:
 
     def _flat(self, tree):
         leaves, _ = _torch.flatten(tree)
+        if len(leaves) == len(self.shapes):
+            leaves = _torch.as_given(leaves, self.structure)
         if tuple(tuple(leaf.shape) for leaf in leaves) != self.shapes:
             raise ShapeError("not this unit's tensors", op="Sharding", partitions=self.layout, expected=self.shapes,
                              actual=tuple(tuple(leaf.shape) for leaf in leaves),
@@ -64,28 +74,42 @@ class Sharding:
         return torch.cat([leaf.reshape(-1) for leaf in leaves])
 
     def _tree(self, flat):
-        parts = flat.split([math.prod(shape) for shape in self.shapes])
-        return _torch.unflatten([part.view(shape) for part, shape in zip(parts, self.shapes)], self.structure)
+        parts = [part.view(shape) for part, shape in zip(flat.split([math.prod(shape) for shape in self.shapes]), self.shapes)]
+        tag(parts, [None] * len(parts), self.layout.partition)  # a layer that gets them does not sum over these ranks again
+        return _torch.unflatten_as_given(parts, self.structure)
+
+    def _held(self, block):
+        """``block``, a leaf whose gradient will be this rank's part of the sum."""
+        return declare(block, self.layout.partition, 0) if block.is_leaf else block
 
     def block(self, params):
         """This rank's block of parameters that it holds whole: a detached copy, for an optimizer. No message."""
-        return self.layout.shard(self._flat(params).detach()).clone()
+        return self._held(self.layout.shard(self._flat(params).detach()).clone())
 
     def gather(self, block):
         """The whole parameters (views of one vector) from every rank's block. Adjoint: :meth:`reduce`."""
-        return self._tree(F.all_gather(block, self.layout))
+        return self._tree(F.all_gather(self._held(block), self.layout))
 
     def reduce(self, grads):
         """This rank's block of the sum of all ranks' gradients. Adjoint: :meth:`gather`."""
+        _refuse_summed("Sharding.reduce", grads, self.layout.partition)
         return F.reduce_scatter(self._flat(grads), self.layout)
 
     def start(self, block):
         """Begin :meth:`gather`; messages travel until :meth:`wait`."""
-        return F.start(maps.all_gather(self.layout), block)
+        return F.start(maps.all_gather(self.layout), self._held(block))
 
     def wait(self, pending):
         """Finish what :meth:`start` began."""
         return self._tree(F.wait(pending))
+
+
+def _refuse_summed(op, tree, R):
+    """Sharding sums gradients over all ranks: not for parameters whose layers do."""
+    if any(complete_over(holders(op, tree, P=R), R, op)):
+        raise PartitionError("a layer sums these gradients over these ranks itself", op=op, partitions=R, actual="layers of dd.nn",
+                             expected="parameters whose gradients are still to be summed",
+                             next_step="keep the parameters of layers that span these ranks out of the unit")
 
 
 def _gathered_again(layer, tree, whole):
@@ -137,6 +161,10 @@ def _gathered_again(layer, tree, whole):
     return call
 
 
+def _do_nothing(_):
+    pass
+
+
 def _parts(one_or_several) -> tuple:
     return one_or_several if isinstance(one_or_several, tuple) else (one_or_several,)
 
@@ -150,9 +178,10 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
             and other parameters, say). Then a layer's blocks, and what it gets, are tuples too.
         remat: free a layer's parameters and activations after its forward, and gather and compute them again in backward (ZeRO-3,
             FSDP with activation checkpointing). ``"parameters"``: gather these again, and keep the activations (FSDP alone); what a
-            layer makes of its parameters, a cast say, counts among these. Both not inside torch.func. ``False``: keep both
-            (ZeRO-2).
-        prefetch: start to gather the next layer's parameters (in backward: the one's before) while this one computes.
+            layer makes of its parameters, a cast say, counts among these; inside torch.func, which has no hooks for what is
+            saved, as ``True``. ``False``: keep both (ZeRO-2).
+        prefetch: start to gather the next layer's parameters (in backward: the one's before) while this one computes; not inside
+            torch.func.
 
     Returns:
         ``run(blocks, x)``, with ``blocks`` this rank's block of each layer. Messages, for n elements in all on k ranks, each way
@@ -166,19 +195,19 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
                           next_step="pass one of them as remat=")
 
     def run(blocks, x):
-        if remat == "parameters" and _torch.transforms_active():
-            raise DistdlError("parameters are gathered again on .backward(), not inside torch.func", op="chain",
-                              expected="eager mode", actual="a torch.func transform",
-                              next_step="use remat=False inside grad, vjp, jvp and vmap")
+        inside = _torch.transforms_active()
         parts, under_way = [_parts(s) for s in shardings], {}
         found, planned = ([len(_parts(one)) for one in several] for several in (blocks, shardings))
         if found != planned:
             raise DistdlError("not this chain's blocks", op="chain", expected=f"{planned} blocks of the layers", actual=found,
                               next_step="pass sharding.block(params) of each layer, in tuples where its shardings are one")
 
-        def ahead(i):
-            if prefetch and 0 <= i < len(layers) and i not in under_way:
+        def early(i):
+            if 0 <= i < len(layers) and i not in under_way:
                 under_way[i] = [s.start(b) for s, b in zip(parts[i], _parts(blocks[i]), strict=True)]
+
+        # Inside torch.func a region takes all tensors in its closures as arguments: not the other layers' blocks.
+        ahead = early if prefetch and not inside else _do_nothing
 
         def gathered(i):
             step = 1  # in backward the layers come in reverse
@@ -187,7 +216,7 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
                 nonlocal step
                 pending = under_way.pop(i, None)
                 if pending is None:
-                    flats = [F.all_gather(b, s.layout) for s, b in zip(parts[i], mine, strict=True)]
+                    flats = [F.all_gather(s._held(b), s.layout) for s, b in zip(parts[i], mine, strict=True)]
                 else:
                     flats = [F.wait(p) for p in pending]
                 ahead(i + step)
@@ -198,7 +227,7 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
                 trees = tuple(s._tree(flat) for s, flat in zip(parts[i], flats))
                 return trees if isinstance(shardings[i], tuple) else trees[0]
 
-            if remat == "parameters":
+            if remat == "parameters" and not inside:
                 return _gathered_again(layers[i], tree, whole)
 
             def begin(mine, x):
@@ -220,31 +249,102 @@ def _norm(g, order):
     return torch.linalg.vector_norm(g, order, dtype=wider(g.dtype))
 
 
-def global_norm(grads, P, dims=None, *, norm_type: float = 2.0):
-    """The norm of all gradients of all ranks, each element counted once: :func:`torch.nn.utils.get_total_norm` of blocks.
+def global_norm(grads, P, dims=None, *, of=None, norm_type: float = 2.0):
+    """The norm of all gradients of all ranks, each element counted once: torch's ``get_total_norm``, of blocks and copies.
 
     Args:
-        grads: a pytree of blocks that differ along partition dims ``dims`` (None: all; ``()`` for whole, equal gradients).
+        grads: a pytree of gradients, in one order on all ranks.
+        P, dims: the ranks of the model: each has a block or a copy of all these parameters (so not the stages of a pipeline).
+        of: what they are gradients of: the parameters, in a pytree like that of ``grads``; or the module, by whose names
+            ``grads`` is a dictionary. Parameters of ``dd.nn``, and blocks of a :class:`Sharding`, know of what they are blocks,
+            and ``p.grad`` knows its parameter; all others are whole on every rank. Without ``of``, and where no gradient knows
+            any better, they are blocks that differ along ``dims`` (``()`` for whole, equal gradients).
         norm_type: the order; ``inf`` for the largest entry.
 
     Returns:
         An invariant scalar; float32 where gradients are float16 or bfloat16, whose own range 256 squared leaves. Norms of several
         groups combine as norms do: ``(a**2 + b**2) ** 0.5``.
 
-    Messages: one all-reduce of one element (``inf``: an all-gather).
+    Messages: one all-reduce of one element (``inf``: an all-gather); where some are blocks and others copies, of three for each.
 
     Raises:
         ShapeError: no tensor at all, which has neither dtype nor device: pass a zero on a rank that has no gradients.
+        PartitionError: without ``of``, some gradients know what they are and others do not; blocks on ranks that are not in
+            ``P``; a gradient that should be equal on all ranks is not.
     """
     leaves, _ = _torch.flatten(grads)
     if not leaves:
         raise ShapeError("no gradients", op="global_norm", partitions=P, expected="one tensor or more on every rank", actual=grads,
                          next_step="pass torch.zeros(()), of the other ranks' dtype and device, where a rank has none")
+    found = holders("global_norm", grads, of, P=P)
     norms = torch.stack([_norm(g, norm_type) for g in leaves])
     line = along(P, dims)
     if math.isinf(norm_type):
         return F.all_gather(norms.max().reshape(1), line, shape=(line.size,)).max()
-    return F.invariant_sum((norms**norm_type).sum(), line) ** (1 / norm_type)
+    powers = norms**norm_type
+    if line.size > 1 and (of is not None or any(found)):
+        if of is None and None in found:
+            raise PartitionError("some gradients are of split layers, others of none that is known", op="global_norm", partitions=P,
+                                 expected="of=", actual=f"{found.count(None)} of {len(found)} unknown",
+                                 next_step="pass of=list(model.parameters()): what no layer splits is then whole")
+        total = _counted_once(powers.double(), found, line).to(powers.dtype)
+    else:
+        total = F.invariant_sum(powers.sum(), line)
+    return total ** (1 / norm_type)
+
+
+@lru_cache(maxsize=4096)
+def _all_blocks_in(how, line) -> bool:
+    """Whether ranks of ``line`` hold all blocks of a parameter, or none."""
+    if how.split is None or how.grid.world != line.world:
+        return False
+    ranks = set(line.ranks)
+    return all(ranks.issuperset(how.grid.along(how.split, r).ranks) for r in ranks.intersection(how.grid.ranks))
+
+
+def _counted_once(powers, found, line):
+    """The sum of ``powers``, one for each tensor on each rank, over all different blocks of all tensors."""
+    me = world_of(line.world).rank
+    found = [how or Held(line, ()) for how in found]
+    for how in found:
+        if not _all_blocks_in(how, line):
+            raise PartitionError("a parameter has blocks on other ranks, or unknown ones", op="global_norm", partitions=line,
+                                 expected="all ranks that hold its blocks", actual=f"dims {how.split} of {how.grid.shape}",
+                                 next_step="pass a partition of all ranks of the model, and blockwise parametrizations only")
+    holds, blocks = powers.new_tensor([me in how.grid.ranks for how in found]), powers.new_tensor([how.blocks for how in found])
+    total, squares, count = F.invariant_sum(torch.stack([powers * holds, powers**2 * holds, holds]), line)
+    count = count.clamp(min=1)
+    differ = (blocks == 1) & (count * squares - total**2 > 1e-8 * total**2)
+    if not _torch.transforms_active() and differ.any():
+        raise PartitionError("a gradient that should be equal on all ranks differs", op="global_norm", partitions=line,
+                             expected="sums over the ranks, of parameters that are whole on every rank",
+                             actual=f"tensors {differ.nonzero().reshape(-1).tolist()} differ",
+                             next_step="sum them first (GradientSync.finish(), reduce_gradients); dd.nn.declare tells of blocks")
+    return (total * blocks / count).sum()
+
+
+def clip_grad_norm_(parameters, max_norm: float, P, dims=None, *, norm_type: float = 2.0, error_if_nonfinite: bool = False):
+    """:func:`torch.nn.utils.clip_grad_norm_` of a model whose parameters are split, copied or sharded over the ranks, in one call.
+
+    Args:
+        parameters: a module, or its parameters: the same ones in one order on every rank. One without a gradient counts as zero.
+        P, dims, norm_type: see :func:`global_norm`; a parameter of which nothing is known is whole on every rank.
+
+    Returns:
+        The norm before, equal on every rank. ``.grad`` is scaled in place.
+    """
+    of = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else
+              [parameters] if isinstance(parameters, torch.Tensor) else parameters)  # fmt: skip
+    if isinstance(parameters, torch.nn.Module):
+        ask(parameters)
+    if not of:
+        return torch.zeros(())
+    norm = global_norm([torch.zeros_like(p) if p.grad is None else p.grad for p in of], P, dims, of=of, norm_type=norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise DistdlError("the gradients' norm is not finite", op="clip_grad_norm_", partitions=P, expected="a finite norm",
+                          actual=float(norm), next_step="skip the step, or error_if_nonfinite=False")
+    torch.nn.utils.clip_grads_with_norm_(of, max_norm, norm)
+    return norm
 
 
 def clip_by_norm(grads, norm, max_norm: float):

@@ -10,27 +10,54 @@ import torch
 from .. import functional as F
 from ..engine.side_stream import Beside, attend
 from ..errors import DistdlError
+from ..functional.held import ask, complete, held
 from .data import LIMITS, bucketed
 from .hooks import all_reduce
 from .topology import along
 
-__all__ = ["GradientSync"]
+__all__ = ["GradientSync", "ignore_in_ddp"]
+
+
+def ignore_in_ddp(module, P, dims=None) -> list[str]:
+    """Tell torch's DistributedDataParallel, *before* it is put around ``module``, what is not its: on its ignore list go parameters
+    that are complete over the ranks ``P`` of its process group, as their layers sum them, and buffers of these layers.
+
+    Returns:
+        Their names. What the list had before stays.
+
+    Raises:
+        PartitionError: a layer sums over some of these ranks, and not over others.
+    """
+    R = along(P, dims)
+    ask(module)
+    names = {name for name, p in module.named_parameters(remove_duplicate=False) if complete(held(p), R, "ignore_in_ddp", name)}
+    for prefix, layer in module.named_modules(remove_duplicate=False):
+        own = [complete(held(p), R, "ignore_in_ddp") for p in layer.parameters(recurse=False)]
+        if own and all(own):
+            names.update(f"{prefix}.{name}" if prefix else name for name, _ in layer.named_buffers(recurse=False))
+    before = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(names.union(before)))
+    return sorted(names)
 
 
 class GradientSync:
     """Sums ``.grad`` of leaf tensors over the ranks while ``.backward()`` runs; then any ``torch.optim`` optimizer steps::
 
-        sync = dd.parallel.GradientSync(model.parameters(), P)
+        sync = dd.parallel.GradientSync(model, P)
         loss.backward()     # a bucket is reduced as soon as its last gradient is there
         sync.finish()       # waits; now .grad is the sum, equal on every rank
         optimizer.step(); optimizer.zero_grad()
+
+    Parameters whose layer sums over these ranks itself (those of ``dd.nn`` over a grid that spans them, blocks of a ``Sharding``)
+    are left as they are. Frozen parameters are left alone, for as long as they are frozen; unfrozen ones, and those that a module
+    gets later, are summed from the next backward on, on every rank alike.
 
     Buckets start in one order on all ranks, whatever the order in which gradients come. On CUDA all of it, the hook's own work too,
     goes on a stream beside backward's; MPI's all-reduce blocks. The summed gradients of a bucket are views of one vector. Its hooks
     go with it: keep it as long as gradients are to be summed.
 
     Args:
-        params: leaf tensors; those that do not require a gradient are left out.
+        params: a module, whose parameters of later are seen too, and named in errors; or leaf tensors (``model.parameters()``).
         P, dims: see :func:`replicate`.
         hook: see :mod:`distdl.parallel.hooks`.
         find_unused: gradients may be missing, on some ranks (they count as zero) or on all (they stay ``None``); costs one
@@ -38,33 +65,72 @@ class GradientSync:
 
     Raises:
         DistdlError: a second backward without :meth:`finish`; gradients that were summed already; a missing gradient.
+        PartitionError: a parameter whose layer sums over some of these ranks, and not over others.
     """
 
     def __init__(self, params, P, dims=None, *, hook=None, find_unused: bool = False, limits=LIMITS):
-        self.params = [p for p in params if p.requires_grad]
-        self.P, self.find_unused = along(P, dims), find_unused
+        self.module = params if isinstance(params, torch.nn.Module) else None
+        self.params: list = [] if self.module is not None else list(params)
+        self.P, self.find_unused, self.limits = along(P, dims), find_unused, limits
         self.hook = hook or all_reduce(self.P)
-        self.buckets = bucketed(self.params, limits)
-        self.states: list = [None] * len(self.buckets)
+        self.buckets: list[list[int]] = []
+        self.states: list = []
         self.syncing = True
         self._summed: dict = {}  # weak: it keeps no gradient alive
-        self._bucket_of = {i: b for b, bucket in enumerate(self.buckets) for i in bucket}
-        this = weakref.ref(self)  # Python's collector does not see hooks: a cycle through one would never be freed
-        self._hooks: list = []
+        self._bucket_of: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._hooks: dict = {}  # by number of the parameter
         weakref.finalize(self, _remove, self._hooks)
-        for i, p in enumerate(self.params):
-            self._hooks.append(p.register_post_accumulate_grad_hook(lambda _, i=i: (sync := this()) and sync._arrived(i)))
+        self._look()
         self._begin()
 
+    def _look(self):
+        """What there is now: hook what requires a gradient; returns the numbers of those that are to be summed."""
+        there: set | None = None
+        if self.module is not None:
+            ask(self.module)
+            now, known = dict(self.module.named_parameters()), {id(p) for p in self.params}
+            for name, p in now.items():
+                if id(p) not in known:
+                    self._names[len(self.params)] = name
+                    self.params.append(p)
+            there = {id(p) for p in now.values()}  # others have been replaced
+        this = weakref.ref(self)  # Python's collector does not see hooks: a cycle through one would never be freed
+        ours = []
+        for i, p in enumerate(self.params):
+            if p.requires_grad and (there is None or id(p) in there):
+                if not complete(held(p), self.P, "GradientSync", self._name(i)):
+                    ours.append(i)
+                if i not in self._hooks:
+                    self._hooks[i] = p.register_post_accumulate_grad_hook(lambda _, i=i: (sync := this()) and sync._arrived(i))
+        return ours
+
+    def _name(self, i) -> str:
+        return f"parameter {i}" + (f", {self._names[i]}" if i in self._names else "")
+
     def _begin(self):
-        self._left = [set(bucket) for bucket in self.buckets]
+        self._left: list | None = None  # of each bucket, whose gradients have yet to come: known from the first gradient on
         self._under_way: list = []
+
+    def _open(self):
+        """The buckets of this backward. One keeps its parameters for ever, as its hook's state does; new ones get new buckets."""
+        self._ours = set(self._look())
+        fresh = sorted(self._ours - self._bucket_of.keys())
+        for bucket in bucketed([self.params[i] for i in fresh], self.limits):
+            self._bucket_of.update((fresh[i], len(self.buckets)) for i in bucket)
+            self.buckets.append([fresh[i] for i in bucket])
+            self.states.append(None)
+        self._left = [self._ours.intersection(bucket) for bucket in self.buckets]
 
     def _arrived(self, i):
         if not self.syncing:
             return
+        if self._left is None:
+            self._open()
+        if i not in self._ours:
+            return
         if i not in self._left[self._bucket_of[i]]:
-            raise DistdlError("a second gradient before finish()", op="GradientSync", actual=f"parameter {i}",
+            raise DistdlError("a second gradient before finish()", op="GradientSync", actual=self._name(i),
                               expected="one backward", next_step="call finish() after backward, or accumulate in no_sync()",
                               partitions=self.P)
         attend(self.params[i].device)  # each gradient comes on the stream on which its parameter was used
@@ -76,17 +142,20 @@ class GradientSync:
         number = len(self._under_way)
         grads = []
         for i in self.buckets[number]:
+            if i not in self._ours:  # frozen: its place stays
+                grads.append(torch.zeros_like(self.params[i]))
+                continue
             grad = self.params[i].grad
             if grad is None and not self.find_unused:
-                raise DistdlError("no gradient came", op="GradientSync", actual=f"none for parameter {i}", expected="one for each",
-                                  next_step="use every parameter, F.tie the rest to the loss, or pass find_unused=True",
-                                  partitions=self.P)
+                raise DistdlError("no gradient came", op="GradientSync", actual=f"none for {self._name(i)}",
+                                  expected="one for each", partitions=self.P,
+                                  next_step="use every parameter, F.tie the rest to the loss, or pass find_unused=True")
             if grad is not None and i in self._summed and grad is self._summed[i]():
-                raise DistdlError("this gradient was summed over the ranks before", op="GradientSync", actual=f"parameter {i}",
+                raise DistdlError("this gradient was summed over the ranks before", op="GradientSync", actual=self._name(i),
                                   expected="a gradient of this rank", partitions=self.P,
                                   next_step="optimizer.zero_grad() after each step; with set_to_none=True, its default")
             if grad is not None and grad.layout != torch.strided:
-                raise DistdlError("a sparse gradient", op="GradientSync", actual=f"{grad.layout} for parameter {i}",
+                raise DistdlError("a sparse gradient", op="GradientSync", actual=f"{grad.layout} for {self._name(i)}",
                                   expected="a dense one", next_step="make the layer with sparse=False", partitions=self.P)
             grads.append(torch.zeros_like(self.params[i]) if grad is None else grad.detach())
         with Beside(grads[0].device, grads) as beside:
@@ -105,18 +174,23 @@ class GradientSync:
     @torch.no_grad()
     def finish(self):
         """Wait until every gradient is the sum. ``optimizer.register_step_pre_hook(lambda *_: sync.finish())`` calls it for you."""
+        if self._left is None:
+            self._open()
         used = None
         if self.find_unused:
-            mine = [p.grad is not None for p in self.params]
-            device = self.params[0].device if self.params else None
-            used = F.all_sum_reduce(torch.tensor(mine, dtype=torch.int32, device=device), self.P).tolist()
+            ours = sorted(self._ours)
+            mine = [self.params[i].grad is not None for i in ours]
+            device = self.params[ours[0]].device if ours else None
+            found = F.all_sum_reduce(torch.tensor(mine, dtype=torch.int32, device=device), self.P).tolist()
+            used = dict(zip(ours, found))
         while len(self._under_way) < len(self.buckets):
             self._start()
         for bucket, (beside, reduced) in zip(self.buckets, self._under_way):
             beside.join(reduced)
             for i, g in zip(bucket, reduced):
-                self.params[i].grad = None if used and not used[i] else g
-                self._summed[i] = weakref.ref(g)
+                if i in self._ours:
+                    self.params[i].grad = None if used and not used[i] else g
+                    self._summed[i] = weakref.ref(g)
         self._begin()
 
     def remove(self):
@@ -125,5 +199,5 @@ class GradientSync:
 
 
 def _remove(handles) -> None:
-    for handle in handles:
+    for handle in handles.values():
         handle.remove()

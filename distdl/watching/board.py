@@ -96,6 +96,7 @@ class Board:
         """This rank has left its world."""
         self.state, self.since = LEFT, time.monotonic()
         self._write()
+        self.memory = bytearray(self.memory)  # what was there last: a mapping holds a file descriptor until its last user is gone
 
     def _write(self, texts=()) -> None:
         memory, at, lengths = self.memory, self.at, self.lengths

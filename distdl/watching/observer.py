@@ -16,9 +16,24 @@ import time
 from typing import Any
 
 from .. import errors
-from ..signature import HEAD, Call, Field, call_of, differs, fingerprint, first_difference, groups, leads, names, unequal
+from ..signature import (
+    HEAD,
+    Call,
+    Field,
+    call_of,
+    differs,
+    fingerprint,
+    first_difference,
+    gave_up,
+    groups,
+    leads,
+    names,
+    together,
+    told_of,
+    unequal,
+)  # fmt: skip
 from .board import INSIDE, Board
-from .where import user_line
+from .where import called, user_line
 
 _SPINS, _GRACE = 200, 1.0  # polls before sleeping; seconds for the other ranks, once a fault is found
 
@@ -36,8 +51,8 @@ class Checked:
         self.rank, self.size, self.device_types = inner.rank, inner.size, inner.device_types
         self.collectives, self.sums, self.wide, self.takes_types = inner.collectives, inner.sums, inner.wide, inner.takes_types
 
-    def post(self, sends, receives):
-        return self.inner.post(sends, receives)
+    def post(self, sends, receives, call=None):
+        return self.inner.post(sends, receives, call)
 
     def abandon(self, handle, memory):
         self.inner.abandon(handle, memory)
@@ -94,13 +109,14 @@ class Observer:
         ranks = maps[0].ranks
         if board is None or len(ranks) < 2 or host.rank not in ranks:
             return transport
-        key = (*maps, *((x.shape, x.dtype) for x in xs), xs[0].device.type)
+        said = None if self.timeout is None else called()
+        key = (*maps, *((x.shape, x.dtype) for x in xs), xs[0].device.type, said and said[1:])
         call = self.calls.get(key)
         if call is None:
             if len(self.calls) > 4096:
                 self.calls.clear()
-            call = self.calls[key] = call_of(maps, leads(maps, xs), xs, host.rank)
-        return self._checked(host, board, transport, call, maps, xs, recorded)
+            call = self.calls[key] = call_of(maps, leads(maps, xs), xs, host.rank, said)
+        return self._checked(host, board, transport, call, said, maps, xs, recorded)
 
     def agreement(self, host, value, ranks: tuple[int, ...], purpose: str):
         """The engine for a small all-gather over ``ranks``. What it carries is compared by those who asked for it."""
@@ -110,10 +126,37 @@ class Observer:
         op = f"agreement for {getattr(value, 'op', purpose)}"
         same = Field("the operator called", "agreement", True, "call the same operators in the same order", op)
         who = Field("the ranks that agree", str(ranks), True, "pass equal partitions on every rank")
-        return self._checked(host, board, host, Call(op, f"ranks {ranks}", ranks, ranks, (), True, (same, who)))
+        said = None if self.timeout is None else called()
+        fields = (same, who) if said is None else (same, who, *told_of(said))
+        return self._checked(host, board, host, Call(op, f"ranks {ranks}", ranks, ranks, (), True, fields), said)
 
-    def _checked(self, host, board, transport, call, maps=(), xs=(), recorded=False):
-        where = user_line()
+    def alike(self, host, op: str, P) -> None:
+        """Compare a call that sends no message among the ranks of ``P``; collective over them, where this compares."""
+        board = getattr(host, "board", None)
+        if self.timeout is not None and board is not None and P.size > 1 and host.rank in P.ranks:
+            said = called()
+            fields = (Field("the operator called", op, True, "call the same operators in the same order"), *told_of(said))
+            self._checked(host, board, host, Call(op, str(P).splitlines()[0], P.ranks, P.ranks, (), False, fields), said)
+
+    def local_error(self, host, ranks, op: str, text: str) -> bool:
+        """This rank leaves a call over ``ranks`` by an error of its own: they hear of it in place of its next signature, and so
+        before any message. Whether this compares."""
+        side = host.side
+        if self.timeout is None:
+            return False
+        parts, left = gave_up(side.rank, op, text), f"left by {text[:1000]}"
+        call = Call(op, f"ranks {ranks}", ranks, (), (), True, (Field("the operator called", left, True, parts["next_step"]),))
+        for r in ranks:
+            if r != side.rank:
+                side.counts[r] += 1
+                side.failed[r] = side.counts[r]
+                side.report(r, pickle.dumps((side.counts[r], errors.AgreementError.__name__, parts)))
+                head = HEAD.pack(side.counts[r], *call.digests, False, bytes(8), 0.0)
+                side.stand_in(r, head + call.packed + pickle.dumps(("", host.board.done)))  # one message for each number
+        return True
+
+    def _checked(self, host, board, transport, call, said, maps=(), xs=(), recorded=False):
+        where = user_line() if said is None else said.line
         if self.timeout is not None or not call.waits:
             board.enter(call.text, where)
         if self.timeout is not None:
@@ -133,15 +176,17 @@ class Observer:
         problem = _reported(side)
         if problem is not None:
             self._fail(side, call, problem)
-        hashed, norm = fingerprint(xs) if call.copies and not self.tracing else (bytes(8), 0.0)
+        prints = fingerprint(xs) if call.copies and not self.tracing else ()
+        hashed, norm = together(prints) if prints else (bytes(8), 0.0)
         mine = 0, *call.digests, recorded, hashed, norm
-        body = call.packed + pickle.dumps((where, board.done))
+        body = call.packed + pickle.dumps((where, board.done, prints))
         swap = side.swap({r: HEAD.pack(side.counts[r], *mine[1:]) + body for r in others}, mine)
         problem = self._wait(side, board, call, where, swap)
         if problem is None and call.copies:
             heads = swap.heads()
             if len({head[4] for head in heads.values()}) > 1:
-                problem = unequal(call.op, heads, {call.copies, *(swap.said(r).copies for r in others)})
+                prints_of = {side.rank: prints, **{r: swap.said(r).copies_of for r in others}}
+                problem = unequal(call.op, heads, {call.copies, *(swap.said(r).copies for r in others)}, prints_of)
         if problem is not None:
             swap.cancel()
             self._fail(side, call, problem)
@@ -233,11 +278,13 @@ class Observer:
 
 
 def _reported(side):
-    """What another rank found wrong, unless this rank has raised for the same movement."""
-    for peer, data in side.reports():
-        count, kind, parts = pickle.loads(data)
-        if count > side.failed[peer]:
-            side.failed[peer] = count
-            side.counts[peer] = max(side.counts[peer], count)
-            return getattr(errors, kind), parts
+    """What another rank found wrong, unless this rank has raised for the same movement, or has not come to it."""
+    side.told += [(peer, *pickle.loads(data)) for peer, data in side.reports()]
+    for one in list(side.told):
+        peer, count, kind, parts = one
+        if count <= side.counts[peer]:
+            side.told.remove(one)
+            if count > side.failed[peer]:
+                side.failed[peer] = count
+                return getattr(errors, kind), parts
     return None

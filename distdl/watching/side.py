@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from ..signature import HEAD, Said, unpack
 
-_SWAP, _REPORT = 1, 2  # tags
+_SWAP, _REPORT, _ALARM = 1, 2, 3  # tags
 _ROOM = 8192  # bytes of a swapped message, at most
 
 
@@ -22,6 +22,7 @@ class SideChannel:
         self.failed: dict[int, int] = defaultdict(int)
         self.buffers: dict[int, bytearray] = {}
         self.sends: list = []
+        self.told: list = []  # reports of movements to which this rank has not come
 
     def swap(self, data: dict[int, bytes], mine: tuple) -> Swap:
         """Begin to send ``data[r]`` to each rank r, and to receive what it sends. ``mine``: the head of this rank's own."""
@@ -29,14 +30,33 @@ class SideChannel:
 
     def report(self, peer: int, data: bytes) -> None:
         """Send ``peer`` something that it takes whenever it looks; nothing is waited for."""
-        self.sends.append(self.comm.Isend((data, MPI.BYTE), peer, _REPORT))
+        self._post(peer, data, _REPORT)
 
     def reports(self):
         """(rank, data) of every report that has come."""
+        return self._arrived(_REPORT)
+
+    def stand_in(self, peer: int, data: bytes) -> None:
+        """Send ``peer`` what it receives in a swap that this rank does not begin."""
+        self._post(peer, data[:_ROOM], _SWAP)
+
+    def alarm(self, peer: int, data: bytes) -> None:
+        """The same, for its :mod:`lookout`."""
+        self._post(peer, data, _ALARM)
+
+    def alarms(self):
+        """(rank, data) of every alarm that has come."""
+        return self._arrived(_ALARM)
+
+    def _post(self, peer, data, tag):
+        self.sends = [request for request in self.sends if not request.Test()]
+        self.sends.append(self.comm.Isend((data, MPI.BYTE), peer, tag))
+
+    def _arrived(self, tag):
         status = MPI.Status()
-        while self.comm.Iprobe(MPI.ANY_SOURCE, _REPORT, status):
+        while self.comm.Iprobe(MPI.ANY_SOURCE, tag, status):
             data = bytearray(status.Get_count(MPI.BYTE))
-            self.comm.Recv((data, MPI.BYTE), status.Get_source(), _REPORT)
+            self.comm.Recv((data, MPI.BYTE), status.Get_source(), tag)
             yield status.Get_source(), data
 
     def close(self) -> None:

@@ -1,29 +1,128 @@
-"""Where the user's program is: the innermost line that belongs neither to distdl nor to torch."""
+"""Where the user's program is: the innermost line that is neither distdl's nor torch's, and the public function called there."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
+from typing import Any, NamedTuple
 
 import torch
 
-_INSIDE = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
+_DISTDL, _TORCH = (os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
+_FUNCTIONAL = os.path.join(_DISTDL, "functional", "")
 _known: dict[str, bool] = {}
+_NO_LINE, _TENSOR = "backward, on a thread of torch's own", "a tensor"
 
 
 def _users(filename: str) -> bool:
-    return not filename.startswith((*_INSIDE, "<frozen")) and not filename.endswith("contextlib.py")
+    return not filename.startswith((_DISTDL, _TORCH, "<frozen")) and not filename.endswith(("contextlib.py", "functools.py"))
+
+
+def _stack():
+    """The frames from the caller's outwards, to the innermost one of the user's (as far as this thread knows it: CUDA backward has
+    threads of its own), each with whether it is the user's."""
+    frame, known = sys._getframe(2), _known
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        users = known.get(filename)
+        if users is None:
+            users = known[filename] = _users(filename)
+        yield frame, users
+        if users:
+            return
+        frame = frame.f_back
+
+
+def _line(frame) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def user_line() -> str:
-    """``file:line in function`` of the user's call, as far as this thread knows it (CUDA backward has threads of its own)."""
-    frame, known = sys._getframe(1), _known
-    while frame is not None:
-        code = frame.f_code
-        users = known.get(code.co_filename)
-        if users is None:
-            users = known[code.co_filename] = _users(code.co_filename)
+    """``file:line in function`` of the user's call."""
+    for frame, users in _stack():
         if users:
-            return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-        frame = frame.f_back
-    return "backward, on a thread of torch's own"
+            return _line(frame)
+    return _NO_LINE
+
+
+class Called(NamedTuple):
+    """The call of the library that a movement belongs to: its line, the outermost function of :mod:`distdl.functional` on the way
+    (none in a backward, or where a map was called), its plain arguments and the pytree that moves, in words."""
+
+    line: str = _NO_LINE
+    name: str = ""
+    keywords: str = ""
+    tree: str = _TENSOR
+
+
+def called() -> Called:
+    """What the user has called, as every rank of a call should have it."""
+    line, outer, tree = _NO_LINE, None, _TENSOR
+    for frame, users in _stack():
+        if users:
+            line = _line(frame)
+        elif frame.f_code.co_filename.startswith(_FUNCTIONAL):
+            outer = frame
+            if frame.f_code.co_name == "moved":  # has the pytree, also where it is that of the ranks that hold something
+                structure = frame.f_locals["tree"]
+                tree = _TENSOR if structure is None else _short(structure.text)
+    if outer is None:
+        return Called(line)
+    texts = ((name, _plain(value)) for name, value in _arguments(outer))
+    return Called(line, outer.f_code.co_name, _short(", ".join(f"{name}={text}" for name, text in texts if text)), tree)
+
+
+def collective_call():
+    """(the frame of the outermost call that concerns several ranks, their numbers, their world); ``None`` outside of any."""
+    found = None
+    for frame, users in _stack():
+        code = frame.f_code
+        if not users and (code.co_filename.startswith(_FUNCTIONAL) or code.co_name in ("__call__", "operand")):
+            places = [place for _, value in _arguments(frame) for place in _places(value)]
+            ranks = {r for place in places for r in place.ranks}
+            if len(ranks) > 1:
+                found = frame, tuple(sorted(ranks)), places[0].world
+    return found
+
+
+def _arguments(frame):
+    code, values = frame.f_code, frame.f_locals
+    return [(name, values.get(name)) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+
+
+def _places(value: Any) -> list:
+    """The partitions of an argument: a Partition, a Layout, a HaloSpec or a LinearMap, or several."""
+    if isinstance(value, (tuple, list)):
+        return [place for one in value[:16] for place in _places(one)]
+    if type(value).__module__.partition(".")[0] != __name__.partition(".")[0]:
+        return []
+    if hasattr(value, "steps"):
+        sides = [(step.plan.held, step.plan.wanted) for step in value.steps if hasattr(step, "plan")]
+        return [side.partition for pair in sides for side in pair]
+    if hasattr(value, "plan") and hasattr(value, "transposed"):  # a step of a map
+        return [value.plan.held.partition, value.plan.wanted.partition]
+    value = getattr(value, "in_layout", value)
+    value = getattr(value, "partition", value)
+    return [value] if hasattr(value, "ranks") and hasattr(value, "rank_at") else []
+
+
+def _plain(value: Any) -> str | None:
+    """A number, a text, a dtype, or several of these, in words; ``None`` for what may differ by rank: tensors and all else."""
+    if isinstance(value, (bool, str, complex, torch.dtype)):
+        return repr(value)
+    if isinstance(value, (int, float)):
+        return repr(int(value) if value == value and abs(value) != float("inf") and int(value) == value else float(value))
+    if isinstance(value, (tuple, list)):
+        parts = ["None" if one is None else _plain(one) for one in value]
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    if isinstance(value, dict):
+        return None if not value else _plain([list(pair) for pair in sorted(value.items(), key=repr)])
+    if hasattr(value, "item") and not isinstance(value, torch.Tensor) and getattr(value, "ndim", 1) == 0:
+        return _plain(value.item())  # a number of NumPy's
+    return None
+
+
+def _short(text: str) -> str:
+    """The text, or its beginning and a digest of it all: what is swapped has little room."""
+    return text if len(text) <= 300 else f"{text[:280]}... {hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -16,10 +16,10 @@ from distdl.plan import View
 from distdl.watching import where
 
 # Layers are compositions: 4 ranks show every way of splitting them (uneven, empty, some of the ranks, grids), and one rank none.
-LAYERS = ("dropout_init", "expert", "fuzz_layers", "interpolate", "local", "networks", "nn", "overlap", "parallel_topology", "pool",
-          "reduce", "remat", "transition")
+LAYERS = ("convert", "dropout_init", "expert", "fuzz_layers", "interpolate", "local", "networks", "nn", "nn_idioms", "overlap",
+          "parallel_topology", "pool", "reduce", "remat", "sweep", "transition")
 # Those that others are made of, on an odd number too.
-ODD = ("conv", "linear", "loss", "norm")
+ODD = ("conv", "linear", "loss", "norm", "parallel_sums")
 # Trainings of whole models and their like take long.
 LONG = ("checkpoint", "neon", "parallel_average", "parallel_data", "parallel_grid", "parallel_hooks", "parallel_pipeline",
         "parallel_precision", "parallel_shard", "rendezvous")

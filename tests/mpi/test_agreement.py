@@ -1,13 +1,19 @@
 """Ranks that disagree get the same kind of error on every rank, naming rank and difference: never a hang (case 37)."""
 
+import contextlib
+import time
+from collections import OrderedDict, defaultdict, namedtuple
+
 import pytest
 import torch
 from registry import needs, raises_everywhere
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
+from torch.utils._pytree import tree_leaves
 
 import distdl as dd
 import distdl.functional as F
+from distdl import _torch, transport
 from distdl.errors import AgreementError, DistdlError, ShapeError
 
 pytestmark = needs(2)
@@ -121,21 +127,106 @@ def test_errors_do_not_spoil_the_next_call():
         assert F.all_sum_reduce(torch.ones(1), P).item() == n
 
 
-def test_message_of_another_length(request):
-    """A promise broken (no negotiation, another dtype on one rank): a short or long message is an error, not garbage."""
-    n, r, P, rows, columns = world()
+@pytest.fixture
+def impatient(monkeypatch, request):
+    """Ranks look after a quarter of a second, not five, for messages that should not be there."""
     if request.config.getoption("--engine") != "mpi":
-        pytest.skip("NCCL has no lengths to compare: dd.checking() does it")
-    if r > 1:
-        return
-    pair = dd.Partition((2,))
-    from distdl.errors import TransportError
+        pytest.skip("NCCL has no tags: dd.checking() does it")
+    from distdl.watching.lookout import Lookout
 
-    for mine in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
-        x = torch.ones(4, dtype=mine[0] if r == 0 else mine[1])
-        with pytest.raises((TransportError, AgreementError), match=r"MPI failed|another length|dtype"):  # the latter when checking
-            F.shift(x, pair, 0)
-    assert F.shift(torch.full((2,), float(r)), pair, 0).tolist() == [1.0 - r] * 2
+    monkeypatch.setattr(Lookout, "patience", 0.25)
+    monkeypatch.setattr(Lookout, "interval", 0.05)
+    with unchecked():
+        yield
+
+
+@contextlib.contextmanager
+def unchecked():
+    before, transport.observer = transport.observer, None
+    try:
+        yield
+    finally:
+        transport.observer = before
+
+
+def in_order(*calls):
+    for call in calls:
+        call()
+
+
+def all_raise(first, second, *words):
+    """Rank 0 makes two calls, the others the same in the opposite order: one error on every rank, that names both."""
+    r = dd.world().rank
+    with pytest.raises(AgreementError) as caught:
+        in_order(*(first, second)[:: -1 if r else 1])
+    text = str(caught.value)
+    words = ("the ranks are in different calls", "rank 0: ", "; rank ", "test_agreement.py", *words)
+    assert all(w in text for w in words), text
+
+
+def test_calls_in_another_order(impatient):
+    """Messages of one size: without tags of the plan each rank would take the other call's for its own (both were wrong)."""
+    n, r, P, rows, columns = world()
+    L, x, u = dd.Layout(P, (2 * n,)), torch.tensor([1.0, 2.0]) + 10 * r, torch.ones(2, requires_grad=True)
+    f, g = (torch.tensor([1.0, 2.0], dtype=d) for d in (torch.float32, torch.int32))
+    calls = {
+        "shift": lambda: F.shift(x, L, 0), "all_gather": lambda: F.all_gather(x, L), "shift, float": lambda: F.shift(f, P, 0),
+        "halo_exchange": lambda: F.halo_exchange(x, dd.HaloSpec(L, 2, boundary="circular")), "shift, int": lambda: F.shift(g, P, 0),
+    }  # fmt: skip
+    if n == 2:  # else some ranks have no part in one of the two, or need not wait
+        calls["gather"], calls["permute"] = lambda: F.gather(x, L), lambda: F.permute(x, L, [(0, 1)])
+        calls["broadcast"] = lambda: F.broadcast(x, dd.Partition((1,)), P, shape=(2,))
+    for a, b in (("shift", "gather"), ("all_gather", "shift"), ("broadcast", "shift"), ("halo_exchange", "all_gather"),
+                 ("shift", "permute"), ("shift, float", "shift, int")):  # fmt: skip
+        if a in calls and b in calls:
+            for first, second in ((a, b), (b, a)):
+                all_raise(calls[first], calls[second], *(f"{name.partition(',')[0]} over" for name in (first, second)))
+                assert torch.equal(calls["shift"](), x + (10 * (n - 1) if r == 0 else -10)), "and the next call is right"
+    y, z = F.shift(u, L, 0), F.all_gather(u, L)
+    all_raise(lambda: y.sum().backward(), lambda: z.sum().backward(), "shift.T", "all_gather.T")
+
+
+def test_ranks_that_take_no_part_hear_of_it(impatient):
+    n, r, P, rows, columns = world()
+    if n < 3:
+        pytest.skip("needs 3 ranks")
+    Q, x = dd.Partition((2,)), torch.ones(2)
+    calls = [lambda: F.shift(x, Q, 0), lambda: F.all_gather(x, dd.Layout(Q, (4,)))]
+    with pytest.raises(AgreementError, match=r"rank 0: shift over Partition\(\(2,\)\), now in .*; rank 1: all_gather"):
+        in_order(*(calls[:: -1 if r else 1] if r < 2 else []), lambda: F.shift(x, P, 0))
+    assert F.shift(x * r, P, 0).tolist() == [(r - 1.0) % n] * 2
+
+
+def test_a_rank_that_skips_a_call(impatient):
+    """It caught an error of its own: those that miss its message hear of it, with its cause, and all are together again."""
+    n, r, P, rows, columns = world()
+    L, x = dd.Layout(P, (2 * n,)), torch.full((2,), float(r))
+    for _ in range(2):
+        with pytest.raises(ShapeError if r == 1 else AgreementError, match=r"expected \(2,\), got \(1,\)"):
+            F.all_gather(x[: 1 if r == 1 else 2], L)
+        assert F.shift(x, L, 0).tolist() == [(r - 1.0) % n] * 2
+    with pytest.raises(ShapeError):  # on all ranks: nobody waits
+        F.shift(x[:1], L, 0)
+    if r == 0:
+        time.sleep(1)  # longer than the others' patience: what is left of calls that all gave up is no fault
+    assert F.shift(x, L, 0).tolist() == [(r - 1.0) % n] * 2
+
+
+def test_tags_fit_every_mpi():
+    from distdl.watching.lookout import tag_bits
+
+    for most in (32767, 2**19 - 1, 2**20 - 1, 2**24 - 1, 2**28, 2**31 - 1):
+        eras, numbers, plans = tag_bits(most)
+        assert min(eras, numbers - 4, plans - 6) > 0 and (1 << eras + numbers + plans) - 1 <= most
+
+
+def test_another_dtype(impatient):
+    """A promise broken (no negotiation, another dtype on one rank): an error that names both, not garbage, whatever the sizes."""
+    n, r, P, rows, columns = world()
+    for mine, others in ((torch.float32, torch.float64), (torch.float64, torch.float32), (torch.int32, torch.float32)):
+        with pytest.raises(AgreementError, match=f"rank 0: shift over .*, {mine}, now in .*: shift over .*, {others}, now in"):
+            F.shift(torch.ones(4, dtype=mine if r == 0 else others), P, 0)
+    assert F.shift(torch.full((2,), float(r)), P, 0).tolist() == [(r - 1.0) % n] * 2
 
 
 def test_wait_twice():
@@ -147,15 +238,82 @@ def test_wait_twice():
 
 
 def test_pytrees():
-    """Leaves are matched by their order: containers must be the same; a rank that holds nothing gets the holders'."""
+    """Containers must be the same; a rank that holds nothing gets the holders'."""
     n, r, P, rows, columns = world()
     x = torch.ones(2, n)
-    for mine in ({"b": x, "a": x}, [x, x], [], x):
+    for mine in ({"b": x, "c": x}, [x, x], [], x):
         others = {"a": x, "b": x} if isinstance(mine, dict) else (x, x)
         raises_everywhere(AgreementError, lambda: F.repartition(others if r else mine, rows, columns), "rank 0: ")
     for nothing in (None, [], torch.zeros(3)):
         y = F.scatter(nothing if r else {"a": torch.arange(n), "b": torch.ones(n)}, P)
         assert y["a"].tolist() == [r] and y["b"].tolist() == [1]
+
+
+Pair = namedtuple("Pair", "second first")
+
+
+def container(kind, values, backwards):
+    """{name: value} as that kind of container, its keys in one of two orders; a namedtuple's fields stay where they are."""
+    names = list(values)[:: -1 if backwards else 1]
+    if kind == "nested":
+        return [{"q": {k: {k: values[k]} for k in names}}, *[values["b"]] * 2]
+    if kind == "mixed keys":
+        keys = {"a": 1, "b": "x", "c": (2, "y"), "d": torch.float32}
+        return {keys[k]: values[k] for k in names}
+    if kind is Pair:
+        return Pair(values["b"], {k: values[k] for k in names})
+    return kind(list, {k: values[k] for k in names}) if kind is defaultdict else kind((k, values[k]) for k in names)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, defaultdict, Pair, "nested", "mixed keys"])
+def test_order_of_keys(kind):
+    """Leaves are matched by their keys: rank 0 has them in another order. Every movement that takes a pytree, with shapes of its
+    own and with equal ones, with a Layout, a shape or nothing; and its adjoint. The result has this rank's order."""
+    n, r, P, rows, columns = world()
+    L = dd.Layout(P, (2 * n,))
+    tall, wide = dd.Layout(rows, (2 * n, n)), dd.Layout(columns, (2 * n, n))
+    calls = {
+        "all_sum_reduce": (lambda x: F.all_sum_reduce(x, P), (2,)), "shift": (lambda x: F.shift(x, P, 0), (2,)),
+        "shift, layout": (lambda x: F.shift(x, L, 0), (2,)), "permute": (lambda x: F.permute(x, P, [(0, 1), (1, 0)]), (2,)),
+        "mark_varying": (lambda x: F.mark_varying(x, P), (2,)), "invariant_sum": (lambda x: F.invariant_sum(x, P), (2,)),
+        "reduce_scatter": (lambda x: F.reduce_scatter(x, P), (2 * n,)), "all_gather": (lambda x: F.all_gather(x, P), (2,)),
+        "all_gather, layout": (lambda x: F.all_gather(x, L), (2,)),
+        "scatter": (lambda x: F.scatter(x, P, shape=(2 * n,)), (2 * n,)),
+        "gather, layout": (lambda x: F.gather(x, L), (2,)), "broadcast": (lambda x: F.broadcast(x, dd.Partition((1,)), P), (3,)),
+        "sum_reduce": (lambda x: F.sum_reduce(x, P, dd.Partition((1,)), shape=(3,)), (3,)),
+        "repartition": (lambda x: F.repartition(x, tall, wide), (2, n)),
+        "bare": (lambda x: F.repartition(x, rows, columns), (2, n)),
+        "halo": (lambda x: F.halo_exchange(x, dd.HaloSpec(L, 1, boundary="circular")), (2,)),
+    }  # fmt: skip
+    for name, (call, shape) in calls.items():
+        values = {k: torch.full(shape, 10.0**i * (r + 1), requires_grad=True) for i, k in enumerate("abcd")}
+        given = container(kind, values, r == 0)
+        found = call(given)
+        assert type(found) is type(given), name
+        if isinstance(given, dict):
+            assert list(found) == list(given), f"{name}: this rank's own order"
+        ours = container(kind, {k: call(v) for k, v in values.items()}, r == 0)
+        pairs = list(zip(tree_leaves(found), tree_leaves(ours), strict=True))
+        assert all(torch.equal(a, b) for a, b in pairs), name
+        sum(((i + 1) * a).sum() for i, (a, _) in enumerate(pairs)).backward()
+        grads = {k: v.grad.clone() for k, v in values.items()}
+        for v in values.values():
+            v.grad = None
+        sum(((i + 1) * b).sum() for i, (_, b) in enumerate(pairs)).backward()
+        assert all(torch.equal(v.grad, grads[k]) for k, v in values.items()), name
+
+
+def test_words_for_pytrees():
+    """The same for equal containers; a dictionary's keys, not their order, make the difference."""
+    one = _torch.flatten({"b": 1, "a": [2, {3: 4, 2.5: 5}]})
+    assert one[0] == [2, 5, 4, 1] and one[1].text == _torch.flatten({"a": [0, {2.5: 0, 3: 0}], "b": 0})[1].text
+    assert one[1].text != _torch.flatten({"b": 1, "c": [2, {3: 4, 2.5: 5}]})[1].text
+    for tree in ([], {}, (None, [1]), Pair(1, {"b": 2, "a": 3}), OrderedDict(b=1, a=2), {frozenset("ba"): 1, None: 2}):
+        leaves, structure = _torch.flatten(tree)
+        assert _torch.unflatten(leaves, structure) == tree
+        assert _torch.unflatten_as_given(_torch.as_given(leaves, structure), structure) == tree
+    keys = [object(), object()]  # nothing to sort them by: as they stand
+    assert _torch.flatten({keys[1]: 1, keys[0]: 2})[0] == [1, 2]
 
 
 def test_arguments():

@@ -98,6 +98,84 @@ def test_direction_partitions_and_pytrees():
     assert torch.equal(B(x), N * x), "no error spoils the next call"
 
 
+def layers():
+    """name: (what the ranks but one call, what that one calls, words of the error)."""
+    L, rows = dd.Layout(P, (2 * N,)), dd.Layout(dd.Partition((N, 1)), (2 * N, 3))
+    x, y, target, w = randn((2,), R), randn((2, 3), R), torch.zeros(2, dtype=torch.int64), torch.ones(3)
+    image, pixels = dd.Layout(dd.Partition((N, 1, 1)), (N, 3, 4)), randn((1, 3, 4), R)
+
+    def batch(**others):
+        return F.dist_batch_norm(pixels, image, torch.zeros(3), w, w, w, **others)
+
+    return {
+        "sum, norm": (lambda: F.dist_sum(x, L), lambda: F.dist_norm(x, L), "dist_sum at"),
+        "max, min": (lambda: F.dist_max(x, L), lambda: F.dist_min(x, L), "dist_min at"),
+        "mean, sum": (lambda: F.dist_mean(x, P), lambda: F.dist_sum(x, P), "dist_mean at"),
+        "ord": (lambda: F.dist_norm(x, L, ord=1), lambda: F.dist_norm(x, L), "ord=1"),
+        "correction": (lambda: F.dist_var(x, L), lambda: F.dist_var(x, L, correction=0), "correction=0"),
+        "losses": (lambda: F.dist_mse_loss(x, x, L), lambda: F.dist_l1_loss(x, x, L), "dist_l1_loss at"),
+        "reduction": (lambda: F.dist_mse_loss(x, x, L), lambda: F.dist_mse_loss(x, x, L, "sum"), "reduction='sum'"),
+        "label_smoothing": (lambda: F.dist_cross_entropy(y, target, rows),
+                            lambda: F.dist_cross_entropy(y, target, rows, label_smoothing=0.5), "label_smoothing=0.5"),
+        "eps": (lambda: F.dist_layer_norm(x, L, 2 * N), lambda: F.dist_layer_norm(x, L, 2 * N, eps=1e-3), "eps=0.001"),
+        "momentum": (lambda: batch(training=True), lambda: batch(training=True, momentum=0.2), "momentum=0.2"),
+        "eps without messages": (batch, lambda: batch(eps=0.25), "eps=0.25"),
+        "dropout's p": (lambda: F.dist_dropout(x, L, 0.5, 1), lambda: F.dist_dropout(x, L, 0, 1), "p=0,"),
+        "dropout's seed": (lambda: F.dist_dropout(x, L, 0.5, 1), lambda: F.dist_dropout(x, L, 0.5, 2), "seed=2"),
+        "bare, ord": (lambda: F.dist_norm(x, P, ord=1), lambda: F.dist_norm(x, P), "ord=1"),
+    }  # fmt: skip
+
+
+def test_layers_and_their_arguments():
+    """Another layer, or another plain argument, on one rank: an error that names it, also where no message is sent."""
+    for name, (call, other, word) in layers().items():
+        words = ("the function called" if word.endswith(" at") else "the arguments", word, "test_checking.py:")
+        for odd in (0, N - 1):
+            text = raises_everywhere(AgreementError, other if odd == R else call, *words)
+            assert f"rank {odd}: " in text, name
+        call()  # the same everywhere
+
+
+def test_the_same_arguments_spelt_otherwise():
+    """Lists and tuples, 1 and 1.0, are one value; tensors, and what a rank leaves out, may differ."""
+    L, x = dd.Layout(dd.Partition((N, 1)), (2 * N, 3)), randn((2, 3), R)
+    assert F.dist_sum(x, L, [0, 1] if R else (0, 1), keepdim=False).shape == ()
+    F.dist_layer_norm(x, L, [3] if R else (3,), torch.ones(3) if R else None, eps=1 if R else 1.0)
+    F.scatter(torch.ones(2 * N, 3) if R == 0 else None, dd.Partition((N, 1)))
+    y = F.scatter({"b": torch.ones(N), "a": torch.zeros(N)} if R == 0 else None, P)
+    assert y["a"] == 0 and y["b"] == 1
+
+
+def test_containers():
+    x = torch.ones(2)
+    for mine, others in (([x], {"a": x}), ({"a": x}, {"b": x}), ([[x], x], [x, x]), ((x, x), [x, x])):
+        for call in (F.all_sum_reduce, F.mark_varying, lambda t, P: F.shift(t, dd.Layout(P, (2 * N,)), 0)):
+            raises_everywhere(AgreementError, lambda: call(others if R else mine, P), "the pytree")
+    assert F.shift({"b": x, "a": 2 * x} if R else {"a": 2 * x, "b": x}, P, 0)["a"].tolist() == [2, 2]
+
+
+def test_an_error_of_one_rank_is_told_at_once():
+    """With its cause, long before the limit of 60 s; on all ranks of the call; and the next call is right."""
+    L, x = dd.Layout(P, (2 * N,)), torch.full((2,), float(R))
+    calls = {
+        "wrong shape": (lambda odd: F.shift(x[: 1 if odd else 2], L, 0), "expected (2,), got (1,)"),
+        "wrong argument": (lambda odd: F.shift(x, L, 4 if odd else 0), "no dim 4"),
+        "in a layer": (lambda odd: F.dist_layer_norm(x, L, 2 * N + odd), "normalized_shape"),
+        "no tensor": (lambda odd: F.all_sum_reduce([None] if odd else [x], P), "NoneType"),
+        "a map": (lambda odd: dd.maps.all_sum_reduce(P, (2,))(x[: 1 if odd else 2]), "got (1,)"),
+    }  # fmt: skip
+    for call, cause in calls.values():
+        for odd in (0, N - 1):
+            start = time.monotonic()
+            words = () if odd == R else (f"rank {odd} left this call", "by an error of its own")
+            raises_everywhere(DistdlError, lambda: call(odd == R), cause, "test_checking.py:" if words else "", *words)
+            assert time.monotonic() - start < 20
+            assert F.shift(x, L, 0).tolist() == [(R - 1.0) % N] * 2
+    with pytest.raises(dd.errors.ShapeError):  # on all ranks: nobody is told of anything
+        F.shift(x[:1], L, 0)
+    assert F.all_sum_reduce(x, P)[0] == N * (N - 1) / 2
+
+
 def test_batches():
     x = torch.ones(4, 2)
     raises_everywhere(AgreementError, lambda: vmap(lambda x: F.shift(x, P, 0))(x[: 3 if R else 4]), "vmaps")

@@ -291,6 +291,33 @@ def test_bad_files(kept):
         checkpoint.load(torn)
 
 
+def test_a_flipped_bit_is_every_ranks_error(folder, monkeypatch):
+    """In whichever rank's part, and whoever reads it: pieces that several ranks write, read by another partition."""
+    for module in (checkpoint.sums, checkpoint.format):
+        monkeypatch.setattr(module, "PIECE", 48)  # a piece holds bytes of several ranks
+    path, x, y = folder / "x.safetensors", randn(5, 7), torch.arange(9)
+    for P, Q in zip(grids(2), [*grids(2)][1:]):
+        L, M, K = dd.Layout(P, x.shape), dd.Layout(Q, x.shape), dd.Layout(dd.Partition((N,)), y.shape)
+        checkpoint.save(path, {"x": L.shard(x), "y": K.shard(y)}, {"x": L, "y": K})
+        good = path.read_bytes()
+        start, second = len(good) - x.nbytes - y.nbytes, len(good) - y.nbytes
+        for at in (30, start // 2, start - 20, start, start + 70, start + 200, second - 1, second, len(good) - 1):
+            WORLD.all_gather(None, range(N))
+            if RANK == 0:
+                path.write_bytes(good[:at] + bytes([good[at] ^ 16]) + good[at + 1 :])
+            WORLD.all_gather(None, range(N))
+            with refused(*["'x' is damaged" if at < second else "'y' is damaged"] * (at >= start)):
+                checkpoint.load(path, {"x": M, "y": K})
+        found, _ = checkpoint.load(path, {"x": M, "y": K}, verify=False)
+        agree(found["x"].shape == M.local_shape())
+        WORLD.all_gather(None, range(N))
+        if RANK == 0:
+            path.write_bytes(good)
+        WORLD.all_gather(None, range(N))
+        found, _ = checkpoint.load(path, {"x": M, "y": K})
+        agree(torch.equal(found["x"], M.shard(x)) and torch.equal(found["y"], K.shard(y)))
+
+
 @pytest.mark.mpi(2)
 def test_different_files(kept):
     """Another save between two ranks' reads must not give a mixture."""

@@ -1,5 +1,6 @@
 """Long messages go in chunks, and nothing is left behind by many calls."""
 
+import os
 import resource
 
 import pytest
@@ -106,3 +107,15 @@ def test_a_world_of_its_own():
         other.close()
     with pytest.raises(dd.errors.PartitionError, match="no such world"):
         dd.Partition((1,), world="other").index()
+
+
+def test_a_closed_world_keeps_no_file():
+    """Neither its board's memory nor anything else."""
+    def opened():
+        return len(os.listdir("/proc/self/fd"))
+
+    dd.World(name="other").close()
+    before = opened()
+    for _ in range(20):
+        dd.World(name="other").close()
+    dd.testing.collective_assert(opened() <= before, f"{opened() - before} files were left open by 20 worlds")

@@ -147,23 +147,21 @@ def test_prefetch_changes_nothing_but_the_order(remat, prefetch):
     check([b.grad for b in blocks], [s.block(g) for s, g in zip(shardings, serial)], "gradients")
 
 
-def test_under_torch_func():
-    """jvp and forward over reverse through gathered blocks (without remat)."""
+@pytest.mark.parametrize("remat", [True, False, "parameters"])
+def test_under_torch_func(remat):
+    """grad, jvp and forward over reverse through gathered blocks, gathered again or kept."""
     n, r, P = world()
     params = initial()
     shardings = [dp.Sharding.of(p, P) for p in params]
     cut = lambda tree: [s.block(p) for s, p in zip(shardings, tree)]
     blocks, v = cut(params), mapped(torch.cos, params)
     x, last = head(1, P)
-    run = dp.chain([layer, layer, last], shardings, remat=False)
+    run = dp.chain([layer, layer, last], shardings, remat=remat)
     f, serial = (lambda b: run(b, x)), (lambda p: mean_loss(p, batch(1)))
+    check(grad(f)(blocks), cut(grad(serial)(params)), "grad")
     check(jvp(f, (blocks,), (cut(v),)), jvp(serial, (params,), (v,)), "jvp")
     found, expected = jvp(grad(f), (blocks,), (cut(v),)), jvp(grad(serial), (params,), (v,))
     check(found, [cut(e) for e in expected], "forward over reverse")
-    with pytest.raises(dd.errors.DistdlError, match="activation checkpointing"):
-        grad(lambda b: dp.chain([layer, layer, last], shardings)(b, x))(blocks)
-    with pytest.raises(dd.errors.DistdlError, match=r"not inside torch\.func"):
-        grad(lambda b: dp.chain([layer, layer, last], shardings, remat="parameters")(b, x))(blocks)
 
 
 @pytest.mark.parametrize("remat", [True, "parameters"])
