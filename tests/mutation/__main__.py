@@ -32,7 +32,8 @@ from equivalent import EQUIVALENT  # noqa: E402
 from mutate import named  # noqa: E402
 from torch.fx.experimental import proxy_tensor  # noqa: E402
 
-MODULES = ("partition", "plan", "ties", "run", "linear_map", "program", "exchange", "maps")
+MODULES = ("partition", "plan", "ties", "autograd", "linear_map", "engine.dispatch", "engine.recognise", "engine.program",
+           "engine.exchange", "maps")
 PACKAGE = HERE.parents[1] / "distdl"
 codes: dict = {}  # of distdl and the tests, by the names they are imported by
 loaded = (hypothesis, numpy, pytest, proxy_tensor)
@@ -131,7 +132,7 @@ def main() -> int:
         argued = EQUIVALENT.get(module, {})
         if options.argued and not argued:
             continue
-        path = PACKAGE / f"{module}.py"
+        path = PACKAGE / f"{module.replace('.', '/')}.py"
         unchanged, took = verdict(*begin(module, codes[f"distdl.{module}"]))
         if unchanged:
             print(f"{module} fails as it is: {': '.join(unchanged)}")

@@ -13,39 +13,41 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
             "0 -> 1": "the local tensor lacks the dim: only that the place is the same under every key matters"},
         "programs: dict = field(default_factory=dict, repr=False)  # the executor's notes, per shape and strides": {
             "False -> True": "wording"},
-        "return len(received[0].boxes) > 1 or len(boxes) > 64 or _collide([[(a, a + n) for a, n in zip(*box)] for box in boxes])": {
-            "Gt -> GtE (2)": "how many boxes are too many to ask whether they pile up: the answer is then yes, always right",
-            "64 -> 65": "how many boxes are too many to ask whether they pile up: the answer is then yes, always right"},
         "if other[0][0] >= box[0][1]:": {
             "GtE -> Gt": "where the search for two boxes that meet may stop: time only"},
         "break": {
             "jump removed (2)": "where the search for two boxes that meet may stop: time only"},
     },
-    "run": {
-        "_transport.begun += 1  # in a graph that was traced the operator stands alone": {
+    "engine.recognise": {
+        "return len(first.boxes) > 1 or len(boxes) > 64 or collide([[(a, a + n) for a, n in zip(*box)] for box in boxes])": {
+            "Gt -> GtE (2)": "how many boxes are too many to ask whether they pile up: the answer is then yes, always right",
+            "64 -> 65": "how many boxes are too many to ask whether they pile up: the answer is then yes, always right"}},
+    "engine.dispatch": {
+        "traffic.begun += 1": {
+            "Add -> Sub": "what reads it asks whether it has changed, not how",
+            "1 -> 2": "what reads it asks whether it has changed, not how"},
+        "if dispatch_modes() or not (ordinary or all(map(is_plain, xs))):": {
+            "and <-> or (2)": "several tensors then go by way of the operator that tracers record: the same values, slower"},
+        "traffic.begun += 1  # in a graph that was traced the operator stands alone": {
             "Add -> Sub": "what reads it asks whether it has changed, not how",
             "1 -> 2": "what reads it asks whether it has changed, not how"}},
     "linear_map": {
         "return held.world == wanted.world and max(self.plan.ranks) < self.world.size": {
-            "returns None": "remembers that a map fits its world; where that is not known the world is asked again, at each call"},
+            "returns None": "remembers that a map fits its world; where that is not known the world is asked again, at each call"}},
+    "autograd": {
         "if (_grad_enabled() and _require_grad(xs, ties)) or (_forward_mode_active() and _have_tangents(xs, ties)):": {
             "and <-> or (3)": "a node without tangents is made in forward mode, for nothing: the same values, slower"},
-        "transport.begun += 1": {
-            "Add -> Sub": "what reads it asks whether it has changed, not how",
-            "1 -> 2": "what reads it asks whether it has changed, not how"},
-        "traced = _dispatch_modes() or not (ordinary or all(map(_is_plain, xs)))": {
-            "and <-> or (2)": "several tensors then go by way of the operator that tracers record: the same values, slower"},
         "return x.new_empty(0, dtype=torch.float32)": {
             "0 -> 1": "a tie has no value that anything reads: only what it depends on matters"},
-        "xs = args[: len(maps)]": {
+        "xs = args[: len(steps)]": {
             "without its stop": "what follows takes as many operands as there are maps, and the ties come after them"},
-        "*ys, s = apply(maps, args[:n], args[n:], pending, tied)": {
+        "*ys, s = apply(steps, args[:n], args[n:], pending, tied)": {
             "without its stop": "what follows takes as many operands as there are maps, and the ties come after them"},
         "ctx.set_materialize_grads(False)  # the tie's own would be made every time, for nothing": {
             "call removed": "a missing cotangent comes as zeros instead of being made zeros here: time and memory only",
             "False -> True": "a missing cotangent comes as zeros instead of being made zeros here: time and memory only"},
     },
-    "program": {
+    "engine.program": {
         "ends.append((-1, end))": {
             "without USub": "the scratch memory comes after the only tensor, so that it is number 1 as well as the last"},
         "_SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then": {
@@ -59,11 +61,8 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
         "small = _parts(next(m for m in view.received if m.peer == rank), *about, _dense(shape))": {
             "without its filter": "in a reduce-scatter each arrival fills the rank's whole block: all have the same box",
             "Eq -> NotEq": "in a reduce-scatter each arrival fills the rank's whole block: all have the same box"},
-        "limit = 2**30  # bytes kept for later": {
-            "2 -> 3": "how much memory is kept for later: time and memory only",
-            "30 -> 31": "how much memory is kept for later: time and memory only"},
     },
-    "exchange": {
+    "engine.exchange": {
         "base = 0": {
             "0 -> 1": "nothing is reckoned from it where nothing is staged"},
         "pending[rank] = Pending((plan,), [x], LocalTransport(rank, max(ranks) + 1, mailboxes))": {

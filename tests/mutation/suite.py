@@ -18,9 +18,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "mpi"))
 FIRST = {"partition": ["test_partition"], "plan": ["test_plan"], "linear_map": ["test_one_process", "test_forked"],
-         "ties": ["test_one_process", "test_forked"], "run": ["test_one_process", "test_forked"],
-         "program": ["test_exchange", "test_fused", "test_device_double", "test_plan"],
-         "exchange": ["test_exchange", "test_fused", "test_device_double", "test_plan"], "maps": []}
+         "autograd": ["test_one_process", "test_forked"],
+         "ties": ["test_one_process", "test_forked"], "engine.dispatch": ["test_one_process", "test_forked"],
+         "engine.recognise": ["test_plan", "test_exchange"],
+         "engine.program": ["test_exchange", "test_fused", "test_device_double", "test_plan"],
+         "engine.exchange": ["test_exchange", "test_fused", "test_device_double", "test_plan"], "maps": []}
 SKIP = {"test_digest_is_equal_in_every_process", "test_planning_4096_ranks", "test_many_ranks_are_quick", "test_repartition",
         "test_transpose_is_the_matrix_transpose", "test_transpose_of_halos_is_the_matrix_transpose",
         "test_blocks_cover_exactly_once", "test_balanced", "test_many_of_every_cell", "test_a_few_of_every_cell",
@@ -124,7 +126,7 @@ def tests(module):
         if name not in FIRST[module]:
             yield from of_module(name)
     yield from fuzz([1, 2])
-    if module == "linear_map":
+    if module in ("autograd", "linear_map"):
         yield "nonlinear", partial(importlib.import_module("test_forked").test_one_rank_alone_is_nonlinear, 0)
     for name in ONE_RANK:
         yield from of_module(f"test_{name}")
