@@ -129,9 +129,7 @@ class Observer:
         op = f"agreement for {getattr(value, 'op', purpose)}"
         same = Field("the operator called", "agreement", True, "call the same operators in the same order", op)
         who = Field("the ranks that agree", str(ranks), True, "pass equal partitions on every rank")
-        said = None if self.timeout is None else called()
-        fields = (same, who) if said is None else (same, who, *told_of(said))
-        return self._checked(host, board, host, Call(op, f"ranks {ranks}", ranks, ranks, (), True, fields), said)
+        return self._checked(host, board, host, Call(op, f"ranks {ranks}", ranks, ranks, (), True, (same, who)))
 
     def alike(self, host, op: str, P) -> None:
         """Compare a call that sends no message among the ranks of ``P``; collective over them, where this compares."""
@@ -158,7 +156,7 @@ class Observer:
                 side.stand_in(r, head + call.packed + pickle.dumps(("", host.board.done)))  # one message for each number
         return True
 
-    def _checked(self, host, board, transport, call, said, maps=(), xs=(), recorded=False):
+    def _checked(self, host, board, transport, call, said=None, maps=(), xs=(), recorded=False):
         where = user_line() if said is None else said.line
         if self.timeout is not None or not call.waits:
             board.enter(call.text, where)

@@ -192,7 +192,8 @@ def test_ranks_that_take_no_part_hear_of_it(impatient):
         pytest.skip("needs 3 ranks")
     Q, x = dd.Partition((2,)), torch.ones(2)
     calls = [lambda: F.shift(x, Q, 0), lambda: F.all_gather(x, dd.Layout(Q, (4,)))]
-    with pytest.raises(AgreementError, match=r"rank 0: shift over Partition\(\(2,\)\), now in .*; rank 1: all_gather"):
+    text = r"rank 0: shift over Partition\(\(2,\)\), torch.float32, now in .*; rank 1: all_gather"
+    with pytest.raises(AgreementError, match=text):
         in_order(*(calls[:: -1 if r else 1] if r < 2 else []), lambda: F.shift(x, P, 0))
     assert F.shift(x * r, P, 0).tolist() == [(r - 1.0) % n] * 2
 
@@ -224,8 +225,9 @@ def test_another_dtype(impatient):
     """A promise broken (no negotiation, another dtype on one rank): an error that names both, not garbage, whatever the sizes."""
     n, r, P, rows, columns = world()
     for mine, others in ((torch.float32, torch.float64), (torch.float64, torch.float32), (torch.int32, torch.float32)):
-        with pytest.raises(AgreementError, match=f"rank 0: shift over .*, {mine}, now in .*: shift over .*, {others}, now in"):
-            F.shift(torch.ones(4, dtype=mine if r == 0 else others), P, 0)
+        text = f"rank 0: all_gather over .*, {mine}, now in .*: all_gather over .*, {others}, now in"
+        with pytest.raises(AgreementError, match=text):
+            F.all_gather(torch.ones(4, dtype=mine if r == 0 else others), dd.Layout(P, (4 * n,)))
     assert F.shift(torch.full((2,), float(r)), P, 0).tolist() == [(r - 1.0) % n] * 2
 
 
