@@ -174,15 +174,12 @@ class Observer:
         others = [r for r in call.ranks if r != side.rank]
         for r in others:
             side.counts[r] += 1
-        problem = _reported(side)
-        if problem is not None:
-            self._fail(side, call, problem)
         prints = fingerprint(xs) if call.copies and not self.tracing else ()
         hashed, norm = together(prints) if prints else (bytes(8), 0.0)
         mine = 0, *call.digests, recorded, hashed, norm
         body = call.packed + pickle.dumps((where, board.done, prints))
         swap = side.swap({r: HEAD.pack(side.counts[r], *mine[1:]) + body for r in others}, mine)
-        problem = self._wait(side, board, call, where, swap)
+        problem = _reported(side) or self._wait(side, board, call, where, swap)  # one message for each number, also then
         if problem is None and call.copies:
             heads = swap.heads()
             if len({head[4] for head in heads.values()}) > 1:
