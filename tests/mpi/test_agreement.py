@@ -158,7 +158,7 @@ def all_raise(first, second, *words):
     """Rank 0 makes two calls, the others the same in the opposite order: one error on every rank, that names both."""
     n, r, P, _, _ = world()
     with pytest.raises(AgreementError) as caught:  # a rank that got all it waited for hears of it in the next call
-        in_order(*(first, second)[:: -1 if r else 1], lambda: F.shift(torch.ones(3), P, 0))
+        in_order(*(first, second)[:: -1 if r else 1], lambda: F.all_gather(torch.ones(1), dd.Layout(P, (n,))))
     text = str(caught.value)
     words = ("the ranks are in different calls", "rank 0: ", "; rank ", "test_agreement.py", *words)
     assert all(w in text for w in words), text
@@ -194,7 +194,7 @@ def test_ranks_that_take_no_part_hear_of_it(impatient):
     calls = [lambda: F.shift(x, Q, 0), lambda: F.all_gather(x, dd.Layout(Q, (4,)))]
     text = r"rank 0: shift over Partition\(\(2,\)\), torch.float32, now in .*; rank 1: all_gather"
     with pytest.raises(AgreementError, match=text):
-        in_order(*(calls[:: -1 if r else 1] if r < 2 else []), lambda: F.shift(x, P, 0))
+        in_order(*(calls[:: -1 if r else 1] if r < 2 else []), lambda: F.all_gather(x, dd.Layout(P, (2 * n,))))
     assert F.shift(x * r, P, 0).tolist() == [(r - 1.0) % n] * 2
 
 
