@@ -40,8 +40,8 @@ def _fold(z, stride, space):
         d, k = i + 2, z.shape[-1]
         shape = list(z.shape[:-1])
         shape[d] = n
-        # Zeros for each: under inference mode some versions of torch write into them.
-        z = sum(torch.slice_scatter(z.new_zeros(shape), z.select(-1, a), d, a, n - k + 1 + a, s) for a in range(k))
+        zeros = z.new_zeros(shape)
+        z = sum(torch.slice_scatter(zeros, z.select(-1, a), d, a, n - k + 1 + a, s) for a in range(k))
     return z
 
 

@@ -162,8 +162,9 @@ def formats(t):
 
 
 def inference(t):
+    wished = t.call.cut(t.call.whole(*t.call.inputs))
     with torch.inference_mode():
-        t.results("inference mode", _tuple(t.call.run(*t.call.parts())), t.call.cut(t.call.whole(*t.call.inputs)))
+        t.results("inference mode", _tuple(t.call.run(*t.call.parts())), wished)
 
 
 def autocast(t):
