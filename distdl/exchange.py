@@ -35,7 +35,8 @@ class Pending:
             xs = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(_torch.plain(x)) for x in xs]
         program, xs = program_of(plans, xs, transport)
         self.program, self.xs, self.transport, self.staging, self.handle = program, xs, transport, None, None
-        ys = self.ys = [_empty_like(like) for like in program.likes]
+        ys = self.ys = [_empty_like(like) if stride is None else torch.empty_strided(like.shape, stride, dtype=like.dtype,
+                        device=like.device) for like, stride in zip(program.likes, program.strides)]  # fmt: skip
         for leaf in program.large:
             pages.prefer_large_pages(ys[leaf])
         if program.kind == "all_reduce":

@@ -92,7 +92,8 @@ class Program:
     Messages are (peer, leaf, byte offset, bytes), inside a tensor's own memory, or inside the staging memory (leaf -1).
     """
 
-    likes: list[torch.Tensor]  # for each output a tensor without memory, of its shape and working dtype
+    likes: list[torch.Tensor]  # for each output a tensor without memory, of its shape and working dtype,
+    strides: list[tuple[int, ...] | None]  # and its strides, where it is not contiguous
     zeroed: list[int]  # the outputs that start as zeros,
     blanks: list[Part]  # and the boxes of large ones that do
     casts: list[torch.dtype] | None  # dtypes of the results, where the working ones differ
@@ -178,6 +179,26 @@ class Program:
 def _dense(shape):
     """Strides of a contiguous tensor."""
     return tuple(accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1))[::-1] if shape else ()
+
+
+def channels_last(shape, stride) -> bool:
+    """Whether torch takes a tensor of 2 or 3 spatial dims for channels_last (its own rule, of strides alone)."""
+    least = 0
+    for d in (1, *range(len(shape) - 1, 1, -1), 0):
+        if not shape[d] or stride[d] < least or (d == 0 and least == stride[1]):
+            return False
+        least = stride[d] * shape[d]
+    return True
+
+
+def _fresh(shape, x, n):
+    """Strides of an output of this shape: channels_last where the input ``x`` (shape, stride) is, after ``n`` batch axes; else
+    contiguous. This rank's matter alone: what travels is in the order of indices."""
+    own = x[0][n:]
+    if len(own) not in (4, 5) or len(shape) - n != len(own) or not channels_last(own, x[1][n:]):
+        return _dense(shape)
+    *others, last = _dense((*shape[: n + 1], *shape[n + 2 :], shape[n + 1]))
+    return (*others[: n + 1], last, *others[n + 1 :])
 
 
 def _like(shape, dtype, device):
@@ -315,12 +336,12 @@ def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> Program:
     sends, receives = [[(rank, *at, n)] for at in (ends if kind == "all_gather" else ends[::-1])]
     packs, unpacks = (staged_small, staged_blocks) if kind == "all_gather" else (staged_blocks, staged_small)
     late: list[tuple[Part, Part | None]] = [(to, None) for to in unpacks]
-    return Program(likes, [], [], None, sends, receives, [], [], packs, [], late, end, kind, group, True, [])
+    return Program(likes, [None], [], [], None, sends, receives, [], [], packs, [], late, end, kind, group, True, [])
 
 
 def _program(plans, leads, strides, dtypes, transport, device) -> Program:
     rank = transport.rank
-    sends, receives, kept, likes, zeroed, blanks = defaultdict(list), defaultdict(list), [], [], [], []
+    sends, receives, kept, likes, formats, zeroed, blanks = defaultdict(list), defaultdict(list), [], [], [], [], []
     late: list[tuple[Part, Part | None]] = []
     kind, group = _collective(plans, leads, dtypes, transport)
     for leaf, (plan, lead, stride, dtype) in enumerate(zip(plans, leads, strides, dtypes)):
@@ -328,10 +349,12 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
         work = _WIDER.get(dtype, dtype) if _widens(view, dtype, kind, transport) else dtype
         shape = (*lead, *view.out_shape)
         likes.append(_like(shape, work, device))
+        fresh = _dense(shape) if kind else _fresh(shape, ((*lead, *view.in_shape), stride), len(lead))
+        formats.append(None if fresh == _dense(shape) else fresh)
         if view.gaps is None or (view.gaps and math.prod(shape) * work.itemsize < _SMALL):
             zeroed.append(leaf)
         else:
-            blanks += [_box(leaf, lead, starts, sizes, _dense(shape), work) for starts, sizes in view.gaps]
+            blanks += [_box(leaf, lead, starts, sizes, fresh, work) for starts, sizes in view.gaps]
         if kind or not math.prod(lead):
             continue
 
@@ -340,7 +363,7 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
             sends[message.peer] += _parts(message, *about, stride)
         for position, message in enumerate(view.received):
             add = view.adds and not (position == 0 and view.covered)
-            targets = _parts(message, *about, _dense(shape), add=add, cast=work != dtype)
+            targets = _parts(message, *about, fresh, add=add, cast=work != dtype)
             if message.peer == rank:
                 (late if add else kept).extend(zip(targets, _parts(view.kept, *about, stride)))
             else:
@@ -365,8 +388,8 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
             late = [(to, None) for to, _ in rest]
     casts = list(dtypes) if any(like.dtype != d for like, d in zip(likes, dtypes)) else None
     travels = bool(send_messages or receive_messages)
-    return Program(likes, zeroed, blanks, casts, send_messages, receive_messages, moves, kept, packs, arrivals, late, end, kind,
-                   group, travels, [])
+    return Program(likes, formats, zeroed, blanks, casts, send_messages, receive_messages, moves, kept, packs, arrivals, late, end,
+                   kind, group, travels, [])
 
 
 class _Staging:

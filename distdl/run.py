@@ -73,7 +73,7 @@ def traced(maps, xs):
 
 def _move_real(xs, movement):
     _transport.begun += 1  # in a graph that was traced the operator stands alone
-    return plain(_traced[movement], xs)
+    return [y.contiguous() for y in plain(_traced[movement], xs)]  # as the tracer was told
 
 
 def _move_fake(xs, movement):

@@ -59,8 +59,8 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     Returns:
         (tokens, new features), in the order of ``x``.
 
-    Messages: two small all-gathers, of counts and of widths and dtypes; forward each token goes to its expert's rank and back, one message for
-    each pair of ranks each way; the same backward.
+    Messages: two small all-gathers, of counts and of widths and dtypes; forward each token goes to its expert's rank and
+    back, one message for each pair of ranks each way; the same backward.
 
     Raises:
         AgreementError: experts return different numbers of features, or dtypes.

@@ -102,8 +102,8 @@ def _group_norm(x, groups, weight, bias, eps, dtype):
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # torch's backward fails without
     weight, bias = (None if t is None else t.to(x.dtype) for t in (weight, bias))
-    if _torch.forward_mode_active():
-        x = x.contiguous()  # torch's rule for tangents takes a view, which channels_last has not
+    if _torch.transforms_active() or _torch.forward_mode_active():
+        x = x.contiguous()  # torch's rules for batches and tangents fail for channels_last
     return torch.group_norm(x, groups, weight, bias, eps).to(dtype)
 
 
@@ -155,7 +155,8 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
             momentum = 1 / num_batches_tracked if momentum is None else momentum
             new = mean.detach().reshape(-1), var.detach().reshape(-1) * (n / (n - 1))
             running_mean, running_var = (
-                (wide(old) * (1 - momentum) + fresh * momentum).to(old.dtype) for old, fresh in zip((running_mean, running_var), new)
+                (wide(old) * (1 - momentum) + fresh * momentum).to(old.dtype)
+                for old, fresh in zip((running_mean, running_var), new)
             )
     return _normalised(x, shift, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype), running_mean, running_var
 

@@ -6,14 +6,17 @@ from functools import lru_cache
 
 import torch
 
+from .. import _torch
 from ..agree import check_tensor, outside, partition_of, resolve
 from ..errors import PartitionError
 from ..halo import HaloSpec
+from ..program import channels_last
 from ..ties import nothing
 from .autocast import autocast
 from .movement import halo_exchange
 from .reduce import check_block, check_kind
 
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 MODES = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
 
@@ -89,8 +92,13 @@ def with_layout(op, x, P, shape, body, indices=False, kinds="any dtype"):
         return outside_result(outside(xs, P)[0])
     layout = layouts[0]
     x = xs[0]
-    if layout.active:
-        check_block(op, x, layout)
-        return body(x, layout)
-    check_tensor(op, x, layout)
-    return outside_result(body(x if x.shape == layout.local_shape() else nothing(layout.local_shape(), x), layout))
+    if not layout.active:
+        check_tensor(op, x, layout)
+        return outside_result(body(x if x.shape == layout.local_shape() else nothing(layout.local_shape(), x), layout))
+    check_block(op, x, layout)
+    y = body(x, layout)
+    if x.dim() not in _FORMATS or x.is_contiguous() or _torch.transforms_active() or not channels_last(x.shape, x.stride()):
+        return y
+    # As torch's own layers keep it. Movements and most operators have done so; indexing and concatenation have not.
+    ys = [t.contiguous(memory_format=_FORMATS[x.dim()]) if t.dim() == x.dim() else t for t in (y if type(y) is tuple else (y,))]
+    return tuple(ys) if type(y) is tuple else ys[0]

@@ -237,3 +237,59 @@ def test_errors():
             call()
     # under a transform there is no looking at values: such a loss is NaN
     assert torch.func.grad(lambda x: F.dist_cross_entropy(x, torch.tensor([0, -7]), L))(x).isnan().any()
+
+
+def test_infinite_and_nan_logits():
+    """Values and gradients are torch's, NaN where torch's are."""
+    inf, nan = math.inf, math.nan
+    x = torch.tensor([[1, 2, 3, -1], [inf, 1, 2, 0], [1, inf, 0, inf], [-inf, 0, 1, 2], [0, 1, 2, -inf], [-inf] * 4, [nan, 0, 1, 2],
+                      [-inf, inf, 0, 0]], dtype=torch.float64)  # fmt: skip
+    for target, smoothing, reduction in ((0, 0.0, "none"), (3, 0.2, "none"), (-100, 0.2, "sum"), (1, 0.0, "mean")):
+        t = torch.full((len(x),), target)
+        t[0] = 1
+        X = x.clone().requires_grad_()
+        Y = f.cross_entropy(X, t, reduction=reduction, label_smoothing=smoothing)
+        Y.sum().backward()
+        for name, L in layouts(x.shape, (1, 0)).items():
+            z = L.shard(x).clone().requires_grad_()
+            y = F.dist_cross_entropy(z, along(L, 0)(t), L, reduction=reduction, label_smoothing=smoothing)
+            y.sum().backward()
+            if L.active:
+                torch.testing.assert_close(y, along(L, 0)(Y) if reduction == "none" else Y, equal_nan=True, msg=name)
+                torch.testing.assert_close(z.grad, L.shard(X.grad), equal_nan=True, msg=name)
+
+
+DTYPES = [torch.float16, torch.float32, torch.float64, torch.complex64, torch.int64, torch.bool]
+
+
+@pytest.mark.parametrize("name", [n for n in POINTWISE if " " not in n])
+def test_dtypes_of_predictions_and_targets(name):
+    """The dtype and the values of torch where torch takes the pair, or one clear error on every rank."""
+    dist, serial, kind_x, kind_y, _ = POINTWISE[name]
+    L = dd.Layout(dd.Partition((dd.world().size, 1)), SHAPE)
+    taken = 0
+    for a in DTYPES:
+        for b in DTYPES:
+            x, y = (t.to(d) if not d.is_complex else torch.complex(t, t / 2).to(d)
+                    for t, d in zip((sample(kind_x, *SHAPE, seed=1), sample(kind_y, *SHAPE, seed=2).abs()), (a, b)))  # fmt: skip
+            for reduction in ("none", "mean"):
+                try:
+                    found = dist(L.shard(x), L.shard(y), L, reduction)
+                except ShapeError as error:
+                    found = str(error)
+                    assert "this loss is not of such tensors" in found
+                try:
+                    wanted = serial(x, y, reduction=reduction)
+                except (RuntimeError, NotImplementedError, TypeError):
+                    # torch refuses; of two floating dtypes, or a whole-numbered target, ours may be there, promoted
+                    assert isinstance(found, str) or (a.is_floating_point and not b.is_complex)
+                    continue
+                if isinstance(found, str):
+                    assert not a.is_floating_point or (b.is_complex and name != "l1"), f"{name} {a} {b}: {found}"
+                    continue
+                taken += 1
+                if torch.float16 in (a, b) or (name in ("huber", "bce_with_logits") and a != b):  # there torch has one of the two
+                    continue
+                assert found.dtype == wanted.dtype, f"{name} {a} {b}: {found.dtype}, not {wanted.dtype}"
+                torch.testing.assert_close(found, L.shard(wanted) if reduction == "none" else wanted, rtol=1e-4, atol=1e-5)
+    assert taken >= 6

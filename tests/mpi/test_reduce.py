@@ -169,3 +169,16 @@ def test_errors():
     for dist in (F.dist_max, F.dist_argmax):
         with pytest.raises(ShapeError, match="no element"):
             dist(torch.ones(0, 3), L, 0)
+
+
+def test_the_norm_of_order_0_has_a_graph():
+    """It counts, so its derivative is zero: there, and not absent."""
+    n = dd.world().size
+    L = dd.Layout(dd.Partition((n,)), (n + 2,))
+    x = L.shard(torch.arange(n + 2.0)).clone().requires_grad_()
+    y = F.dist_norm(x, L, ord=0)
+    y.backward()
+    assert y == n + 1 and torch.equal(x.grad, torch.zeros_like(x))
+    assert torch.equal(torch.func.grad(lambda x: F.dist_norm(x, L, ord=0))(x.detach()), torch.zeros_like(x))
+    value, tangent = torch.func.jvp(lambda x: F.dist_norm(x, L, ord=0), (x.detach(),), (x.detach(),))
+    assert value == n + 1 and tangent == 0
