@@ -196,7 +196,7 @@ def test_ranks_that_take_no_part_hear_of_it(impatient):
     calls = [lambda: F.shift(x, Q, 0), lambda: F.all_gather(x, dd.Layout(Q, (4,)))]
     text = r"rank 0: shift over Partition\(\(2,\)\), torch.float32, now in .*; rank 1: all_gather"
     with pytest.raises(AgreementError, match=text):
-        in_order(*(calls[:: -1 if r else 1] if r < 2 else []), lambda: F.shift(x, P, 0))
+        in_order(*(calls[:: -1 if r else 1] if r < 2 else []), lambda: F.all_gather(x, dd.Layout(P, (2 * n,))))
     assert F.shift(x * r, P, 0).tolist() == [(r - 1.0) % n] * 2
 
 
