@@ -170,9 +170,11 @@ def test_calls_in_another_order(impatient):
     L, x, u = dd.Layout(P, (2 * n,)), torch.tensor([1.0, 2.0]) + 10 * r, torch.ones(2, requires_grad=True)
     f, g = (torch.tensor([1.0, 2.0], dtype=d) for d in (torch.float32, torch.int32))
     calls = {
-        "shift": lambda: F.shift(x, L, 0), "all_gather": lambda: F.all_gather(x, L), "shift, float": lambda: F.shift(f, P, 0),
-        "halo_exchange": lambda: F.halo_exchange(x, dd.HaloSpec(L, 2, boundary="circular")), "shift, int": lambda: F.shift(g, P, 0),
+        "shift": lambda: F.shift(x, L, 0), "all_gather": lambda: F.all_gather(x, L),
+        "halo_exchange": lambda: F.halo_exchange(x, dd.HaloSpec(L, 2, boundary="circular")),
     }  # fmt: skip
+    if n < 4:  # else the last rank has all that it needs
+        calls["shift, float"], calls["shift, int"] = lambda: F.shift(f, P, 0), lambda: F.shift(g, P, 0)
     if n == 2:  # else some ranks have no part in one of the two, or need not wait
         calls["gather"], calls["permute"] = lambda: F.gather(x, L), lambda: F.permute(x, L, [(0, 1)])
         calls["broadcast"] = lambda: F.broadcast(x, dd.Partition((1,)), P, shape=(2,))
