@@ -13,7 +13,7 @@ from .errors import PartitionError, ShapeError
 from .partition import Layout, Partition, is_int
 
 __all__ = ["Checked", "checked"]
-_INTEGERS = ("in_features", "out_features", "in_channels", "out_channels", "groups", "num_features", "num_embeddings",
+_INTEGERS = ("in_features", "out_features", "in_channels", "groups", "num_features", "num_embeddings",
              "embedding_dim", "num_groups", "num_channels", "padding_idx")  # fmt: skip
 _NUMBERS = ("eps", "p", "a", "b", "low", "high", "mean", "std", "gain")
 
@@ -31,6 +31,7 @@ _KINDS = {
     "normalized_shape": ("an integer or a sequence of them",
                          lambda v: is_int(v) or (isinstance(v, Iterable) and all(map(is_int, v)))),
     "w": ("a tensor, this rank's block", lambda v: isinstance(v, torch.Tensor)),
+    "out_channels": ("an integer, or one for each block", lambda v: is_int(v) or (isinstance(v, tuple) and all(map(is_int, v)))),
     "momentum": ("a number or None", lambda v: v is None or _is_number(v)),
     "dtype": ("a torch.dtype", lambda v: isinstance(v, torch.dtype)),
     "device": ("a device, or its name", lambda v: isinstance(v, (torch.device, str)) or is_int(v)),

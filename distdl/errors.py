@@ -27,6 +27,8 @@ class DistdlError(Exception):
     name it, as every rank has the same one.
     """
 
+    _local = False  # whether a rank finds this by itself, while its peers may be on their way into the call that it leaves
+
     def __init__(self, problem, *, op=None, partitions=None, expected=None, actual=None, rank=None, next_step=None):
         self.problem, self.op, self.partitions = problem, op, partitions
         self.expected, self.actual, self.rank, self.next_step = expected, actual, rank, next_step
@@ -42,6 +44,8 @@ class DistdlError(Exception):
         if next_step is not None:
             parts.append(f"next step: {next_step}")
         super().__init__("; ".join(parts))
+        if self._local:
+            _heard_by["local"](self)
 
     def __reduce__(self):
         # Exceptions cross processes (dd.launch); the default would call __init__ with the joined message only.
@@ -61,20 +65,16 @@ def _rebuild(cls, args, state):
     return error
 
 
-class _LocalError(DistdlError, ValueError):
-    """What a rank finds wrong by itself: its peers may be on their way into the call that it leaves."""
-
-    def __init__(self, problem, **parts):
-        super().__init__(problem, **parts)
-        _heard_by["local"](self)
-
-
-class PartitionError(_LocalError):
+class PartitionError(DistdlError, ValueError):
     """A partition, layout or halo that cannot exist, or that does not fit the call or the world."""
 
+    _local = True
 
-class ShapeError(_LocalError):
+
+class ShapeError(DistdlError, ValueError):
     """A local tensor whose shape, dtype or device does not fit the call."""
+
+    _local = True
 
 
 class AgreementError(DistdlError, RuntimeError):

@@ -316,10 +316,15 @@ def _window(rng, n, kind, zero):
                 calls={"spec": lambda x: F.halo_exchange(x, spec)}), (L,)  # fmt: skip
 
 
+def _mark_varying(x, L, dims):
+    """The function changes nothing outside of its ranks; the map has a placeholder there, as other movements have."""
+    return F.mark_varying(x, L, dims) if L.active else dd.maps.mark_varying(L, None, dims)(x)
+
+
 BUILDERS = {
     "repartition": _repartition, "scatter": _scatter, "gather": _gather, "broadcast": _broadcast, "sum_reduce": _sum_reduce,
     "all_sum_reduce": _summing(dd.maps.all_sum_reduce, F.all_sum_reduce),
-    "mark_varying": _summing(dd.maps.mark_varying, F.mark_varying),
+    "mark_varying": _summing(dd.maps.mark_varying, _mark_varying),
     "invariant_sum": _summing(dd.maps.invariant_sum, F.invariant_sum), "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter, "shift": _shift, "permute": _permute, "halo_exchange": _halo, "window": _window,
 }  # fmt: skip

@@ -252,7 +252,8 @@ def test_damage_anywhere_is_an_error(tmp_path, monkeypatch):
     assert checkpoint.load(path, names=["b"])[0]["b"].tolist() == tensors["b"].tolist(), "not read, not checked"
     model = torch.nn.Linear(2, 2)
     checkpoint.save(path, *checkpoint.state(model))
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    damage = path.read_bytes()
+    path.write_bytes(damage[:-1] + bytes([damage[-1] ^ 1]))
     with pytest.raises(dd.errors.CheckpointError, match="is damaged"):
         checkpoint.restore(path, model)
     checkpoint.restore(path, model, verify=False)

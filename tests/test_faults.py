@@ -219,12 +219,12 @@ def test_who_does_not_come_to_the_first_use_is_named(job, how):
     """The first use is collective over all ranks, also where the movement is not."""
     code, lines = job("", 3, head=FIRST_USE, within=120, **how)
     assert code == 1
-    assert "rank 2 did not come to the first use of distdl" in lines[-1] and "program.py:11 in <module>" in lines[-1], lines[-8:]
+    assert "rank 2 did not come to the first use of distdl" in lines[-1] and "program.py:10 in <module>" in lines[-1], lines[-8:]
 
 
 @pytest.mark.slow
 def test_the_first_use_says_for_whom_it_waits(job):
-    head = FIRST_USE.replace("world.Barrier()", "if world.rank == 2: time.sleep(60); sys.exit(5)")
+    head = FIRST_USE.replace("world.Barrier()", "if world.rank == 2: time.sleep(30); sys.exit(5)")
     code, lines = job("", 3, head=head, within=300)
     assert code == 5
     (line,) = [line for line in lines if line.startswith("distdl: ")]

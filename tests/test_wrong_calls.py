@@ -54,7 +54,8 @@ def test_arguments_of_another_kind(function, known):
 
 def test_right_values_of_every_kind_pass():
     for name, values in {
-            "momentum": (None, 0.1, 1), "num_features": (3, np.int64(3), torch.tensor(3)), "P": (P, L), "eps": (1, 1e-5, np.float32(1), torch.tensor(0.1)),
+            "momentum": (None, 0.1, 1),
+            "num_features": (3, np.int64(3), torch.tensor(3)), "P": (P, L), "eps": (1, 1e-5, np.float32(1), torch.tensor(0.1)),
             "normalized_shape": (3, (3,), [np.int64(3)], torch.Size((3,))), "device": ("cpu", 0, torch.device("meta"))}.items():
         assert all(_KINDS[name][1](value) for value in values), name
 

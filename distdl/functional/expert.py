@@ -65,7 +65,11 @@ def expert_parallel(f, x, expert, P, num_experts: int):
         AgreementError: experts return different numbers of features, or dtypes.
         PartitionError, ShapeError: P has other than one dim; shapes that do not fit; an expert that does not exist.
     """
-    op, where = "expert_parallel", partition_of(P)
+    return _parallel("expert_parallel", f, x, expert, P, num_experts)
+
+
+def _parallel(op, f, x, expert, P, num_experts):
+    where = partition_of(P)
     if where.ndim != 1:
         raise PartitionError("experts lie along one dim", op=op, partitions=where, expected=1, actual=where.ndim,
                              next_step="use a partition of one dim, such as P.along(dim)")
@@ -120,5 +124,6 @@ def dist_expert_linear(x, w, P, expert, bias=None, *, num_experts: int):
     if partition_of(P).ndim == 1 and not partition_of(P).active:
         check_tensor("dist_expert_linear", x, P)
         return nothing((0, w.shape[1]), x, w, *(() if bias is None else (bias,)))
-    return expert_parallel(lambda k, tokens: torch.nn.functional.linear(tokens, w[k], None if bias is None else bias[k]),
-                           x, expert, P, num_experts)
+    return _parallel("dist_expert_linear",
+                     lambda k, tokens: torch.nn.functional.linear(tokens, w[k], None if bias is None else bias[k]),
+                     x, expert, P, num_experts)

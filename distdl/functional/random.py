@@ -159,8 +159,6 @@ def bits(box, shape, seed, device, make):
             index, place = index + (here + start) * stride, place // size if d else place
         parts.append(make(_shift(_mix(key + index * _GAMMA), 1)))
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if not dims:  # no dims: an element, or on a rank outside none
-        flat = flat.reshape(1)[: math.prod(local)]
     return flat.reshape(local)
 
 

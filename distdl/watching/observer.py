@@ -126,9 +126,7 @@ class Observer:
         op = f"agreement for {getattr(value, 'op', purpose)}"
         same = Field("the operator called", "agreement", True, "call the same operators in the same order", op)
         who = Field("the ranks that agree", str(ranks), True, "pass equal partitions on every rank")
-        said = None if self.timeout is None else called()
-        fields = (same, who) if said is None else (same, who, *told_of(said))
-        return self._checked(host, board, host, Call(op, f"ranks {ranks}", ranks, ranks, (), True, fields), said)
+        return self._checked(host, board, host, Call(op, f"ranks {ranks}", ranks, ranks, (), True, (same, who)))
 
     def alike(self, host, op: str, P) -> None:
         """Compare a call that sends no message among the ranks of ``P``; collective over them, where this compares."""
@@ -155,7 +153,7 @@ class Observer:
                 side.stand_in(r, head + call.packed + pickle.dumps(("", host.board.done)))  # one message for each number
         return True
 
-    def _checked(self, host, board, transport, call, said, maps=(), xs=(), recorded=False):
+    def _checked(self, host, board, transport, call, said=None, maps=(), xs=(), recorded=False):
         where = user_line() if said is None else said.line
         if self.timeout is not None or not call.waits:
             board.enter(call.text, where)
@@ -173,15 +171,12 @@ class Observer:
         others = [r for r in call.ranks if r != side.rank]
         for r in others:
             side.counts[r] += 1
-        problem = _reported(side)
-        if problem is not None:
-            self._fail(side, call, problem)
         prints = fingerprint(xs) if call.copies and not self.tracing else ()
         hashed, norm = together(prints) if prints else (bytes(8), 0.0)
         mine = 0, *call.digests, recorded, hashed, norm
         body = call.packed + pickle.dumps((where, board.done, prints))
         swap = side.swap({r: HEAD.pack(side.counts[r], *mine[1:]) + body for r in others}, mine)
-        problem = self._wait(side, board, call, where, swap)
+        problem = _reported(side) or self._wait(side, board, call, where, swap)  # one message for each number, also then
         if problem is None and call.copies:
             heads = swap.heads()
             if len({head[4] for head in heads.values()}) > 1:

@@ -13,6 +13,7 @@ from training import STEPS, batch, check, faults_of, initial, leaves, loss_sum, 
 
 import distdl as dd
 import distdl.functional as F
+from distdl import _torch
 from distdl import parallel as dp
 from distdl.testing import count_messages
 
@@ -91,7 +92,8 @@ def test_accumulation_with_one_reduction(hook):
     used = [torch.cat(parts) for parts in zip(*pieces[: cuts[n]])]
     with count_messages() as sent:
         loss, grads, _ = dp.accumulate(loss_sum, params, mine, P, hook=hook and hook(P), limits=SMALL)
-    sizes = [sum(8 * leaves(params)[i].numel() for i in b) for b in dp.bucketed(leaves(params), SMALL)]
+    ordered = _torch.flatten(params)[0]  # by the dictionaries' keys
+    sizes = [sum(8 * ordered[i].numel() for i in b) for b in dp.bucketed(ordered, SMALL)]
     assert [m[2] for m in sent] == ([16, *sizes] if n > 1 else [])
     serial_grads, serial = serial_step(params, used)
     check([loss, grads], [serial, serial_grads], "accumulated")

@@ -147,11 +147,17 @@ def reverse(t):
 
 
 def formats(t):
-    """A channels_last input has the same result."""
+    """A channels_last input has the same result, and where torch keeps the format, so does each rank."""
     call = t.call
     last = {4: torch.channels_last, 5: torch.channels_last_3d}
     parts = [p.contiguous(memory_format=last[p.dim()]) if p.dim() in last else p for p in call.parts()]
-    t.results("channels_last", _tuple(call.run(*parts)), call.cut(call.whole(*call.inputs)))
+    kept = lambda x: x.dim() in last and x.is_contiguous(memory_format=last[x.dim()])
+    ys, wished = _tuple(call.run(*parts)), call.cut(call.whole(*call.inputs))
+    t.results("channels_last", ys, wished)
+    serial = call.whole(*[X.contiguous(memory_format=last[X.dim()]) if X.dim() in last else X for X in call.inputs])
+    for y, (value, _, _), Y in zip(ys, wished, serial):
+        if value is not None and y.numel() and y.dim() == Y.dim() and y.is_floating_point() and kept(Y) and not kept(y):
+            t.fault("channels_last: the result is not")
     if not t.differentiable or not any(p.dim() in last for p in parts):
         return
     x = tuple(parts[i] for i in t.smooth)
@@ -162,8 +168,9 @@ def formats(t):
 
 
 def inference(t):
+    wished = t.call.cut(t.call.whole(*t.call.inputs))
     with torch.inference_mode():
-        t.results("inference mode", _tuple(t.call.run(*t.call.parts())), t.call.cut(t.call.whole(*t.call.inputs)))
+        t.results("inference mode", _tuple(t.call.run(*t.call.parts())), wished)
 
 
 def autocast(t):
@@ -210,8 +217,6 @@ REFUSED = {
     "scalar": {"it needs more dims": "; ".join(name for name in BUILDERS if name not in SCALARS)},
     "one": {"one value has no variance": "dist_instance_norm; nn.InstanceNorm; nn.BatchNorm"},
 }
-# What is not yet as it shall be.
-PENDING = {}
 
 
 def listed(table, name, what):
@@ -224,8 +229,9 @@ def refused(t, what, call):
         call()
         t.fault(f"{what}: not refused")
     except DistdlError as error:
-        if not error.op:
-            t.fault(f"{what}: the error names no call: {error}")
+        called = t.name.partition("/")[0]
+        if error.op != called if called.startswith("dist_") else not error.op:
+            t.fault(f"{what}: the error names another call: {error}")
 
 
 def examine(name, setting, what):
@@ -236,7 +242,7 @@ def examine(name, setting, what):
             refused(t, what, lambda: t.call.run(*t.call.parts()))
     elif listed(REFUSED, name, what):
         refused(t, what, lambda: PROPERTIES[what](t))
-    elif not listed(PENDING, name, what):
+    else:
         PROPERTIES[what](t)
     return t.faults
 
