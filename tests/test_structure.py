@@ -153,7 +153,8 @@ assert not {"distdl.data", "distdl.viz"} & set(sys.modules)
 assert dd.data.batches and dd.viz.__all__ and dd.data is sys.modules["distdl.data"]
 import distdl.functional.linear as m
 from distdl.functional import norm
-from distdl import exchange, plan
+from distdl import plan
+from distdl.engine import exchange
 from distdl.functional.loss import dist_mse_loss
 import distdl.functional as F
 assert m.dist_linear is F.dist_linear and norm.__name__ == "distdl.functional.norm" and plan.Plan and not hasattr(F, "linear")

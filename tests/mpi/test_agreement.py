@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 import distdl as dd
 import distdl.functional as F
-from distdl import _torch, transport
+from distdl import _torch
+from distdl.engine import transport
 from distdl.errors import AgreementError, DistdlError, ShapeError
 
 pytestmark = needs(2)
