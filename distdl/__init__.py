@@ -19,7 +19,6 @@ __all__ = [
     "HaloSpec", "Layout", "LinearMap", "Partition", "Topology", "World", "checking", "checkpoint", "data", "errors", "func",
     "functional", "init", "launch", "linear_map", "maps", "nn", "parallel", "remat", "testing", "viz", "world",
 ]  # fmt: skip
-_SUBMODULES = ("agree", "exchange", "fused", "halo", "pages", "partition", "plan", "program", "run", "side_stream", "ties",
-               "transport")  # fmt: skip
+_SUBMODULES = ("agree", "autograd", "engine", "halo", "partition", "plan", "signature", "ties", "watching")
 __getattr__ = only_public(__name__, keep=_SUBMODULES, lazy=("data", "viz"))
 del only_public
