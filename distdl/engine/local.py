@@ -15,6 +15,7 @@ class LocalTransport:
     collectives: tuple[str, ...] = ()
     sums: frozenset = frozenset()
     takes_types = False
+    chunk = 2**62
     wide = True
 
     def __init__(self, rank: int = 0, size: int = 1, mailboxes=None):

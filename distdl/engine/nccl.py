@@ -153,6 +153,7 @@ class NcclTransport:
     collectives: tuple[str, ...] = ("all_reduce", "all_gather", "reduce_scatter")
     sums = frozenset(_SUM_TYPES)
     takes_types = False
+    chunk = 2**62
 
     def __init__(self, engines: NcclEngines, comm, ranks):
         self.engines, self.comm, self.nccl, self.device = engines, comm, engines.nccl, engines.device

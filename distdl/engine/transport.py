@@ -29,6 +29,7 @@ class Transport(Protocol):
     collectives: tuple[str, ...]  # the kinds that :meth:`collective` has; other plans go as messages
     sums: frozenset  # the torch dtypes that its sums know
     takes_types: bool  # whether :meth:`post` takes an MPI type (fast.by_address.Strided) where it takes a number of bytes
+    chunk: int  # bytes of a message, at most: a longer one is cut into several, on both ends
     wide: bool  # whether sums of more than two float16 or bfloat16 are taken in float32
 
     def post(self, sends: list[Buffer], receives: list[Buffer], call: Call | None = None) -> Any:

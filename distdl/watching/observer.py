@@ -49,7 +49,8 @@ class Checked:
     def __init__(self, inner, board: Board, op: str, where: str):
         self.inner, self.board, self.op, self.where = inner, board, op, where
         self.rank, self.size, self.device_types = inner.rank, inner.size, inner.device_types
-        self.collectives, self.sums, self.wide, self.takes_types = inner.collectives, inner.sums, inner.wide, inner.takes_types
+        self.collectives, self.sums, self.wide = inner.collectives, inner.sums, inner.wide
+        self.takes_types, self.chunk = inner.takes_types, inner.chunk
 
     def post(self, sends, receives, call=None):
         return self.inner.post(sends, receives, call)

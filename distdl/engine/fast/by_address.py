@@ -93,7 +93,7 @@ class ByAddress(Fast):
 
 def _box(part, transport, travels):
     itemsize = part.dtype.itemsize
-    if not wanted or not transport.takes_types or part.add or part.cast:
+    if not wanted or not transport.takes_types or part.add or part.cast or part.nbytes > transport.chunk:
         return None
     return strided(part.size, tuple(s * itemsize for s in part.stride), itemsize, travels)
 
