@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from serial import layouts, messages, randn
+from ties import FUNCTIONS, LOSSES, PAIR, ROUTES, SETTINGS, M, serial, the_maps
 from torch.func import grad, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -198,6 +199,37 @@ def test_hooks_inside_that_send_messages(second):
         found.append((x.grad, w.grad))
         x.grad = w.grad = None
     assert all(map(torch.allclose, *found))
+
+
+@pytest.mark.skipif(WORLD.size < 2, reason="two ranks, of which one is linear")
+@pytest.mark.parametrize("route", ["double backward", "third backward", "backward in the cotangent", "autograd.functional.vhp"])
+def test_further_derivatives_where_one_rank_alone_is_nonlinear(route):
+    """Of two regions, eagerly, also in passes over a part of the graph (a derivative in the cotangent alone): both ranks work the
+    same regions out again, in the same order, whichever of them saves nothing; the value is the serial twin's."""
+    r, differentiate = WORLD.rank, ROUTES[route][1]
+    if r not in PAIR:
+        return
+    X, Y, W = (randn(2, M, seed=k) / 2 for k in (1, 2, 3))
+    for name in ("shift", "to_one_rank", "broadcast"):
+        for settings in SETTINGS:
+            A, (pre, mid, loss), log = the_maps()[name], settings[r], []
+
+            def first(x, A=A, pre=FUNCTIONS[pre], log=log):
+                log.append("first")
+                return A.T(A(pre(x)))
+
+            def second(z, A=A, mid=FUNCTIONS[mid], log=log):
+                log.append("second")
+                return A(mid(z) if z.numel() else z)
+
+            def f(x, first=first, second=second, loss=LOSSES[loss]):
+                return loss(dd.remat(second)(dd.remat(first)(x)))
+
+            got = differentiate(f, X[r], Y[r], W[r])
+            logs = dd.testing.gather_objects(log, PAIR)
+            assert logs[0] == logs[1] and len(log) > 2, (name, settings, logs)
+            wanted = differentiate(serial(name, settings), X, Y, W)[r]
+            assert torch.allclose(got, wanted, rtol=1e-11, atol=1e-11), (name, settings)
 
 
 # ---------------------------------------------------------------- under torch.func
