@@ -110,7 +110,8 @@ def test_one_rank_alone_is_nonlinear(turn):
 def _moves(found, alone):
     os.environ["DISTDL_ALONE"] = str(int(alone))
     try:
-        found.put(F.shift(torch.ones(2), dd.Partition((1,)), 0, 11).tolist())  # a map that no test has bound to its world
+        ring = dd.HaloSpec(dd.Layout(dd.Partition((1,)), (2,)), 1, boundary="circular")  # not the identity: something moves
+        found.put(F.halo_exchange(torch.ones(2), ring).tolist())
     except dd.errors.TransportError as error:
         found.put(str(error))
 
@@ -126,7 +127,7 @@ def test_a_child_of_multiprocessing_is_no_rank(how, alone, monkeypatch):
     child.start()
     told = found.get()
     child.join()
-    assert told == [1.0, 1.0] if alone else "this process is no rank, and moves nothing" in told and "DISTDL_ALONE=1" in told
+    assert told == [1.0] * 4 if alone else "this process is no rank, and moves nothing" in told and "DISTDL_ALONE=1" in told
 
 
 @pytest.mark.parametrize("told", [
