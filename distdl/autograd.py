@@ -39,7 +39,7 @@ def apply(steps, xs, ties=(), pending=None, tied=None):
 
 
 _transforms_active, _grad_enabled = _torch.transforms_active, torch.is_grad_enabled
-_forward_mode_active, _dispatch_modes, _is_plain = _torch.forward_mode_active, _torch.dispatch_modes, _torch.is_plain
+_forward_mode_active, _dispatch_modes = _torch.forward_mode_active, _torch.dispatch_modes
 
 
 def _require_grad(*groups) -> bool:
