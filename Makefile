@@ -46,6 +46,7 @@ check: .venv/ready
 
 lint: .venv/ready
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
 unit: .venv/ready

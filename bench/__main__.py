@@ -9,9 +9,21 @@ from pathlib import Path
 from distdl.launch import run
 
 HERE = Path(__file__).parent
-ALWAYS = ["-c", str(HERE.parent / "pyproject.toml"), "--rootdir", str(HERE.parent), "-o", "python_files=bench_*.py",
-          "-o", "python_functions=bench_*", "-p", "no:cacheprovider", "--benchmark-quiet",
-          "-W", "default"]
+ALWAYS = [
+    "-c",
+    str(HERE.parent / "pyproject.toml"),
+    "--rootdir",
+    str(HERE.parent),
+    "-o",
+    "python_files=bench_*.py",
+    "-o",
+    "python_functions=bench_*",
+    "-p",
+    "no:cacheprovider",
+    "--benchmark-quiet",
+    "-W",
+    "default",
+]
 
 
 def main(argv=None) -> int:
@@ -19,7 +31,9 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser("python -m bench")
     parser.add_argument("-n", default="2", help="ranks of the launches, as 1,2,4 (default: 2)")
     parser.add_argument("--launches", type=int, default=1, help="how many of each; --compare needs 3")
-    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="a folder for the results (default: build/bench)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/bench"), help="a folder for the results (default: build/bench)"
+    )
     parser.add_argument("files", nargs="*", help="bench_*.py; default: all")
     parser.add_argument("--full", action="store_true", help="every size and dtype")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of each case (default: 15)")

@@ -11,8 +11,11 @@ from distdl.watching.observer import Observer
 
 from .choose import SIZE, choose
 
-CALLS = {"shift, 64 bytes": lambda x, P: F.shift(x, P, 0), "all_sum_reduce, 64 bytes": F.all_sum_reduce,
-         "invariant_sum, forward + backward": lambda x, P: F.invariant_sum(x.clone().requires_grad_(), P).sum().backward()}
+CALLS = {
+    "shift, 64 bytes": lambda x, P: F.shift(x, P, 0),
+    "all_sum_reduce, 64 bytes": F.all_sum_reduce,
+    "invariant_sum, forward + backward": lambda x, P: F.invariant_sum(x.clone().requires_grad_(), P).sum().backward(),
+}
 
 
 @choose("call", list(CALLS))

@@ -1,9 +1,10 @@
 """Movements of CUDA tensors against hand-written NCCL, torch.distributed, DTensor and plain device copies, in one run.
 
-``python -m distdl run -n 2 -m bench.bench_gpu``, one rank for each device. A sample is ``inner`` calls, enqueued while it is
-still busy with something else: ``device`` is the time between two CUDA events around them, without the host's share, ``host`` the
-time until they had returned; a program that does little else between calls sees the larger one. As the slowest rank saw it;
-microseconds, medians over the rounds.
+``python -m distdl run -n 2 -m bench.bench_gpu``, one rank for each device. A sample is ``inner`` calls, enqueued while
+it is
+still busy with something else: ``device`` is the time between two CUDA events around them, without the host's share,
+``host`` the time until they had returned; a program that does little else between calls sees the larger one. As the
+slowest rank saw it; microseconds, medians over the rounds.
 """
 
 from __future__ import annotations
@@ -54,9 +55,18 @@ def measure(candidates, rounds=11, inner=20):
 def rows_of(name, nbytes, found, ours="distdl"):
     """Table rows: every candidate's times, and its ratio to ours."""
     base = found[ours]
-    return [{"case": name, "MB": nbytes / 2**20, "candidate": candidate, "device": float(device), "host": float(host),
-             "device / ours": f"{device / base[0]:.2f}", "slower of both / ours": f"{max(device, host) / max(base):.2f}"}
-            for candidate, (device, host) in found.items()]
+    return [
+        {
+            "case": name,
+            "MB": nbytes / 2**20,
+            "candidate": candidate,
+            "device": float(device),
+            "host": float(host),
+            "device / ours": f"{device / base[0]:.2f}",
+            "slower of both / ours": f"{max(device, host) / max(base):.2f}",
+        }
+        for candidate, (device, host) in found.items()
+    ]
 
 
 class Hand:
@@ -81,18 +91,31 @@ class Hand:
 
     def all_reduce(self, x, y, kind="NCCL_FLOAT32"):
         """y = the sum of all x."""
-        self.comm.allReduce(x.data_ptr(), y.data_ptr(), x.numel(), getattr(self.nccl, kind), self.nccl.NCCL_SUM,
-                            torch.cuda.current_stream().cuda_stream)
+        self.comm.allReduce(
+            x.data_ptr(),
+            y.data_ptr(),
+            x.numel(),
+            getattr(self.nccl, kind),
+            self.nccl.NCCL_SUM,
+            torch.cuda.current_stream().cuda_stream,
+        )
 
     def all_gather(self, x, y):
         """y = all x."""
-        self.comm.allGather(x.data_ptr(), y.data_ptr(), x.nbytes, self.nccl.NCCL_UINT8,
-                            torch.cuda.current_stream().cuda_stream)
+        self.comm.allGather(
+            x.data_ptr(), y.data_ptr(), x.nbytes, self.nccl.NCCL_UINT8, torch.cuda.current_stream().cuda_stream
+        )
 
     def reduce_scatter(self, x, y):
         """y = this rank's part of the sum."""
-        self.comm.reduceScatter(x.data_ptr(), y.data_ptr(), y.numel(), self.nccl.NCCL_FLOAT32, self.nccl.NCCL_SUM,
-                                torch.cuda.current_stream().cuda_stream)
+        self.comm.reduceScatter(
+            x.data_ptr(),
+            y.data_ptr(),
+            y.numel(),
+            self.nccl.NCCL_FLOAT32,
+            self.nccl.NCCL_SUM,
+            torch.cuda.current_stream().cuda_stream,
+        )
 
 
 def halos(hand):
@@ -106,16 +129,23 @@ def halos(hand):
         def by_hand(send, x=x, first=first, last=last):
             y = x.new_empty(x.shape[0], x.shape[1] + first + last, x.shape[2])
             y[:, first : first + x.shape[1]] = x
-            near = [(r - 1, x[:, :1].contiguous(), y[:, :1])] * first + [(r + 1, x[:, -1:].contiguous(), y[:, -1:])] * last
+            near = [(r - 1, x[:, :1].contiguous(), y[:, :1])] * first + [
+                (r + 1, x[:, -1:].contiguous(), y[:, -1:])
+            ] * last
             got = [torch.empty_like(strip) for _, strip, _ in near]
             send([(q, strip) for q, strip, _ in near], [(q, t) for (q, _, _), t in zip(near, got)])
             for (_, _, ghost), t in zip(near, got):
                 ghost.copy_(t)
             return y
 
-        found = measure({"distdl": lambda x=x, spec=spec: F.halo_exchange(x, spec),
-                         "NCCL by hand": lambda f=by_hand: f(hand.exchange),
-                         "torch.distributed P2P": lambda f=by_hand: f(batched), "clone": lambda x=x: x.clone()})
+        found = measure(
+            {
+                "distdl": lambda x=x, spec=spec: F.halo_exchange(x, spec),
+                "NCCL by hand": lambda f=by_hand: f(hand.exchange),
+                "torch.distributed P2P": lambda f=by_hand: f(batched),
+                "clone": lambda x=x: x.clone(),
+            }
+        )
         yield from rows_of(f"halo {shape}, dim 1", x.nbytes, found)
     grid = {2: (2, 1, 1), 4: (2, 2, 1)}.get(p, (p, 1, 1))
     for n in (32, 128, 256):
@@ -153,9 +183,15 @@ def repartitions(hand):
             hand.exchange(packed, [(q, y[q * m : (q + 1) * m]) for q in range(p) if q != r])
             return y
 
-        found = measure({"distdl": lambda x=x, A=A, B=B: F.repartition(x, A, B), "NCCL by hand": by_hand,
-                         "DTensor.redistribute": lambda d=d: d.redistribute(mesh, [Shard(1)]), "clone": lambda x=x: x.clone()},
-                        inner=20 if x.numel() < 2**24 else 5)
+        found = measure(
+            {
+                "distdl": lambda x=x, A=A, B=B: F.repartition(x, A, B),
+                "NCCL by hand": by_hand,
+                "DTensor.redistribute": lambda d=d: d.redistribute(mesh, [Shard(1)]),
+                "clone": lambda x=x: x.clone(),
+            },
+            inner=20 if x.numel() < 2**24 else 5,
+        )
         yield from rows_of("repartition " + " x ".join(map(str, shape)), x.nbytes, found)
 
 
@@ -168,26 +204,48 @@ def collectives(hand):
         x = torch.randn(n, device="cuda")
         y, part, whole = torch.empty_like(x), x[: n // p].clone(), dd.Layout(line, (n,))
         small = torch.empty_like(part)
-        found = measure({"distdl": lambda x=x: F.all_sum_reduce(x, line), "NCCL": lambda x=x, y=y: hand.all_reduce(x, y),
-                         "torch.distributed": lambda y=y: dist.all_reduce(y)}, inner=inner)
+        found = measure(
+            {
+                "distdl": lambda x=x: F.all_sum_reduce(x, line),
+                "NCCL": lambda x=x, y=y: hand.all_reduce(x, y),
+                "torch.distributed": lambda y=y: dist.all_reduce(y),
+            },
+            inner=inner,
+        )
         yield from rows_of(f"all_sum_reduce {n}", x.nbytes, found)
-        found = measure({"distdl": lambda x=part, L=whole: F.all_gather(x, L), "NCCL": lambda x=part, y=y: hand.all_gather(x, y),
-                         "torch.distributed": lambda x=part, y=y: dist.all_gather_into_tensor(y, x)}, inner=inner)
+        found = measure(
+            {
+                "distdl": lambda x=part, L=whole: F.all_gather(x, L),
+                "NCCL": lambda x=part, y=y: hand.all_gather(x, y),
+                "torch.distributed": lambda x=part, y=y: dist.all_gather_into_tensor(y, x),
+            },
+            inner=inner,
+        )
         yield from rows_of(f"all_gather {n}", x.nbytes, found)
-        found = measure({"distdl": lambda x=x, L=whole: F.reduce_scatter(x, L),
-                         "NCCL": lambda x=x, y=small: hand.reduce_scatter(x, y),
-                         "torch.distributed": lambda x=x, y=small: dist.reduce_scatter_tensor(y, x)}, inner=inner)
+        found = measure(
+            {
+                "distdl": lambda x=x, L=whole: F.reduce_scatter(x, L),
+                "NCCL": lambda x=x, y=small: hand.reduce_scatter(x, y),
+                "torch.distributed": lambda x=x, y=small: dist.reduce_scatter_tensor(y, x),
+            },
+            inner=inner,
+        )
         yield from rows_of(f"reduce_scatter {n}", x.nbytes, found)
     uneven, x = dd.Layout(line, (2**24 + 1,)), torch.randn(2**24 + 1, device="cuda")
     mine, half = uneven.shard(x).clone(), x.bfloat16()
-    found = measure({"distdl": lambda: F.all_gather(mine, uneven), "its adjoint": lambda: F.reduce_scatter(x, uneven)}, inner=5)
+    found = measure(
+        {"distdl": lambda: F.all_gather(mine, uneven), "its adjoint": lambda: F.reduce_scatter(x, uneven)}, inner=5
+    )
     yield from rows_of("all_gather, uneven, 2^24 + 1", x.nbytes, found)
-    found = measure({"distdl": lambda: F.all_sum_reduce(half, line), "NCCL in bfloat16": lambda: dist.all_reduce(half)}, inner=5)
+    found = measure(
+        {"distdl": lambda: F.all_sum_reduce(half, line), "NCCL in bfloat16": lambda: dist.all_reduce(half)}, inner=5
+    )
     yield from rows_of("all_sum_reduce 2^24, bfloat16 summed in float32", half.nbytes, found)
 
 
 def mlp():
-    """A column -> row block, bfloat16, 4096 tokens, 8192 -> 32768 -> 8192, forward and backward; with sequence parallelism too."""
+    """A column -> row block, bfloat16, 4096 tokens, 8192 -> 32768 -> 8192, forward and backward; with sequence
+    parallelism too."""
     from torch.distributed.tensor import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -200,7 +258,9 @@ def mlp():
     part = x.detach()[: tokens // p].clone().requires_grad_()
 
     def use(y):
-        y.backward(y.detach())  # needs the result, as a loss does: one that nobody reads would be summed beside all else
+        y.backward(
+            y.detach()
+        )  # needs the result, as a loss does: one that nobody reads would be summed beside all else
 
     def ours():
         h = F.dist_linear(x, w1, column, x_layout="invariant", y_layout="replicated")
@@ -210,29 +270,46 @@ def mlp():
         h = F.dist_linear(part, w1, column, x_layout="sharded", x_dim=0)
         use(F.dist_linear(h.relu(), w2, row, y_layout="sharded", y_dim=0))
 
-    net = torch.nn.Sequential(torch.nn.Linear(width, inner, bias=False), torch.nn.ReLU(), torch.nn.Linear(inner, width, bias=False))
-    net = parallelize_module(net.to(**kind), init_device_mesh("cuda", (p,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    found = measure({"distdl": ours, "distdl, sequence parallel": sequence,
-                     "parallelize_module": lambda: use(net(x))}, rounds=7, inner=3)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(width, inner, bias=False), torch.nn.ReLU(), torch.nn.Linear(inner, width, bias=False)
+    )
+    net = parallelize_module(
+        net.to(**kind), init_device_mesh("cuda", (p,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+    found = measure(
+        {"distdl": ours, "distdl, sequence parallel": sequence, "parallelize_module": lambda: use(net(x))},
+        rounds=7,
+        inner=3,
+    )
     yield from rows_of("MLP 8192 -> 32768 -> 8192, bf16, forward + backward", x.nbytes, found)
 
 
-CONVOLUTIONS = ((1, 32, 64, 64, 64), (1, 32, 128, 128, 128), (1, 32, 256, 256, 256), (1, 64, 1024, 1024), (1, 64, 4096, 4096))
+CONVOLUTIONS = (
+    (1, 32, 64, 64, 64),
+    (1, 32, 128, 128, 128),
+    (1, 32, 256, 256, 256),
+    (1, 64, 1024, 1024),
+    (1, 64, 4096, 4096),
+)
 
 
 def problem(shape):
-    """3 x 3 (x 3), as many channels out as in, bfloat16, slabs of the first spatial dim: (layout, x, weights, cotangent, the serial
-    convolution, one rank's share of x with its halos, the padding that is left to it)."""
+    """3 x 3 (x 3), as many channels out as in, bfloat16, slabs of the first spatial dim: (layout, x, weights,
+    cotangent, the serial convolution, one rank's share of x with its halos, the padding that is left to it)."""
     L = dd.Layout(dd.Partition((1, 1, COMM.size, *(1,) * (len(shape) - 3))), shape)
     kind, c, n = {"device": "cuda", "dtype": torch.bfloat16}, shape[1], len(shape) - 2
-    x, w = torch.randn(L.local_shape(), **kind, requires_grad=True), torch.randn(c, c, *(3,) * n, **kind, requires_grad=True)
+    x, w = (
+        torch.randn(L.local_shape(), **kind, requires_grad=True),
+        torch.randn(c, c, *(3,) * n, **kind, requires_grad=True),
+    )
     grown = torch.randn(1, c, x.shape[2] + 2, *shape[3:], **kind, requires_grad=True)
     serial = torch.nn.functional.conv3d if n == 3 else torch.nn.functional.conv2d
     return L, x, w, torch.randn(L.local_shape(), **kind), serial, grown, (0, *(1,) * (n - 1))
 
 
 def convolution():
-    """With the halo first, and with overlap, against one device alone on its share with its halos, forward + backward and forward
+    """With the halo first, and with overlap, against one device alone on its share with its halos, forward + backward
+    and forward
     alone: from which block on is overlap faster?"""
     for shape in CONVOLUTIONS:
         L, x, w, g, serial, grown, padding = problem(shape)
@@ -240,9 +317,11 @@ def convolution():
         def alone(serial=serial, grown=grown, w=w, padding=padding):
             return serial(grown, w, padding=padding)
 
-        calls = {"distdl": lambda x=x, w=w, L=L: F.dist_conv(x, w, L, padding=1, overlap=False),
-                 "distdl, overlap": lambda x=x, w=w, L=L: F.dist_conv(x, w, L, padding=1, overlap=True),
-                 "one device, its share and halos": alone}
+        calls = {
+            "distdl": lambda x=x, w=w, L=L: F.dist_conv(x, w, L, padding=1, overlap=False),
+            "distdl, overlap": lambda x=x, w=w, L=L: F.dist_conv(x, w, L, padding=1, overlap=True),
+            "one device, its share and halos": alone,
+        }
         large = {"rounds": 7, "inner": 3} if x.nbytes >= 2**28 else {}
         found = measure({name: lambda call=call, g=g: call().backward(g) for name, call in calls.items()}, **large)
         yield from rows_of(f"convolution {shape}, forward + backward", x.nbytes, found)
@@ -264,12 +343,19 @@ def beside(spans, others) -> float:
 def spans_row(case, what, spans, others):
     """When these first begin and last end, how long they take, and how much of that passes beside the others; µs."""
     begin, end = min((a for a, _ in spans), default=0.0), max((b for _, b in spans), default=0.0)
-    return {"case": case, "what": what, "begins": float(begin), "ends": float(end), "takes": float(sum(b - a for a, b in spans)),
-            "beside the others": float(beside(spans, others))}
+    return {
+        "case": case,
+        "what": what,
+        "begins": float(begin),
+        "ends": float(end),
+        "takes": float(sum(b - a for a, b in spans)),
+        "beside the others": float(beside(spans, others)),
+    }
 
 
 def events_of(x, w, strips, serial, rounds=21):
-    """Medians of when the strips and the block's convolution begin and end, by events on the two streams, as this rank saw it."""
+    """Medians of when the strips and the block's convolution begin and end, by events on the two streams, as this rank
+    saw it."""
     from distdl.engine.side_stream import side_stream
 
     side, block, times = side_stream(x.device).stream, torch.ones(6144, 6144, device="cuda"), []
@@ -315,8 +401,8 @@ def kernels_of(call):
 
 
 def timeline():
-    """Do the strips travel while the block is convolved? Rank 0's own times: those of events, and those of all kernels of a whole
-    call of each kind. Where everything happens on one stream, nothing is beside anything."""
+    """Do the strips travel while the block is convolved? Rank 0's own times: those of events, and those of all kernels
+    of a whole call of each kind. Where everything happens on one stream, nothing is beside anything."""
     for shape in CONVOLUTIONS:
         L, x, w, g, serial, _, _ = problem(shape)
         spec = dd.HaloSpec.window(L, None, (3,) * (len(shape) - 2), padding=1)
@@ -329,8 +415,10 @@ def timeline():
             how = "overlap" if overlap else "window first"
             y = [F.dist_conv(x, w, L, padding=1, overlap=overlap) for _ in range(3)][-1]
             y.backward(g, retain_graph=True)
-            for name, call in {"forward": lambda x=x, w=w, L=L, o=overlap: F.dist_conv(x, w, L, padding=1, overlap=o),
-                               "backward": lambda y=y, g=g: y.backward(g, retain_graph=True)}.items():
+            for name, call in {
+                "forward": lambda x=x, w=w, L=L, o=overlap: F.dist_conv(x, w, L, padding=1, overlap=o),
+                "backward": lambda y=y, g=g: y.backward(g, retain_graph=True),
+            }.items():
                 travelling, working = kernels_of(call)
                 yield spans_row(case, f"{how}, {name}: NCCL's stream", travelling, working)
                 yield spans_row(case, f"{how}, {name}: other streams", working, travelling)
@@ -341,7 +429,9 @@ def main(argv=None) -> None:
     parser = argparse.ArgumentParser("bench_gpu")
     parser.add_argument("--json", default=None, help="a directory for the results")
     parser.add_argument("--only", default="halos repartitions collectives mlp convolution timeline")
-    parser.add_argument("--half-sums", default="float32", help="how sums of bfloat16 are taken: float32, or native as the peers do")
+    parser.add_argument(
+        "--half-sums", default="float32", help="how sums of bfloat16 are taken: float32, or native as the peers do"
+    )
     options = parser.parse_args(argv)
     if options.half_sums != "float32":
         dd.World(half_sums=options.half_sums)
@@ -349,8 +439,14 @@ def main(argv=None) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533", RANK=str(COMM.rank), WORLD_SIZE=str(COMM.size))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     hand = Hand()
-    parts = {"halos": lambda: halos(hand), "repartitions": lambda: repartitions(hand), "collectives": lambda: collectives(hand),
-             "mlp": mlp, "convolution": convolution, "timeline": timeline}
+    parts = {
+        "halos": lambda: halos(hand),
+        "repartitions": lambda: repartitions(hand),
+        "collectives": lambda: collectives(hand),
+        "mlp": mlp,
+        "convolution": convolution,
+        "timeline": timeline,
+    }
     for name in options.only.split():
         rows = list(parts[name]())
         if COMM.rank == 0:

@@ -1,12 +1,15 @@
-"""Training steps by ``dd.parallel`` against DistributedDataParallel, ZeroRedundancyOptimizer and fully_shard, in one run.
+"""Training steps by ``dd.parallel`` against DistributedDataParallel, ZeroRedundancyOptimizer and fully_shard, in one
+run.
 
-``python -m distdl run -n 2 -m bench.bench_gpu_parallel``, one rank for each device; ``--device cpu`` takes MPI and gloo instead
-of NCCL. A Transformer's blocks, AdamW, as many samples on each rank (trainers.py). All candidates of a group begin with the same
-parameters; losses and gradients are compared with the first one's, then steps are timed in turn, with the device idle and a
-barrier between two candidates: theirs and our communicators are never in flight at once. ``device`` is the time between two CUDA
-events around ``inner`` steps, ``wall`` that until the device is idle; milliseconds for one step, the slowest rank's, medians over
-the rounds. ``peak GB``: what a candidate had allocated at most in three steps. The group "timeline" says when each bucket of
-gradients was reduced.
+``python -m distdl run -n 2 -m bench.bench_gpu_parallel``, one rank for each device; ``--device cpu`` takes MPI and gloo
+instead of NCCL. A Transformer's blocks, AdamW, as many samples on each rank (trainers.py). All candidates of a group
+begin with the same parameters; losses and gradients are compared with the first one's, then steps are timed in turn,
+with the device idle and a
+barrier between two candidates: theirs and our communicators are never in flight at once. ``device`` is the time between
+two CUDA events around ``inner`` steps, ``wall`` that until the device is idle; milliseconds for one step, the slowest
+rank's, medians over
+the rounds. ``peak GB``: what a candidate had allocated at most in three steps. The group "timeline" says when each
+bucket of gradients was reduced.
 """
 
 from __future__ import annotations
@@ -131,11 +134,24 @@ def group(name, task, device, options, dtype):
         for _ in range(3):
             one.step()
         device.settle()
-        facts[candidate] = {"peak GB": COMM.allreduce(device.peak() - before, MPI.MAX), "off": "-" if off is None else f"{off:.1e}"}
+        facts[candidate] = {
+            "peak GB": COMM.allreduce(device.peak() - before, MPI.MAX),
+            "off": "-" if off is None else f"{off:.1e}",
+        }
     times = measure(device, {k: c.step for k, c in made.items()}, options.rounds, options.inner)
     first = next(iter(times.values()))
-    return [{"case": name, "dtype": str(dtype).removeprefix("torch."), "candidate": k, "device ms": on_device, "wall ms": wall,
-             "wall / first": f"{wall / first[1]:.3f}", **facts[k]} for k, (on_device, wall) in times.items()]
+    return [
+        {
+            "case": name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "candidate": k,
+            "device ms": on_device,
+            "wall ms": wall,
+            "wall / first": f"{wall / first[1]:.3f}",
+            **facts[k],
+        }
+        for k, (on_device, wall) in times.items()
+    ]
 
 
 # ---------------------------------------------------------------- the timeline of one backward
@@ -177,14 +193,22 @@ def timeline(task, device, options):
     runs = {late: [run(late) for _ in range(options.rounds + 2)][2:] for late in (False, True)}
     end, done, buckets = sorted(runs[False], key=lambda one: one[1])[options.rounds // 2]  # the median one
     hidden = [max(0.0, min(b, end) - a) / max(b - a, 1e-9) for _, a, b in buckets]
-    rows = [{"bucket": i, "MB": n / 2**20, "begins ms": a, "ends ms": b, "backward ends ms": end, "hidden %": 100 * h}
-            for i, ((n, a, b), h) in enumerate(zip(buckets, hidden))]
+    rows = [
+        {"bucket": i, "MB": n / 2**20, "begins ms": a, "ends ms": b, "backward ends ms": end, "hidden %": 100 * h}
+        for i, ((n, a, b), h) in enumerate(zip(buckets, hidden))
+    ]
     totals = []
     for late, found in runs.items():
         middle = [COMM.allreduce(statistics.median(one[k] for one in found), MPI.MAX) for k in (0, 1)]
         reducing = COMM.allreduce(statistics.median(sum(b - a for _, a, b in one[2]) for one in found), MPI.MAX)
-        totals.append({"case": "reduced after backward" if late else "reduced while backward runs", "backward ms": middle[0],
-                       "with all gradients ms": middle[1], "reducing ms": reducing})
+        totals.append(
+            {
+                "case": "reduced after backward" if late else "reduced while backward runs",
+                "backward ms": middle[0],
+                "with all gradients ms": middle[1],
+                "reducing ms": reducing,
+            }
+        )
     beside, after = totals  # in the second nothing was reduced meanwhile
     exposed = (beside["with all gradients ms"] - after["backward ms"]) / beside["reducing ms"]
     beside["hidden %"], after["hidden %"] = 100 * min(1.0, max(0.0, 1 - exposed)), None
@@ -200,8 +224,12 @@ def main(argv=None) -> None:
     parser = argparse.ArgumentParser("bench_gpu_parallel")
     parser.add_argument("--json", default=None, help="a directory for the results")
     parser.add_argument("--only", default="data zero sharded timeline")
-    parser.add_argument("--match", default="", help="only candidates whose names hold one of these words, with commas between")
-    parser.add_argument("--half-sums", default="float32", help="how sums of bfloat16 are taken: float32, or native as the peers do")
+    parser.add_argument(
+        "--match", default="", help="only candidates whose names hold one of these words, with commas between"
+    )
+    parser.add_argument(
+        "--half-sums", default="float32", help="how sums of bfloat16 are taken: float32, or native as the peers do"
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--dtypes", default="bfloat16 float32")
     parser.add_argument("--blocks", type=int, default=12)
@@ -228,7 +256,9 @@ def main(argv=None) -> None:
             text, card = str(dtype).removeprefix("torch."), device.name.replace(" ", "-")
             size = f"{options.blocks} blocks of width {options.hidden}, {options.tokens} tokens on each rank"
             for what, rows in tables.items() if COMM.rank == 0 else ():
-                path = f"{options.json}/gpu-parallel-{what}-{text}-{card}-n{COMM.size}{how}.json" if options.json else None
+                path = (
+                    f"{options.json}/gpu-parallel-{what}-{text}-{card}-n{COMM.size}{how}.json" if options.json else None
+                )
                 report(rows, f"{what}: {COMM.size} x {device.name}, {text}{how}, {size}", path, COMM.size)
             device.settle()
     dist.destroy_process_group()

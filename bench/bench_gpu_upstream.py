@@ -1,5 +1,6 @@
 """CUDA tensors against upstream DistDL's own NCCL engine, in one run:
-``python -m distdl run -n 2 -m bench.bench_gpu_upstream --peer distdl=PATH``, PATH a checkout of microsoft/distdl (it needs einops).
+``python -m distdl run -n 2 -m bench.bench_gpu_upstream --peer distdl=PATH``, PATH a checkout of microsoft/distdl (it
+needs einops).
 
 Samples as in ``bench_gpu``; results are compared before they are timed.
 """
@@ -59,12 +60,15 @@ def convolution(upstream, grid, device, n):
 
 
 def linear(upstream, grid, device, width):
-    """An all-gather and a reduce-scatter layer over split features, 4096 tokens, float32 in TF32, forward + backward."""
+    """An all-gather and a reduce-scatter layer over split features, 4096 tokens, float32 in TF32, forward +
+    backward."""
     p, tokens, inner = COMM.size, 4096, 4 * width
     across, how = grid([1, 1, p]), {"bias": False, "device": device}
     first = upstream.nn.linear_ag.DistributedLinearAllGather(across, width, inner, **how)
     second = upstream.nn.linear_rs.DistributedLinearReduceScatter(across, inner, width, **how)
-    w1, w2 = (layer.weight.detach().reshape(layer.weight.shape[-2:]).clone().requires_grad_() for layer in (first, second))
+    w1, w2 = (
+        layer.weight.detach().reshape(layer.weight.shape[-2:]).clone().requires_grad_() for layer in (first, second)
+    )
     x = torch.randn(1, tokens, width // p, device=device, requires_grad=True)
     column = dd.Layout(dd.Partition((1, 1, p, 1)), (1, tokens, inner, width))
     row = dd.Layout(dd.Partition((1, 1, 1, p)), (1, tokens, width, inner))

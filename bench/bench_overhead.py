@@ -33,8 +33,12 @@ def best(call, calls: int = 10_000, blocks: int = 5) -> float:
 def transforms(call, x) -> dict:
     """torch.func's transforms of a movement."""
     y, batch = call(x), torch.stack([x] * 8)
-    calls = {"vmap of 8": lambda: vmap(call)(batch), "jvp": lambda: jvp(call, (x,), (x,)), "vjp": lambda: vjp(call, x)[1](y),
-             "grad of a sum": lambda: grad(lambda x: call(x).sum())(x)}
+    calls = {
+        "vmap of 8": lambda: vmap(call)(batch),
+        "jvp": lambda: jvp(call, (x,), (x,)),
+        "vjp": lambda: vjp(call, x)[1](y),
+        "grad of a sum": lambda: grad(lambda x: call(x).sum())(x),
+    }
     return {f"{name}, µs": best(one, 500) for name, one in calls.items()}
 
 
@@ -42,7 +46,13 @@ def layers() -> dict:
     """Layers on tensors so small that the host's time is all: {name: (call, x)}."""
     lines, image = dd.Layout(dd.Partition((1, 4)), (8, 64)), dd.Layout(dd.Partition((1, 1, 4, 1)), (2, 4, 32, 8))
     both = dd.Layout(dd.Partition((1, 2, 2)), (8, 16, 32))
-    x, pixels, w, b, filters = torch.zeros(8, 16), torch.zeros(2, 4, 8, 8), torch.ones(16), torch.ones(4), torch.ones(4, 4, 3, 3)
+    x, pixels, w, b, filters = (
+        torch.zeros(8, 16),
+        torch.zeros(2, 4, 8, 8),
+        torch.ones(16),
+        torch.ones(4),
+        torch.ones(4, 4, 3, 3),
+    )
     matrix, bias = torch.ones(8, 16), torch.ones(8)
     return {
         "dist_layer_norm": (lambda x: F.dist_layer_norm(x, lines, 64, w, w), x),
@@ -85,11 +95,17 @@ def main(argv=None) -> None:
     }
     table = []
     for name, call in cases.items():
-        table.append({"call (64 x 64 over 4, float32)": name, "forward, µs": best(lambda call=call: call(x)),
-                      "forward + backward, µs": best(backward(call, x))})
+        table.append(
+            {
+                "call (64 x 64 over 4, float32)": name,
+                "forward, µs": best(lambda call=call: call(x)),
+                "forward + backward, µs": best(backward(call, x)),
+            }
+        )
 
     class Twin(torch.autograd.Function):
-        """The least that any custom Function with a tie can do here: one clone and one empty tensor forward, one clone back."""
+        """The least that any custom Function with a tie can do here: one clone and one empty tensor forward, one clone
+        back."""
 
         @staticmethod
         def forward(x):
@@ -106,14 +122,25 @@ def main(argv=None) -> None:
     smallest = super(torch.autograd.Function, Twin).apply
     scales = {"x.clone(), for scale": torch.clone, "smallest custom Function, for scale": lambda x: smallest(x)[0]}
     for name, call in scales.items():
-        table.append({"call (64 x 64 over 4, float32)": name, "forward, µs": best(lambda call=call: call(x)),
-                      "forward + backward, µs": best(backward(call, x))})
+        table.append(
+            {
+                "call (64 x 64 over 4, float32)": name,
+                "forward, µs": best(lambda call=call: call(x)),
+                "forward + backward, µs": best(backward(call, x)),
+            }
+        )
     report(table, "Host overhead per call through a null transport (best of 5 blocks of 10,000)", options.json, 1)
     cases["x.clone(), for scale"] = torch.clone
     table = [{"transforms (64 x 64 over 4, float32)": name, **transforms(call, x)} for name, call in cases.items()]
     report(table, "The same under torch.func", None, 1)
-    table = [{"layer, tiny tensors": name, "forward, µs": best(lambda call=call, x=x: call(x), 500),
-              "forward + backward, µs": best(backward(call, x), 500)} for name, (call, x) in layers().items()]
+    table = [
+        {
+            "layer, tiny tensors": name,
+            "forward, µs": best(lambda call=call, x=x: call(x), 500),
+            "forward + backward, µs": best(backward(call, x), 500),
+        }
+        for name, (call, x) in layers().items()
+    ]
     report(table, "Layers whose local work is next to nothing", None, 1)
 
 

@@ -1,4 +1,5 @@
-"""Building plans for 1 to 16,384 ranks: rank 0's view; pure Python, nothing is sent. It should not grow with the ranks."""
+"""Building plans for 1 to 16,384 ranks: rank 0's view; pure Python, nothing is sent. It should not grow with the
+ranks."""
 
 import distdl as dd
 from distdl.bench import cases

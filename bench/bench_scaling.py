@@ -1,5 +1,6 @@
-"""Strong scaling (the same global size) and weak scaling (the same size for each rank): run it with 1, 2, 4 ranks, and report
-the files together. Launches of different sizes cannot take turns, so these efficiencies are less sure than the paired ratios."""
+"""Strong scaling (the same global size) and weak scaling (the same size for each rank): run it with 1, 2, 4 ranks, and
+report the files together. Launches of different sizes cannot take turns, so these efficiencies are less sure than the
+paired ratios."""
 
 from distdl.bench import cases
 from distdl.bench.table import Result

@@ -23,9 +23,14 @@ def bench_transforms(timed, op, n):
     def quadratic(x):
         return A(x).square().sum()
 
-    calls = {"forward": lambda: A(x), "adjoint": lambda: A.T(y), "jvp": lambda: torch.func.jvp(A, (x,), (x,)),
-             "vjp": lambda: torch.func.vjp(A, x)[1](y),
-             "hvp": lambda: torch.func.jvp(torch.func.grad(quadratic), (x,), (x,)),
-             "vmap of 8": lambda: torch.func.vmap(A)(batch), "loop of 8": lambda: [A(one) for one in batch]}
+    calls = {
+        "forward": lambda: A(x),
+        "adjoint": lambda: A.T(y),
+        "jvp": lambda: torch.func.jvp(A, (x,), (x,)),
+        "vjp": lambda: torch.func.vjp(A, x)[1](y),
+        "hvp": lambda: torch.func.jvp(torch.func.grad(quadratic), (x,), (x,)),
+        "vmap of 8": lambda: torch.func.vmap(A)(batch),
+        "loop of 8": lambda: [A(one) for one in batch],
+    }
     result = Result(op, case.result.what, SIZE, limit="forward", subjects=tuple(k for k in calls if k != "forward"))
     timed(cases.Case(result, calls, inner=5 if n < 100 else 1), with_peers=False)

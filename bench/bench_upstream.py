@@ -1,7 +1,7 @@
 """Against upstream DistDL (microsoft/distdl): ``--peer distdl=PATH``, PATH a checkout of it (it needs einops).
 
-Both packages are named distdl, so upstream is imported while our modules are put aside. It is no dependency, and nothing of it is
-kept here.
+Both packages are named distdl, so upstream is imported while our modules are put aside. It is no dependency, and
+nothing of it is kept here.
 """
 
 from __future__ import annotations

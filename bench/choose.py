@@ -8,8 +8,16 @@ SIZE = MPI.COMM_WORLD.size
 
 def choose(names, quick, full=()):
     """Parametrize with the quick cases, and with the others only under --full."""
-    return pytest.mark.parametrize(names, [*quick, *(
-        pytest.param(*(one if isinstance(one, tuple) and "," in names else (one,)), marks=pytest.mark.full) for one in full)])
+    return pytest.mark.parametrize(
+        names,
+        [
+            *quick,
+            *(
+                pytest.param(*(one if isinstance(one, tuple) and "," in names else (one,)), marks=pytest.mark.full)
+                for one in full
+            ),
+        ],
+    )
 
 
 def needs(ranks):

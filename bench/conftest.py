@@ -1,8 +1,8 @@
 """The suite's fixtures: pytest-benchmark collects and writes, ``distdl.bench.timing.sample`` takes the samples.
 
-pytest-benchmark runs one candidate to its end before the next, and calibrates on each rank by itself. Here all candidates of a
-case take turns, in a fixed number of rounds with a barrier before each, and the slowest rank's time counts; pytest-benchmark is
-given the finished samples.
+pytest-benchmark runs one candidate to its end before the next, and calibrates on each rank by itself. Here all
+candidates of a case take turns, in a fixed number of rounds with a barrier before each, and the slowest rank's time
+counts; pytest-benchmark is given the finished samples.
 """
 
 import pytest
@@ -63,7 +63,8 @@ def pytest_benchmark_update_commit_info(commit_info):
 
 @pytest.fixture
 def timed(benchmark, request):
-    """``timed(case)``: check the peers, take the samples, hand them to pytest-benchmark: one entry for each candidate."""
+    """``timed(case)``: check the peers, take the samples, hand them to pytest-benchmark: one entry for each
+    candidate."""
 
     def run(case, with_peers=True, comm=COMM):
         if with_peers:

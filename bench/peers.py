@@ -1,7 +1,7 @@
 """Who else can do it: the same movement by hand over mpi4py and over torch.distributed (gloo), DTensor, pylops-mpi.
 
-A peer is a function of a case that returns a call, or None where it cannot do that case; ``@peer(name, *ops)`` adds it. Its result
-is compared with ours once, before anything is timed.
+A peer is a function of a case that returns a call, or None where it cannot do that case; ``@peer(name, *ops)`` adds it.
+Its result is compared with ours once, before anything is timed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def add_peers(case) -> None:
             continue
         theirs = call()
         close = ours.dtype.itemsize >= 4
-        same = ours.numel() == theirs.numel() and torch.allclose(theirs.reshape(ours.shape), ours, rtol=1e-5 if close else 0.05,
-                                                                 atol=1e-4 if close else 0.1)
+        same = ours.numel() == theirs.numel() and torch.allclose(
+            theirs.reshape(ours.shape), ours, rtol=1e-5 if close else 0.05, atol=1e-4 if close else 0.1
+        )
         dd.testing.collective_assert(same, f"{name} computes something else than {case.result.name}")
         case.calls[name] = call
 
@@ -104,7 +105,9 @@ class Gloo:
         return case.operands["x"].dtype != torch.complex64
 
     def exchange(self, sends, receives) -> None:
-        works = [dist.irecv(t, q, tag=tag) for q, tag, t in receives] + [dist.isend(t, q, tag=tag) for q, tag, t in sends]
+        works = [dist.irecv(t, q, tag=tag) for q, tag, t in receives] + [
+            dist.isend(t, q, tag=tag) for q, tag, t in sends
+        ]
         for work in works:
             work.wait()
 
@@ -136,7 +139,9 @@ def start_gloo() -> None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     folder = COMM.bcast(tempfile.mkdtemp() if COMM.rank == 0 else None)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", COMM.size), rank=COMM.rank, world_size=COMM.size)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", COMM.size), rank=COMM.rank, world_size=COMM.size
+    )
     if COMM.rank == 0:  # not before: other groups, such as a device mesh's, meet in the same file
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
@@ -147,7 +152,11 @@ def by_hand(name: str, engine) -> None:
     @peer(name, *COLLECTIVES)
     def collective(case):
         op, x, count, n = (case.result.op, *(case.operands[k] for k in ("x", "count", "n")))
-        if not engine.can(case) or n != COMM.size or (count % n and op in ("all_gather", "reduce_scatter", "gather", "scatter")):
+        if (
+            not engine.can(case)
+            or n != COMM.size
+            or (count % n and op in ("all_gather", "reduce_scatter", "gather", "scatter"))
+        ):
             return None
         root = COMM.rank == 0
         if op == "shift":
@@ -290,13 +299,18 @@ def pylops(case):
 
     operator = pylops_mpi.MPIHalo(L.shape, widths, L.partition.shape, dtype=x.numpy().dtype)
     sizes = [(int(np.prod(L.local_shape(r))),) for r in L.partition.ranks]
-    array = pylops_mpi.DistributedArray(global_shape=sum(n for (n,) in sizes), local_shapes=sizes, dtype=x.numpy().dtype)
+    array = pylops_mpi.DistributedArray(
+        global_shape=sum(n for (n,) in sizes), local_shapes=sizes, dtype=x.numpy().dtype
+    )
     array[:] = x.numpy().ravel()
     return lambda: torch.from_numpy(operator.matvec(array).local_array)
 
 
-MISSING = {name: f"no module {module}: pip install {name}" for name, module in (("pylops-mpi", "pylops_mpi"),)
-           if importlib.util.find_spec(module) is None}
+MISSING = {
+    name: f"no module {module}: pip install {name}"
+    for name, module in (("pylops-mpi", "pylops_mpi"),)
+    if importlib.util.find_spec(module) is None
+}
 MISSING["mpi4jax"] = "no wheel; its build needs an MPI compiler and JAX"
 by_hand("mpi4py", Mpi())
 by_hand("gloo", Gloo())

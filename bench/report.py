@@ -1,7 +1,7 @@
 """``python -m bench.report [FILES] [--compare OLD ...] [--plots FOLDER]``: the table of the suite's results.
 
-Without files: build/bench/*.json. ``--compare`` fails (exit code 1) only where a case got slower than ``--bound`` allows in 2 of 3
-launches, by the 95 % bootstrap interval of its paired ratio to the limit, new over old.
+Without files: build/bench/*.json. ``--compare`` fails (exit code 1) only where a case got slower than ``--bound``
+allows in 2 of 3 launches, by the 95 % bootstrap interval of its paired ratio to the limit, new over old.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def read(path) -> tuple[dict, list[Result]]:
     except (OSError, ValueError) as error:
         raise Unreadable(f"{path}: {error}") from error
     if "results" not in found and "benchmarks" not in found:
-        raise Unreadable(f"{path}: neither the suite's file nor one of distdl bench --json; this one has {sorted(found)}")
+        raise Unreadable(
+            f"{path}: neither the suite's file nor one of distdl bench --json; this one has {sorted(found)}"
+        )
     if "results" in found:
         results = [Result(**{**r, "subjects": tuple(r["subjects"])}) for r in found["results"]]
         for r in results:
@@ -50,8 +52,8 @@ def read(path) -> tuple[dict, list[Result]]:
 def change(new: Result, old: Result, subject: str) -> tuple[float, float, float] | None:
     """New over old of the paired ratio subject / limit: median and 95 % interval; None where a side lacks it.
 
-    Within a launch the ratio is taken round by round, so that the machine's mood cancels; the two launches are independent, and
-    each is drawn from by itself.
+    Within a launch the ratio is taken round by round, so that the machine's mood cancels; the two launches are
+    independent, and each is drawn from by itself.
     """
     medians = []
     for seed, result in enumerate((new, old)):
@@ -67,8 +69,8 @@ def change(new: Result, old: Result, subject: str) -> tuple[float, float, float]
 def compare(launches, old_launches, bound: float) -> list[dict]:
     """One row for each case and subject of both: the change in every launch, and the verdict.
 
-    Launch i is compared with old launch i (with the last where there are fewer). "slower": the whole interval lies beyond ``bound``
-    in two launches or more; "faster": it lies below 1 / bound in as many; otherwise "same".
+    Launch i is compared with old launch i (with the last where there are fewer). "slower": the whole interval lies
+    beyond ``bound`` in two launches or more; "faster": it lies below 1 / bound in as many; otherwise "same".
     """
     found: dict[tuple, list] = {}
     for i, results in enumerate(launches):
@@ -81,19 +83,33 @@ def compare(launches, old_launches, bound: float) -> list[dict]:
                     found.setdefault((result.name, result.ranks, subject), []).append(moved)
     table = []
     for (name, ranks, subject), moves in found.items():
-        verdict = "slower" if sum(low > bound for _, low, _ in moves) >= 2 else \
-            "faster" if sum(high < 1 / bound for _, _, high in moves) >= 2 else "same"
-        table.append({"case": name if subject == "distdl" else f"{name}: {subject}", "ranks": ranks, "verdict": verdict,
-                      "new / old": ", ".join(map(cell, moves))})
+        verdict = (
+            "slower"
+            if sum(low > bound for _, low, _ in moves) >= 2
+            else "faster"
+            if sum(high < 1 / bound for _, _, high in moves) >= 2
+            else "same"
+        )
+        table.append(
+            {
+                "case": name if subject == "distdl" else f"{name}: {subject}",
+                "ranks": ranks,
+                "verdict": verdict,
+                "new / old": ", ".join(map(cell, moves)),
+            }
+        )
     return table
 
 
 def scaling(results) -> list[dict]:
-    """Parallel efficiency of the series over ranks, against the fewest, m: strong m t(m) / (n t(n)), weak t(m) / t(n)."""
+    """Parallel efficiency of the series over ranks, against the fewest, m: strong m t(m) / (n t(n)), weak t(m) /
+    t(n)."""
     series: dict[tuple, dict] = {}
     for r in results:
         if r.scaling:
-            series.setdefault((r.name, r.scaling), {}).setdefault(r.ranks, []).append(float(np.median(r.times["distdl"])))
+            series.setdefault((r.name, r.scaling), {}).setdefault(r.ranks, []).append(
+                float(np.median(r.times["distdl"]))
+            )
     table = []
     for (name, kind), by_ranks in series.items():
         times = {n: float(np.median(t)) for n, t in sorted(by_ranks.items())}
@@ -114,16 +130,22 @@ def plots(results, folder) -> list[Path]:
     made = []
     Path(folder).mkdir(parents=True, exist_ok=True)
     for op, n in sorted({(r.op, r.ranks) for r in results if r.nbytes}):
-        mine = sorted((r for r in results if (r.op, r.ranks, r.dtype) == (op, n, "float32") and r.nbytes and not r.scaling),
-                      key=lambda r: r.nbytes)
+        mine = sorted(
+            (r for r in results if (r.op, r.ranks, r.dtype) == (op, n, "float32") and r.nbytes and not r.scaling),
+            key=lambda r: r.nbytes,
+        )
         if len({r.nbytes for r in mine}) < 2 or any("distdl" not in r.times for r in mine):
             continue
         figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
         for name in dict.fromkeys(k for r in mine for k in r.times if k not in ("split", "compute")):
             points = [(r.nbytes, np.percentile(r.times[name], [10, 50, 90]) * 1e6) for r in mine if name in r.times]
             sizes, (low, mid, high) = [s for s, _ in points], np.array([t for _, t in points]).T
-            axes.errorbar(sizes, mid, [mid - low, high - mid], label=name, marker="o", markersize=3, linewidth=1, capsize=2)
-        axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="µs (median; 10 % to 90 %)", title=f"{op}, {n} ranks")
+            axes.errorbar(
+                sizes, mid, [mid - low, high - mid], label=name, marker="o", markersize=3, linewidth=1, capsize=2
+            )
+        axes.set(
+            xscale="log", yscale="log", xlabel="bytes", ylabel="µs (median; 10 % to 90 %)", title=f"{op}, {n} ranks"
+        )
         axes.legend()
         made.append(Path(folder) / f"{op}-n{n}.svg")
         figure.savefig(made[-1])
@@ -135,15 +157,20 @@ def title(environment: dict) -> str:
     """What a launch ran on, in two lines."""
     e = environment
     crowded = f"; oversubscribed: {e['ranks']} ranks on {e['cores']} cores" if e["oversubscribed"] else ""
-    return (f"{e['ranks']} ranks, {e['cores']} cores ({e['processor']}), load {e['load'][0]}{crowded}\n"
-            f"torch {e['torch']}, {e.get('mpi', 'no MPI')}; x: times as long as, median of paired ratios with its 95 % interval")
+    return (
+        f"{e['ranks']} ranks, {e['cores']} cores ({e['processor']}), load {e['load'][0]}{crowded}\n"
+        f"torch {e['torch']}, {e.get('mpi', 'no MPI')}; x: times as long as, median of paired ratios "
+        "with its 95 % interval"
+    )
 
 
 def main(argv=None) -> int:
     """Print the tables; 1 where something got slower."""
     parser = argparse.ArgumentParser("python -m bench.report")
     parser.add_argument("files", nargs="*", help="one for each launch (default: build/bench/*.json)")
-    parser.add_argument("--compare", nargs="+", metavar="OLD", help="older launches to compare with; needs three new ones")
+    parser.add_argument(
+        "--compare", nargs="+", metavar="OLD", help="older launches to compare with; needs three new ones"
+    )
     parser.add_argument("--bound", type=float, default=1.1, help="how much slower is too slow (default: 1.1)")
     parser.add_argument("--plots", metavar="FOLDER", help="draw time against bytes (needs matplotlib)")
     options = parser.parse_args(argv)
@@ -166,7 +193,10 @@ def main(argv=None) -> int:
         print(f"\nScaling (launches of different sizes, not paired)\n{text(series)}")
     if options.plots:
         drawn = plots(everything, options.plots)
-        print("\n".join(f"drew {path}" for path in drawn) or "nothing to draw: no operator has float32 cases of several sizes")
+        print(
+            "\n".join(f"drew {path}" for path in drawn)
+            or "nothing to draw: no operator has float32 cases of several sizes"
+        )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""What bench_gpu_parallel trains: a Transformer's blocks by AdamW, as dd.parallel and as torch.distributed train them."""
+"""What bench_gpu_parallel trains: a Transformer's blocks by AdamW, as dd.parallel and as torch.distributed train
+them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SEQUENCE = 512
 
 
 def block(p, x):
-    """A Transformer's block: causal attention, and an MLP of four times the width. ``x``: (sequences, tokens, width)."""
+    """A Transformer's block: causal attention, and an MLP of four times the width. ``x``: (sequences, tokens,
+    width)."""
     n, t, width = x.shape
     h = local.layer_norm(x, (width,), p["g1"], p["b1"])
     q, k, v = (z.reshape(n, t, -1, min(128, width)).transpose(1, 2) for z in local.linear(h, p["qkv"]).split(width, 2))
@@ -62,8 +64,16 @@ class Task:
 
         def one():
             ones, zeros = (make(width, device=device, dtype=dtype) for make in (torch.ones, torch.zeros))
-            return {"g1": ones, "b1": zeros, "qkv": normal(3 * width, width), "out": normal(width, width), "g2": ones.clone(),
-                    "b2": zeros.clone(), "up": normal(4 * width, width), "down": normal(width, 4 * width)}
+            return {
+                "g1": ones,
+                "b1": zeros,
+                "qkv": normal(3 * width, width),
+                "out": normal(width, width),
+                "g2": ones.clone(),
+                "b2": zeros.clone(),
+                "up": normal(4 * width, width),
+                "down": normal(width, 4 * width),
+            }
 
         params = [one() for _ in range(options.blocks)]
         draw.manual_seed(100 + COMM.rank)
@@ -83,8 +93,8 @@ class Task:
 
 @dataclass
 class Candidate:
-    """``gradients()`` returns this rank's loss, and leaves the mean gradients where ``update`` finds them; ``whole()``: these,
-    whole."""
+    """``gradients()`` returns this rank's loss, and leaves the mean gradients where ``update`` finds them; ``whole()``:
+    these, whole."""
 
     gradients: Any
     update: Any
@@ -152,16 +162,21 @@ def alone(task):
 
 
 def data(task):
-    return {"DDP": lambda: ddp(task), "DDP, gradients copied": lambda: ddp(task, view=False), "distdl": lambda: synced(task),
-            "distdl, reduced after backward": lambda: synced(task, late=True), "no communication": lambda: alone(task)}
+    return {
+        "DDP": lambda: ddp(task),
+        "DDP, gradients copied": lambda: ddp(task, view=False),
+        "distdl": lambda: synced(task),
+        "distdl, reduced after backward": lambda: synced(task, late=True),
+        "no communication": lambda: alone(task),
+    }
 
 
 # ---------------------------------------------------------------- sharded optimizer state
 
 
 def zero1(task, overlapped):
-    """Whole gradients; AdamW on this rank's block of each Transformer block. ``overlapped``: gradients are all-reduced while
-    backward runs, instead of reduce-scattered after it."""
+    """Whole gradients; AdamW on this rank's block of each Transformer block. ``overlapped``: gradients are all-reduced
+    while backward runs, instead of reduce-scattered after it."""
     model = task.model()
     units = [list(one.parameters()) for one in model]
     shardings = [dp.Sharding.of(unit, task.P) for unit in units]
@@ -197,8 +212,11 @@ def zero(task):
     def peer(params):
         return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-4, fused=True)
 
-    return {"DDP + ZeroRedundancyOptimizer": lambda: ddp(task, peer), "distdl ZeRO-1": lambda: zero1(task, False),
-            "distdl ZeRO-1 over GradientSync": lambda: zero1(task, True)}
+    return {
+        "DDP + ZeroRedundancyOptimizer": lambda: ddp(task, peer),
+        "distdl ZeRO-1": lambda: zero1(task, False),
+        "distdl ZeRO-1 over GradientSync": lambda: zero1(task, True),
+    }
 
 
 # ---------------------------------------------------------------- sharded parameters
@@ -245,11 +263,15 @@ def fsdp(task, again=False, reshard=True):
 
 
 def sharded(task):
-    return {"FSDP2": lambda: fsdp(task), "FSDP2, activations again": lambda: fsdp(task, again=True),
-            "FSDP2, not resharded": lambda: fsdp(task, reshard=False),
-            "distdl ZeRO-3": lambda: chained(task, remat="parameters"), "distdl ZeRO-3, activations again": lambda: chained(task),
-            "distdl ZeRO-3, no prefetch": lambda: chained(task, remat="parameters", prefetch=False),
-            "distdl ZeRO-2": lambda: chained(task, remat=False)}
+    return {
+        "FSDP2": lambda: fsdp(task),
+        "FSDP2, activations again": lambda: fsdp(task, again=True),
+        "FSDP2, not resharded": lambda: fsdp(task, reshard=False),
+        "distdl ZeRO-3": lambda: chained(task, remat="parameters"),
+        "distdl ZeRO-3, activations again": lambda: chained(task),
+        "distdl ZeRO-3, no prefetch": lambda: chained(task, remat="parameters", prefetch=False),
+        "distdl ZeRO-2": lambda: chained(task, remat=False),
+    }
 
 
 GROUPS = {"data": data, "zero": zero, "sharded": sharded}

@@ -16,9 +16,29 @@ from .world import Topology, World, world
 __version__ = "0.1.0"
 
 __all__ = [
-    "HaloSpec", "Layout", "LinearMap", "Partition", "Topology", "World", "checking", "checkpoint", "data", "errors", "func",
-    "functional", "init", "launch", "linear_map", "maps", "nn", "parallel", "remat", "testing", "viz", "world",
-]  # fmt: skip
+    "HaloSpec",
+    "Layout",
+    "LinearMap",
+    "Partition",
+    "Topology",
+    "World",
+    "checking",
+    "checkpoint",
+    "data",
+    "errors",
+    "func",
+    "functional",
+    "init",
+    "launch",
+    "linear_map",
+    "maps",
+    "nn",
+    "parallel",
+    "remat",
+    "testing",
+    "viz",
+    "world",
+]
 _SUBMODULES = ("agree", "autograd", "engine", "halo", "partition", "plan", "signature", "ties", "watching")
 __getattr__ = only_public(__name__, keep=_SUBMODULES, lazy=("data", "viz"))
 del only_public

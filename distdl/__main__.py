@@ -23,7 +23,9 @@ def parser() -> argparse.ArgumentParser:
     program = commands.add_parser("run", help="run a program on n MPI ranks; a rank that fails ends all of them")
     program.add_argument("-n", type=int, default=1, help="number of ranks (default: 1)")
     program.add_argument("--timeout", type=float, help="end the job after so many seconds")
-    program.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, as of python -m")
+    program.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, as of python -m"
+    )
     program.add_argument("script", nargs=argparse.REMAINDER, help="a script and its arguments")
     commands.add_parser("demo", help="train a network split over four ranks beside the sequential one")
     commands.add_parser("bench", help="time operators on your own shapes: bench halo -n 2 --shape 512,512")
@@ -41,7 +43,11 @@ def info() -> str:
         rows["launcher"] = find_launcher()
     except TransportError as error:
         rows["launcher"] = str(error)
-    gpu = [f"{d.name} {d.version}" for d in importlib.metadata.distributions() if d.name.startswith(("cupy", "nvidia-nccl"))]
+    gpu = [
+        f"{d.name} {d.version}"
+        for d in importlib.metadata.distributions()
+        if d.name.startswith(("cupy", "nvidia-nccl"))
+    ]
     rows["CuPy, NCCL"] = ", ".join(sorted(set(gpu))) or "none"
     rows["strided boxes"] = _strided_way()
     rows["large pages"] = _pages()
@@ -69,9 +75,11 @@ def _cuda_way() -> str:
     way, nccl = os.environ.get("DISTDL_CUDA", "nccl"), importlib.util.find_spec("cupy") is not None
     if way == "nccl" and not nccl:
         return "staged through pinned host memory and MPI, with a warning: CuPy is missing"
-    return {"nccl": "by NCCL (import torch before cupy: both then share torch's library)",
-            "staged": "staged through pinned host memory and MPI (DISTDL_CUDA)",
-            "mpi": "by a CUDA-aware MPI (DISTDL_CUDA)"}.get(way, f"DISTDL_CUDA={way} is none of nccl, staged, mpi")
+    return {
+        "nccl": "by NCCL (import torch before cupy: both then share torch's library)",
+        "staged": "staged through pinned host memory and MPI (DISTDL_CUDA)",
+        "mpi": "by a CUDA-aware MPI (DISTDL_CUDA)",
+    }.get(way, f"DISTDL_CUDA={way} is none of nccl, staged, mpi")
 
 
 def _version(name: str) -> str:
@@ -85,7 +93,9 @@ def _devices() -> str:
     tool = shutil.which("nvidia-smi")  # torch would start CUDA to tell their names
     if tool is None:
         return "none"
-    listed = subprocess.run([tool, "--query-gpu=name,memory.total", "--format=csv,noheader"], capture_output=True, text=True)
+    listed = subprocess.run(
+        [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"], capture_output=True, text=True
+    )
     return "; ".join(listed.stdout.split("\n")).strip("; ") or "none"
 
 

@@ -28,10 +28,15 @@ _KINDS = {
     "L": ("a Layout", lambda v: isinstance(v, Layout)),
     "module": ("a torch.nn.Module", lambda v: isinstance(v, torch.nn.Module)),
     "model": ("a torch.nn.Module", lambda v: isinstance(v, torch.nn.Module)),
-    "normalized_shape": ("an integer or a sequence of them",
-                         lambda v: is_int(v) or (isinstance(v, Iterable) and all(map(is_int, v)))),
+    "normalized_shape": (
+        "an integer or a sequence of them",
+        lambda v: is_int(v) or (isinstance(v, Iterable) and all(map(is_int, v))),
+    ),
     "w": ("a tensor, this rank's block", lambda v: isinstance(v, torch.Tensor)),
-    "out_channels": ("an integer, or one for each block", lambda v: is_int(v) or (isinstance(v, tuple) and all(map(is_int, v)))),
+    "out_channels": (
+        "an integer, or one for each block",
+        lambda v: is_int(v) or (isinstance(v, tuple) and all(map(is_int, v))),
+    ),
     "momentum": ("a number or None", lambda v: v is None or _is_number(v)),
     "dtype": ("a torch.dtype", lambda v: isinstance(v, torch.dtype)),
     "device": ("a device, or its name", lambda v: isinstance(v, (torch.device, str)) or is_int(v)),
@@ -43,11 +48,16 @@ _KINDS = {
 def rules(function) -> dict:
     """{name: (place, what it must be, the test, whether ``None`` will do)} of the arguments that have a kind."""
     found = enumerate(inspect.signature(function).parameters.values())
-    return {p.name: (i, *_KINDS[p.name], p.default is None) for i, p in found if p.name in _KINDS and p.kind is not p.VAR_KEYWORD}
+    return {
+        p.name: (i, *_KINDS[p.name], p.default is None)
+        for i, p in found
+        if p.name in _KINDS and p.kind is not p.VAR_KEYWORD
+    }
 
 
 def check(op: str, known: dict, args, kwargs) -> None:
-    """Raise where an argument is not of its name's kind. Too many, too few and unknown ones are Python's own TypeErrors.
+    """Raise where an argument is not of its name's kind. Too many, too few and unknown ones are Python's own
+    TypeErrors.
 
     Raises:
         PartitionError: a partition or a layout that is none.
@@ -58,8 +68,15 @@ def check(op: str, known: dict, args, kwargs) -> None:
         if value is not known and not fits(value) and not (optional and value is None):
             grid = name in ("P", "layout", "L")
             raise (PartitionError if grid else ShapeError)(
-                f"{name} is not {kind}", op=op, expected=kind, actual=f"{type(value).__name__} {repr(value)[:60]}", partitions=None,
-                next_step="dd.Partition(shape), or dd.Layout(P, shape)" if grid else f"pass {name} as the docstring says")
+                f"{name} is not {kind}",
+                op=op,
+                expected=kind,
+                actual=f"{type(value).__name__} {repr(value)[:60]}",
+                partitions=None,
+                next_step="dd.Partition(shape), or dd.Layout(P, shape)"
+                if grid
+                else f"pass {name} as the docstring says",
+            )
 
 
 def checked(function):

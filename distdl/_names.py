@@ -10,9 +10,10 @@ __all__ = ["only_public"]
 
 
 def only_public(package: str, keep=(), lazy=()):
-    """Take submodules that are neither public nor to ``keep`` out of a package's names (``F.linear`` would be a module where a user
-    means a function), and return its ``__getattr__``, which says what may be meant; ``lazy`` submodules are imported when first
-    asked for. ``import package.submodule as m`` and ``from package.submodule import x`` work as ever."""
+    """Take submodules that are neither public nor to ``keep`` out of a package's names (``F.linear`` would be a module
+    where a user means a function), and return its ``__getattr__``, which says what may be meant; ``lazy`` submodules
+    are imported when first asked for. ``import package.submodule as m`` and ``from package.submodule import x`` work as
+    ever."""
     module = sys.modules[package]
     for name, value in list(vars(module).items()):
         if isinstance(value, ModuleType) and name not in (*module.__all__, *keep) and not name.startswith("_"):

@@ -1,10 +1,12 @@
-"""The first code of every rank: bring MPI up, run the program or the function, and let no failure leave the other ranks waiting.
+"""The first code of every rank: bring MPI up, run the program or the function, and let no failure leave the other ranks
+waiting.
 
 It is run by its path, so that nothing else is imported before it, and imports nothing of distdl.
 
     python _rank.py REPORTS (--call JOB | script.py args... | -m module args...)
 
-REPORTS is a private folder of the parent process. Rank r leaves there ``r.result`` (pickled) or ``r.failure``, and signs the roll.
+REPORTS is a private folder of the parent process. Rank r leaves there ``r.result`` (pickled) or ``r.failure``, and
+signs the roll.
 """
 
 from __future__ import annotations
@@ -30,15 +32,23 @@ _HERE = __file__  # Python forgets the name before functions registered with ate
 _GRACE = 5.0  # seconds that a launcher, or a handler, has before the rank acts itself
 _RECORD = 32  # bytes
 _NUMBERS = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # where launchers tell a process its rank before MPI runs
-_JOBS = ("DISTDL_REPORTS", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT")  # what differs from launch to launch
+_JOBS = (
+    "DISTDL_REPORTS",
+    "PMIX_NAMESPACE",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "PMI_FD",
+    "PMI_PORT",
+)  # what differs from launch to launch
 STARTER = 0  # the starter's record; rank r has record r + 1
 
 
 class Roll:
     """A file with a record for each process, which holds a lock on its own as long as it lives.
 
-    The system takes a lock back whatever ends its process, and a fork does not inherit it: a record without a lock is that of a
-    process which is gone, or was never there. A process that looks at its own record, or opens the file twice, gives its lock back.
+    The system takes a lock back whatever ends its process, and a fork does not inherit it: a record without a lock is
+    that of a process which is gone, or was never there. A process that looks at its own record, or opens the file
+    twice, gives its lock back.
     """
 
     def __init__(self, path: str, make: bool = False):
@@ -69,8 +79,8 @@ class Roll:
 
 
 def enlist(reports: str, size: int) -> tuple[Roll | None, int | None]:
-    """Sign the roll before MPI starts: a launcher can then say who is missing there. (None, None) on another node, or where the
-    MPI launcher does not tell a process its rank."""
+    """Sign the roll before MPI starts: a launcher can then say who is missing there. (None, None) on another node, or
+    where the MPI launcher does not tell a process its rank."""
     rank = next((int(os.environ[name]) for name in _NUMBERS if name in os.environ), None) if size > 1 else 0
     try:
         roll = Roll(os.path.join(reports, "roll"))
@@ -98,7 +108,8 @@ def job() -> str:
 
 
 def watch_parents(reports: str, roll: Roll | None, rank: int | None, size: int) -> None:
-    """End this rank when its launcher, or the process that started the job, is gone: neither can then stop its ranks."""
+    """End this rank when its launcher, or the process that started the job, is gone: neither can then stop its
+    ranks."""
     parent = os.getppid()
 
     def watch():
@@ -194,7 +205,8 @@ def failure(error: BaseException) -> tuple[int, str]:
 
 
 def report(path: str, code: int, text: str, error: BaseException | None) -> bool:
-    """Tell the parent; where there is none to tell (another node, a folder that is gone), tell everyone. Whether it was told."""
+    """Tell the parent; where there is none to tell (another node, a folder that is gone), tell everyone. Whether it was
+    told."""
     try:
         whole = None if error is None else dumps(error)
     except Exception:  # an exception that cannot be pickled travels as its text
@@ -225,7 +237,8 @@ def fail(reports: str, rank: int, size: int, code: int, text: str, error: BaseEx
 
 
 def watch_exit(reports: str, rank: int, size: int) -> None:
-    """An exception in a function registered with ``atexit`` ends the job too; Python itself only prints it, and exits with 0."""
+    """An exception in a function registered with ``atexit`` ends the job too; Python itself only prints it, and exits
+    with 0."""
     previous, pid = sys.unraisablehook, os.getpid()
 
     def hook(unraisable):

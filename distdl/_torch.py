@@ -21,7 +21,8 @@ from .errors import DistdlError
 _Kind = _functorch.TransformType
 # True while any torch.func transform (grad, vjp, jvp, vmap, ...) is being evaluated.
 transforms_active = torch._C._are_functorch_transforms_active
-# Number of active __torch_dispatch__ modes (make_fx, FakeTensorMode, ...): then even plain calls must be torch operators.
+# Number of active __torch_dispatch__ modes (make_fx, FakeTensorMode, ...): then even plain calls must be torch
+# operators.
 dispatch_modes = torch._C._len_torch_dispatch_stack
 # Whether torch.autocast is on for some kind of device.
 any_autocast = torch._C._is_any_autocast_enabled
@@ -33,8 +34,8 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 unwrap_if_dead = _functorch.unwrap_if_dead
 of_torch_func = _functorch.is_functorch_wrapped_tensor  # whether a tensor belongs to a transform, active or ended
 
-# Address of torch's current stream on a CUDA device, the current device, and whether a graph is being captured: torch.cuda's own
-# functions cost several times as much. Absent in builds without CUDA.
+# Address of torch's current stream on a CUDA device, the current device, and whether a graph is being captured:
+# torch.cuda's own functions cost several times as much. Absent in builds without CUDA.
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 current_device = getattr(torch._C, "_cuda_getDevice", None)
 capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
@@ -54,13 +55,15 @@ def forward_mode_active() -> bool:
 
 
 def has_tangent(tensor) -> bool:
-    """Whether forward mode is differentiating with respect to ``tensor`` right here (not inside a Function's forward)."""
+    """Whether forward mode is differentiating with respect to ``tensor`` right here (not inside a Function's
+    forward)."""
     level = forward_ad._current_level
     return level >= 0 and torch._C._is_fwd_grad_enabled() and torch._VF._unpack_dual(tensor, level=level)[1] is not None
 
 
-# A Function for one level of autograd alone: ``apply`` makes the node without binding a signature on every call (17 µs instead of
-# 53). Under torch.func it must be told so, see Transform.record; a plain Function would go through all transforms by itself.
+# A Function for one level of autograd alone: ``apply`` makes the node without binding a signature on every call (17 µs
+# instead of 53). Under torch.func it must be told so, see Transform.record; a plain Function would go through all
+# transforms by itself.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 
 
@@ -68,7 +71,8 @@ _reduced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def reduced_by_ddp() -> tuple[tuple[int, ...], frozenset]:
-    """Of the DistributedDataParallel whose forward is running: its ranks, and the ids of the parameters whose gradients it sums."""
+    """Of the DistributedDataParallel whose forward is running: its ranks, and the ids of the parameters whose gradients
+    it sums."""
     ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
     if ddp is None:
         return (), frozenset()
@@ -78,8 +82,8 @@ def reduced_by_ddp() -> tuple[tuple[int, ...], frozenset]:
 
 
 def opaque(function):
-    """Mark a function at which torch.compile shall break its graph, without a look inside: what torch.compiler.disable does, but
-    without importing the compiler, and without a wrapper."""
+    """Mark a function at which torch.compile shall break its graph, without a look inside: what torch.compiler.disable
+    does, but without importing the compiler, and without a wrapper."""
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = "a movement of distdl"
     frames = torch._C._dynamo.eval_frame
@@ -97,15 +101,16 @@ def vmap_levels() -> tuple[tuple[int, int], ...]:
 
 
 def randomness() -> dict[int, tuple[int, str]]:
-    """{level: (batch size, its ``randomness``: "Error", "Same" or "Different")} of every active vmap, outermost first."""
+    """{level: (batch size, its ``randomness``: "Error", "Same" or "Different")} of every active vmap, outermost
+    first."""
     stack = _functorch.get_interpreter_stack() or () if transforms_active() else ()
     vmaps = {i.level(): _functorch.CVmapInterpreterPtr(i) for i in stack if i.key() == _Kind.Vmap}
     return {level: (vmap.batchSize(), vmap.randomness().name) for level, vmap in vmaps.items()}
 
 
 def drawn() -> int:
-    """The next number of torch's CPU generator: it tells a place in the stream. Under vmap as all that is random there: an error,
-    unless ``randomness`` says otherwise."""
+    """The next number of torch's CPU generator: it tells a place in the stream. Under vmap as all that is random there:
+    an error, unless ``randomness`` says otherwise."""
     with _disable_current_modes() if dispatch_modes() else _here:
         number = torch.randint(2**62, (), device="cpu")
         while of_torch_func(number):
@@ -119,8 +124,8 @@ def in_backward() -> bool:
 
 
 def checkpointed() -> bool:
-    """Whether torch's checkpoint may run again what runs now: there are hooks on what is saved, or (``use_reentrant=True``) this is
-    the forward of a Function, which has neither grad mode nor forward mode."""
+    """Whether torch's checkpoint may run again what runs now: there are hooks on what is saved, or
+    (``use_reentrant=True``) this is the forward of a Function, which has neither grad mode nor forward mode."""
     plain = torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
     return not plain or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
@@ -145,8 +150,9 @@ def grad_levels() -> tuple[tuple[int, str], ...]:
 def levels_of(tensor) -> dict[int, str]:
     """Which active transforms see ``tensor`` as theirs: level -> "batched" or "tracked".
 
-    Inside a transform every fresh tensor has its wrapper, also one that depends on nothing: only what requires a gradient, or has
-    a tangent, is tracked. (Of forward mode that is known for the innermost transform; further out the wrapper must do.)
+    Inside a transform every fresh tensor has its wrapper, also one that depends on nothing: only what requires a
+    gradient, or has a tangent, is tracked. (Of forward mode that is known for the innermost transform; further out the
+    wrapper must do.)
     """
     found, kinds, outermost = {}, dict(grad_levels()), tensor
     while _functorch.is_functorch_wrapped_tensor(tensor):
@@ -179,8 +185,13 @@ class Transform:
         interpreter = self._interpreter = _functorch.peek_interpreter_stack()  # the pointer does not keep it alive
         kind = interpreter.key()
         if kind not in _POINTERS:
-            raise DistdlError(f"no movement can run inside torch.func's {kind.name.lower()}", op="torch.func", actual=kind.name,
-                              expected="grad, vjp, jvp or vmap", next_step="trace with make_fx or torch.func.linearize, without it")
+            raise DistdlError(
+                f"no movement can run inside torch.func's {kind.name.lower()}",
+                op="torch.func",
+                actual=kind.name,
+                expected="grad, vjp, jvp or vmap",
+                next_step="trace with make_fx or torch.func.linearize, without it",
+            )
         pointer = self._pointer = _POINTERS[kind](interpreter)
         self.level, self.batch_size, self.forward_mode, self._modes = pointer.level(), None, False, None
         if kind == _Kind.Vmap:
@@ -191,7 +202,8 @@ class Transform:
             self.forward_mode, self._modes = True, (True, pointer.prevFwdGradMode())
 
     def outside(self):
-        """Context manager: what runs inside it runs outside of this transform (and differentiates, as far as others want it)."""
+        """Context manager: what runs inside it runs outside of this transform (and differentiates, as far as others
+        want it)."""
         return self
 
     def __enter__(self):
@@ -257,11 +269,13 @@ transform_depth = _functorch.get_dynamic_layer_stack_depth  # how many transform
 
 
 def apart(depth: int, function, args):
-    """``function(*args)`` of constants, and which of its results (a tuple of tensors) some transform or autograd follows all the
+    """``function(*args)`` of constants, and which of its results (a tuple of tensors) some transform or autograd
+    follows all the
     same: they depend on tensors that the function reached by itself.
 
-    It runs inside ``depth`` transforms that follow nothing, at the levels of those in which it was called: there a tensor of an
-    outer one shows what it is (outside of all of them, its derivative would be dropped without a word), and one of a vmap fails.
+    It runs inside ``depth`` transforms that follow nothing, at the levels of those in which it was called: there a
+    tensor of an outer one shows what it is (outside of all of them, its derivative would be dropped without a word),
+    and one of a vmap fails.
     """
     before, opened = (torch.is_grad_enabled(), _forward_mode_enabled()), 0
     _set_modes(True, True)
@@ -277,7 +291,9 @@ def apart(depth: int, function, args):
                 followed[i] |= y.requires_grad or has_tangent(y)
                 results[i] = _functorch._unwrap_for_grad(y, opened) if opened else y
             if not opened:
-                return [y.clone() if any(shares_memory(y, x) for x in constants) else _spread(y) for y in results], followed
+                return [
+                    y.clone() if any(shares_memory(y, x) for x in constants) else _spread(y) for y in results
+                ], followed
             opened -= 1
             _functorch._grad_decrement_nesting()
     except RuntimeError as error:
@@ -336,10 +352,14 @@ _strided, _ordinary = torch.strided, torch.Tensor.__torch_dispatch__
 
 
 def is_plain(tensor) -> bool:
-    """Whether a tensor is dense memory of its own: not sparse, not quantized, of no transform, active or ended, and not of a class
-    with operators of its own (DTensor, FakeTensor), whose memory is not theirs."""
-    return ((type(tensor) is torch.Tensor or type(tensor).__torch_dispatch__ is _ordinary) and tensor.layout is _strided
-            and not tensor.is_quantized and not of_torch_func(tensor))
+    """Whether a tensor is dense memory of its own: not sparse, not quantized, of no transform, active or ended, and not
+    of a class with operators of its own (DTensor, FakeTensor), whose memory is not theirs."""
+    return (
+        (type(tensor) is torch.Tensor or type(tensor).__torch_dispatch__ is _ordinary)
+        and tensor.layout is _strided
+        and not tensor.is_quantized
+        and not of_torch_func(tensor)
+    )
 
 
 def plain(tensor):
@@ -373,8 +393,8 @@ class Structure:
 def flatten(tree):
     """(leaves, :class:`Structure`) of a pytree; a tensor is its own only leaf, and its structure ``None``.
 
-    What stands under a key of a dictionary comes in the order of the keys, not in that in which they were set: two ranks' leaves
-    then match by their keys. The pytree that :func:`unflatten` makes has the keys in their own order.
+    What stands under a key of a dictionary comes in the order of the keys, not in that in which they were set: two
+    ranks' leaves then match by their keys. The pytree that :func:`unflatten` makes has the keys in their own order.
     """
     if isinstance(tree, torch.Tensor) or tree is None:
         return [tree], None
@@ -417,7 +437,8 @@ def _children(spec):
 
 
 def _place_of(key):
-    """By what the keys of a dictionary are sorted, the same in every process. Keys that have no such thing stay as they are."""
+    """By what the keys of a dictionary are sorted, the same in every process. Keys that have no such thing stay as they
+    are."""
     if isinstance(key, (str, bytes)):
         return type(key).__name__, key
     if isinstance(key, (int, float)):

@@ -1,8 +1,9 @@
 """Agreement: how operators called with bare partitions learn the global shape, and find out that ranks disagree.
 
-One small all-gather among the ranks of a call carries each rank's view of it: operator, partitions, shapes, dtype, device kind,
-whether a gradient is wanted, or a local failure. All ranks see the same reports, so all go on, or all raise the same error.
-:func:`resolve` is the only place where layouts are negotiated; with a Layout, or a shape, nothing is.
+One small all-gather among the ranks of a call carries each rank's view of it: operator, partitions, shapes, dtype,
+device kind, whether a gradient is wanted, or a local failure. All ranks see the same reports, so all go on, or all
+raise the same error. :func:`resolve` is the only place where layouts are negotiated; with a Layout, or a shape, nothing
+is.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .world import world
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank says of a call. ``leaves`` holds (shape, dtype, device kind) of each tensor; ``tree`` their pytree in words,
-    and one like it, of ``None``."""
+    """What one rank says of a call. ``leaves`` holds (shape, dtype, device kind) of each tensor; ``tree`` their pytree
+    in words, and one like it, of ``None``."""
 
     op: str
     partitions: str
@@ -57,9 +58,20 @@ def _report(op, xs, active, places, ndim, tree, arguments) -> Report:
             levels.add(tuple(f"{kinds[level]} {level}" for level in tracked))
         if active and ndim is not None and x.dim() != ndim:
             failure = failure or f"expected a tensor of {ndim} dims, got shape {tuple(x.shape)}"
-    return Report(op, " -> ".join(str(p).splitlines()[0] for p in places), arguments, tuple(leaves), tuple(grads), tuple(tangents),
-                  tuple(sorted(levels)), tuple(size for _, size in _torch.vmap_levels()), torch.is_grad_enabled(),
-                  plain and _torch.forward_mode_active(), None if tree is None else _told(tree, len(xs)), failure)
+    return Report(
+        op,
+        " -> ".join(str(p).splitlines()[0] for p in places),
+        arguments,
+        tuple(leaves),
+        tuple(grads),
+        tuple(tangents),
+        tuple(sorted(levels)),
+        tuple(size for _, size in _torch.vmap_levels()),
+        torch.is_grad_enabled(),
+        plain and _torch.forward_mode_active(),
+        None if tree is None else _told(tree, len(xs)),
+        failure,
+    )
 
 
 def _told(tree, n):
@@ -72,11 +84,11 @@ def _told(tree, n):
 
 
 def negotiate(op: str, xs, P, partitions=(), ndim=None, tree=None, arguments=""):
-    """Agree on a call among the ranks of ``P`` (which hold ``xs``, of the pytree ``tree``) and of ``partitions``; ``arguments``:
-    whatever else must be equal, in words.
+    """Agree on a call among the ranks of ``P`` (which hold ``xs``, of the pytree ``tree``) and of ``partitions``;
+    ``arguments``: whatever else must be equal, in words.
 
-    Returns ``(xs, tree, reports)``: the tensors, connected to the graph where any rank's are, with placeholders where this rank
-    holds nothing; the holders' pytree; and the reports by rank (``None`` on a rank that takes no part).
+    Returns ``(xs, tree, reports)``: the tensors, connected to the graph where any rank's are, with placeholders where
+    this rank holds nothing; the holders' pytree; and the reports by rank (``None`` on a rank that takes no part).
 
     Raises:
         AgreementError: on every rank, when any rank reports a failure or differs.
@@ -95,7 +107,8 @@ def negotiate(op: str, xs, P, partitions=(), ndim=None, tree=None, arguments="")
 
 
 def _tree_of(holder, tree):
-    """The pytree that the holders have, whatever a rank that holds nothing passed; an equal one keeps its own order of keys."""
+    """The pytree that the holders have, whatever a rank that holds nothing passed; an equal one keeps its own order of
+    keys."""
     told = holder.tree
     if told is not None and tree is not None and tree.text == told[0]:
         return tree
@@ -108,39 +121,72 @@ def _compare(op, reports, P, partitions, rank) -> None:
         for r, value in values.items():
             groups.setdefault(value, []).append(r)
         if len(groups) > 1:
-            raise AgreementError(f"the ranks disagree in {what}", op=op, partitions=partitions, rank=rank,
-                                 expected="the same on every rank", next_step=next_step,
-                                 actual="; ".join(f"rank{'s' if len(rs) > 1 else ''} {', '.join(map(str, rs))}: {value}"
-                                                  for value, rs in groups.items()))
+            raise AgreementError(
+                f"the ranks disagree in {what}",
+                op=op,
+                partitions=partitions,
+                rank=rank,
+                expected="the same on every rank",
+                next_step=next_step,
+                actual="; ".join(
+                    f"rank{'s' if len(rs) > 1 else ''} {', '.join(map(str, rs))}: {value}"
+                    for value, rs in groups.items()
+                ),
+            )
 
     disagree("the operator called", {r: m.op for r, m in reports.items()}, "call the same operators in the same order")
     disagree("the partitions", {r: m.partitions for r, m in reports.items()}, "pass equal partitions on every rank")
     disagree("the arguments", {r: m.arguments for r, m in reports.items()}, "pass equal arguments on every rank")
     failures = {r: m.failure for r, m in reports.items() if m.failure}
     if failures:
-        raise AgreementError("not every rank's input fits", op=op, partitions=partitions, rank=rank,
-                             expected="a block on every rank", next_step="pass this rank's block on every rank of the partition",
-                             actual="; ".join(f"rank {r}: {text}" for r, text in failures.items()))
+        raise AgreementError(
+            "not every rank's input fits",
+            op=op,
+            partitions=partitions,
+            rank=rank,
+            expected="a block on every rank",
+            next_step="pass this rank's block on every rank of the partition",
+            actual="; ".join(f"rank {r}: {text}" for r, text in failures.items()),
+        )
     holders = {r: reports[r] for r in P.ranks}
-    disagree("the number of tensors", {r: len(m.leaves) for r, m in holders.items()}, "pass the same pytree on every rank")
-    disagree("the pytree", {r: m.tree[0] if m.tree else "a tensor" for r, m in holders.items()},
-             "pass the same pytree on every rank: the same containers, dictionaries with the same keys")
+    disagree(
+        "the number of tensors", {r: len(m.leaves) for r, m in holders.items()}, "pass the same pytree on every rank"
+    )
+    disagree(
+        "the pytree",
+        {r: m.tree[0] if m.tree else "a tensor" for r, m in holders.items()},
+        "pass the same pytree on every rank: the same containers, dictionaries with the same keys",
+    )
     for i, name in ((1, "dtype"), (2, "device kind")):
         values = {r: ", ".join(leaf[i] for leaf in m.leaves) for r, m in holders.items()}
         disagree(f"the {name}", values, f"give every rank's tensor the same {name}")
-    disagree("the number of dims", {r: tuple(len(leaf[0]) for leaf in m.leaves) for r, m in holders.items()},
-             "give every rank a block with as many dims")
-    disagree("the batch sizes (vmap)", {r: m.batches for r, m in reports.items()},
-             "call the operator inside the same vmaps, over axes of one size, on all ranks")
+    disagree(
+        "the number of dims",
+        {r: tuple(len(leaf[0]) for leaf in m.leaves) for r, m in holders.items()},
+        "give every rank a block with as many dims",
+    )
+    disagree(
+        "the batch sizes (vmap)",
+        {r: m.batches for r, m in reports.items()},
+        "call the operator inside the same vmaps, over axes of one size, on all ranks",
+    )
     if any(m.records and any(m.grads) for m in reports.values()):
-        disagree("whether a graph is recorded", {r: m.records for r, m in reports.items()},
-                 "enter torch.no_grad and inference_mode on all ranks or on none: a backward would wait for ever")
+        disagree(
+            "whether a graph is recorded",
+            {r: m.records for r, m in reports.items()},
+            "enter torch.no_grad and inference_mode on all ranks or on none: a backward would wait for ever",
+        )
     if any(any(m.tangents) for m in reports.values()):
-        disagree("whether forward mode is on", {r: m.dual for r, m in reports.items()}, "open the dual_level on all ranks")
+        disagree(
+            "whether forward mode is on", {r: m.dual for r, m in reports.items()}, "open the dual_level on all ranks"
+        )
     if any(m.levels not in ((), ((),)) for m in reports.values()):
         # Inside torch.func connections cannot be joined from outside: a rank without one would send nothing back.
-        disagree("what torch.func differentiates", {r: m.levels for r, m in reports.items() if m.leaves},
-                 "make the input depend on the differentiated one on every rank (F.nothing, F.tie)")
+        disagree(
+            "what torch.func differentiates",
+            {r: m.levels for r, m in reports.items() if m.leaves},
+            "make the input depend on the differentiated one on every rank (F.nothing, F.tie)",
+        )
 
 
 def _join(xs, active, reports, P):
@@ -162,7 +208,8 @@ def _join(xs, active, reports, P):
 
 
 def _connected(x, wanted: bool, pushed: bool):
-    """``x``, part of a graph and with a tangent where some rank's is: every rank's derivatives then make the same calls."""
+    """``x``, part of a graph and with a tangent where some rank's is: every rank's derivatives then make the same
+    calls."""
     if not (wanted and not x.requires_grad) and not (pushed and not _torch.has_tangent(x)):
         return x
     if not pushed:
@@ -174,7 +221,8 @@ def _connected(x, wanted: bool, pushed: bool):
 
 
 def resolve(op: str, xs, P, shape=None, others=()):
-    """The layouts of tensors ``xs``, one for each: ``(xs, layouts)``; layouts is ``None`` on a rank that takes no part."""
+    """The layouts of tensors ``xs``, one for each: ``(xs, layouts)``; layouts is ``None`` on a rank that takes no
+    part."""
     xs, _, layouts = resolve_tree(op, xs, None, P, shape, others)
     return xs, layouts
 
@@ -182,13 +230,19 @@ def resolve(op: str, xs, P, shape=None, others=()):
 def resolve_tree(op: str, xs, tree, P, shape=None, others=()):
     """The same for the leaves ``xs`` of a pytree ``tree``: ``(xs, the holders' tree, layouts)``.
 
-    A Layout is taken as it is, and so are a partition and ``shape``. A bare partition is negotiated with the ranks of ``P`` and
-    ``others`` (the call's other partitions): block sizes add up to the global shape, whatever they are.
+    A Layout is taken as it is, and so are a partition and ``shape``. A bare partition is negotiated with the ranks of
+    ``P`` and ``others`` (the call's other partitions): block sizes add up to the global shape, whatever they are.
     """
     if isinstance(P, Layout):
         if shape is not None and tuple(shape) != P.shape:
-            raise ShapeError("shape differs from the layout's", op=op, partitions=P, expected=P.shape, actual=tuple(shape),
-                             next_step="leave shape out, or pass the partition and the shape")
+            raise ShapeError(
+                "shape differs from the layout's",
+                op=op,
+                partitions=P,
+                expected=P.shape,
+                actual=tuple(shape),
+                next_step="leave shape out, or pass the partition and the shape",
+            )
         return xs, tree, [P] * len(xs)
     if shape is not None:
         return xs, tree, [Layout(P, shape)] * len(xs)
@@ -207,17 +261,21 @@ def _layout(op, P, blocks) -> Layout:
         sizes: dict[int, int] = {}
         for coords, shape in blocks:
             if sizes.setdefault(coords[d], shape[d]) != shape[d]:
-                raise AgreementError(f"the blocks do not fit together in dim {d}", op=op, partitions=P,
-                                     expected=f"size {sizes[coords[d]]} at index {coords[d]}",
-                                     actual=f"{shape[d]} on rank {P.rank_at(coords)}",
-                                     next_step="ranks with the same coordinate need blocks of the same size")
+                raise AgreementError(
+                    f"the blocks do not fit together in dim {d}",
+                    op=op,
+                    partitions=P,
+                    expected=f"size {sizes[coords[d]]} at index {coords[d]}",
+                    actual=f"{shape[d]} on rank {P.rank_at(coords)}",
+                    next_step="ranks with the same coordinate need blocks of the same size",
+                )
         splits.append(tuple(sizes[c] for c in range(P.shape[d])))
     return Layout(P, tuple(sum(s) for s in splits), tuple(splits))
 
 
 def block_sizes(own: int, P: Partition, dim: int, total: int | None) -> tuple[int, ...]:
-    """Sizes of a parameter's blocks along partition dim ``dim``, of which this rank's is ``own``: balanced ones of ``total``, or,
-    where that is ``None`` and the dim is split, what one small all-gather along it finds."""
+    """Sizes of a parameter's blocks along partition dim ``dim``, of which this rank's is ``own``: balanced ones of
+    ``total``, or, where that is ``None`` and the dim is split, what one small all-gather along it finds."""
     if total is not None or P.shape[dim] == 1:
         return balanced(own if total is None else total, P.shape[dim])
     fibre = P.along(dim)
@@ -228,23 +286,30 @@ def block_sizes(own: int, P: Partition, dim: int, total: int | None) -> tuple[in
 
 
 def alike(op: str, P) -> None:
-    """Under ``dd.checking()`` compare the arguments of a call that sends no message: ranks that mean different ones would not
-    notice."""
+    """Under ``dd.checking()`` compare the arguments of a call that sends no message: ranks that mean different ones
+    would not notice."""
     if _transport.observer is not None:
         where = partition_of(P, op)
         _transport.observer.alike(world(where.world).host, op, where)
 
 
 def check_tensor(op: str, x, P) -> None:
-    """Raise where ``x`` is not even a tensor, which a rank that takes no part passes too: its result has that dtype and device."""
+    """Raise where ``x`` is not even a tensor, which a rank that takes no part passes too: its result has that dtype and
+    device."""
     if not isinstance(x, torch.Tensor):
-        raise ShapeError("not a tensor", op=op, partitions=P, expected="a tensor on every rank", actual=type(x).__name__,
-                         next_step="ranks that hold nothing pass any tensor of the dtype and device that the others have")
+        raise ShapeError(
+            "not a tensor",
+            op=op,
+            partitions=P,
+            expected="a tensor on every rank",
+            actual=type(x).__name__,
+            next_step="ranks that hold nothing pass any tensor of the dtype and device that the others have",
+        )
 
 
 def outside_shape(x, P) -> tuple[int, ...]:
-    """The shape of what a rank that takes no part gets, whatever x it passed: no element, and as many dims as its peers'; of a
-    Layout the first block's sizes in all dims but the first."""
+    """The shape of what a rank that takes no part gets, whatever x it passed: no element, and as many dims as its
+    peers'; of a Layout the first block's sizes in all dims but the first."""
     if isinstance(P, Layout):
         return P.local_shape()
     ndim = partition_of(P).ndim
@@ -252,14 +317,25 @@ def outside_shape(x, P) -> tuple[int, ...]:
 
 
 def outside(xs, P=None):
-    """What a rank that takes no part gets: zero-volume tensors that stay connected, see :func:`outside_shape`; ``None``: with as
-    many dims as each of the tensors itself."""
+    """What a rank that takes no part gets: zero-volume tensors that stay connected, see :func:`outside_shape`;
+    ``None``: with as many dims as each of the tensors itself."""
     xs = [x if isinstance(x, torch.Tensor) else torch.empty(0) for x in xs]
     return [nothing((0, *x.shape[1:]) if P is None else outside_shape(x, P), x) for x in xs]
 
 
-__all__ = ["DistdlError", "Report", "alike", "block_sizes", "check_tensor", "negotiate", "outside", "outside_shape", "partition_of",
-           "resolve", "resolve_tree"]
+__all__ = [
+    "DistdlError",
+    "Report",
+    "alike",
+    "block_sizes",
+    "check_tensor",
+    "negotiate",
+    "outside",
+    "outside_shape",
+    "partition_of",
+    "resolve",
+    "resolve_tree",
+]
 
 for _function in (alike, block_sizes, negotiate, resolve, resolve_tree):
     _torch.opaque(_function)

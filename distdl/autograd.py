@@ -1,14 +1,15 @@
 """The one autograd Function of the library, and how a call goes through the levels of torch.func.
 
-A *step* of a linear map is anything with ``T`` (its adjoint), ``ranks``, ``world`` and ``together(steps, xs, recorded)``, which
-moves plain tensors. All its rules follow:
+A *step* of a linear map is anything with ``T`` (its adjoint), ``ranks``, ``world`` and ``together(steps, xs,
+recorded)``, which moves plain tensors. All its rules follow:
 
     reverse mode      x̄ = Aᵀ ȳ              jvp      ẏ = A ẋ
     double backward   Aᵀᵀ = A, again          vmap     A with one more axis that no partition splits
 
-Both rules are calls of the same Function, so every nesting works. The *tie* keeps ranks together: if one rank's local loss is
-linear, its cotangent is a constant, and without more that rank would drop out of the second derivative while its peers wait
-for its messages. So the Function has one more output, an empty tensor ``s`` that depends on what y depends on, and hands it to
+Both rules are calls of the same Function, so every nesting works. The *tie* keeps ranks together: if one rank's local
+loss is linear, its cotangent is a constant, and without more that rank would drop out of the second derivative while
+its peers wait for its messages. So the Function has one more output, an empty tensor ``s`` that depends on what y
+depends on, and hands it to
 Aᵀȳ and Aẋ as inputs: dependence, without a value. A derivative of any order then sends the same messages on every rank.
 """
 
@@ -21,8 +22,8 @@ from .errors import AgreementError, DistdlError
 
 
 def apply(steps, xs, ties=(), pending=None, tied=None):
-    """Apply ``steps[i]`` to ``xs[i]`` as one movement; the only way in to the Function. Returns the results and, last, the new tie,
-    or ``None`` where it is a constant. All steps are of one kind over the same ranks.
+    """Apply ``steps[i]`` to ``xs[i]`` as one movement; the only way in to the Function. Returns the results and, last,
+    the new tie, or ``None`` where it is a constant. All steps are of one kind over the same ranks.
 
     It goes from one transform to the next, the innermost first; ``tied`` (on the way): somebody will look at the tie.
     """
@@ -55,11 +56,16 @@ def _have_tangents(*groups) -> bool:
 
 
 def refuse_older_vmap(op, tensors) -> None:
-    """torch's vmap from before torch.func, which autograd.grad still offers, gives a Function's rules tensors without memory."""
+    """torch's vmap from before torch.func, which autograd.grad still offers, gives a Function's rules tensors without
+    memory."""
     if any(t is not None and _torch.of_older_vmap(t) for t in tensors):
-        raise DistdlError("torch's older vmap does not know custom Functions", op=str(op), expected="torch.func.vmap",
-                          actual="is_grads_batched=True, or torch.autograd.functional with vectorize=True",
-                          next_step="pull = torch.func.vjp(f, x)[1]; torch.func.vmap(pull)(cotangents), or dd.func.jacrev")
+        raise DistdlError(
+            "torch's older vmap does not know custom Functions",
+            op=str(op),
+            expected="torch.func.vmap",
+            actual="is_grads_batched=True, or torch.autograd.functional with vectorize=True",
+            next_step="pull = torch.func.vjp(f, x)[1]; torch.func.vmap(pull)(cotangents), or dd.func.jacrev",
+        )
 
 
 _torch.opaque(apply)
@@ -81,8 +87,9 @@ def _new_tie(x):
 class _Apply(_torch.SingleLevelFunction):
     """(y_1, ..., y_n, s) = (A_1 x_1, ..., A_n x_n, an empty tie), given x_1 ... x_n and any number of ties.
 
-    ``call``: (the steps, a movement under way or ``None``, a transform or ``None``). Under torch.func one such node stands for one
-    grad or jvp, and its forward goes on with what its tensors wrap: torch's own way there costs many times a small movement.
+    ``call``: (the steps, a movement under way or ``None``, a transform or ``None``). Under torch.func one such node
+    stands for one grad or jvp, and its forward goes on with what its tensors wrap: torch's own way there costs many
+    times a small movement.
     """
 
     @staticmethod
@@ -124,14 +131,15 @@ class _Apply(_torch.SingleLevelFunction):
 
 
 def _operands(steps, given, like):
-    """(steps, operands, their places): of a call's cotangents or tangents those that have derivatives. Integers have none, on any
-    rank; a missing one is zero, ``like`` what it belongs to: (shape, dtype, device)."""
+    """(steps, operands, their places): of a call's cotangents or tangents those that have derivatives. Integers have
+    none, on any rank; a missing one is zero, ``like`` what it belongs to: (shape, dtype, device)."""
     if len(steps) == 1 and given[0] is not None and given[0].dtype == like[0][1]:
         return steps, given[:1], None
     operands = {}
     for i, (shape, dtype, device) in enumerate(like):
         if dtype.is_floating_point or dtype.is_complex:
-            # Of numbers without dims torch makes float64 tangents, on some ranks only: what is sent has the primal's dtype.
+            # Of numbers without dims torch makes float64 tangents, on some ranks only: what is sent has the primal's
+            # dtype.
             operands[i] = torch.zeros(shape, dtype=dtype, device=device) if given[i] is None else given[i].to(dtype)
     return [steps[i] for i in operands], list(operands.values()), tuple(operands)
 
@@ -182,8 +190,8 @@ def _batched(transform, steps, pending, xs, ties, tied):
 
 
 def _agree_on_batches(steps, xs, ties):
-    """Under vmap, give every operand each batch that some rank's has: a rank where nothing is batched would send messages of
-    another size. One small all-gather, only while a vmap is active."""
+    """Under vmap, give every operand each batch that some rank's has: a rank where nothing is batched would send
+    messages of another size. One small all-gather, only while a vmap is active."""
     levels = _torch.vmap_levels()
     ranks, where = steps[0].ranks, steps[0].world
     if not levels or len(ranks) < 2 or where.rank not in ranks:
@@ -195,9 +203,15 @@ def _agree_on_batches(steps, xs, ties):
         return xs
     sizes = [tuple(size for size, _ in report) for report in theirs]
     if len(set(sizes)) > 1:
-        raise AgreementError("the ranks are inside different vmaps", op=str(steps[0]), rank=where.rank,
-                             expected="the same batch sizes on every rank", actual=dict(zip(ranks, map(list, sizes))),
-                             next_step="map over axes of one size on all ranks", partitions=steps[0].partitions)
+        raise AgreementError(
+            "the ranks are inside different vmaps",
+            op=str(steps[0]),
+            rank=where.rank,
+            expected="the same batch sizes on every rank",
+            actual=dict(zip(ranks, map(list, sizes))),
+            next_step="map over axes of one size on all ranks",
+            partitions=steps[0].partitions,
+        )
     for place, (level, size) in enumerate(levels):
         if any(report[place][1] for report in theirs) and not mine[place][1]:
             mask = _torch.batch_mask(level, size, xs[0].device)

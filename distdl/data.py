@@ -36,7 +36,8 @@ def installed(package: str, *parts: str) -> Path:
 
 
 def progress(items, **options):
-    """``items`` with tqdm's progress bar on rank 0 (few lines where the output is no terminal); as they are elsewhere."""
+    """``items`` with tqdm's progress bar on rank 0 (few lines where the output is no terminal); as they are
+    elsewhere."""
     if world().rank:
         return items
     from tqdm import tqdm
@@ -59,10 +60,12 @@ def read(path, rows, box, *, sample=(), first: int = 0, dtype=torch.float32, bar
     """This rank's part of every batch, decoding nothing else.
 
     Args:
-        path: a ``.npy`` file of (count, *sample), which is memory-mapped; or a ``.csv`` or ``.csv.gz`` without a heading, which is
-            streamed line by line: only this rank's lines are split, and of these only its columns become numbers.
+        path: a ``.npy`` file of (count, *sample), which is memory-mapped; or a ``.csv`` or ``.csv.gz`` without a
+            heading, which is streamed line by line: only this rank's lines are split, and of these only its columns
+                become numbers.
         rows: (batches, size): the rows of each batch, see :func:`batches`.
-        box: ((start, stop), ...) of this rank in a batch (size, *sample): ``layout.box()``; for labels its first entry alone.
+        box: ((start, stop), ...) of this rank in a batch (size, *sample): ``layout.box()``; for labels its first entry
+            alone.
         sample: shape of one example.
         first: column of a CSV file at which the flattened example starts.
         bar: show a progress bar on rank 0.
@@ -75,8 +78,13 @@ def read(path, rows, box, *, sample=(), first: int = 0, dtype=torch.float32, bar
     """
     rows, sample = np.asarray(rows), tuple(sample)
     if len(box) != len(sample) + 1 or any(stop > n for (_, stop), n in zip(box, (rows.shape[1], *sample))):
-        raise ShapeError("the box does not fit a batch", op="data.read", expected=(rows.shape[1], *sample), actual=box,
-                         next_step="give the box one (start, stop) for each dim of the batch, within its sizes")
+        raise ShapeError(
+            "the box does not fit a batch",
+            op="data.read",
+            expected=(rows.shape[1], *sample),
+            actual=box,
+            next_step="give the box one (start, stop) for each dim of the batch, within its sizes",
+        )
     mine = rows[:, slice(*box[0])]
     part = tuple(slice(start, stop) for start, stop in box[1:])
     shape = tuple(stop - start for start, stop in box[1:])
@@ -89,8 +97,13 @@ def read(path, rows, box, *, sample=(), first: int = 0, dtype=torch.float32, bar
     for row, values in progress(wanted, total=len(places), unit="row", desc=Path(path).name) if bar else wanted:
         found[places.pop(row)] = values
     if places and mine.size:
-        raise ShapeError("the file has fewer rows", op="data.read", expected=f"row {max(places)}", actual=str(path),
-                         next_step="ask for rows that the file has, or read one with more")
+        raise ShapeError(
+            "the file has fewer rows",
+            op="data.read",
+            expected=f"row {max(places)}",
+            actual=str(path),
+            next_step="ask for rows that the file has, or read one with more",
+        )
     return torch.as_tensor(found.reshape(*mine.shape, *shape)).to(dtype)
 
 

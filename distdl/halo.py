@@ -1,7 +1,7 @@
 """Halo specifications: which window of the global tensor each rank needs, and what lies beyond the edge.
 
-A boundary condition is one index function: ghost index -> real index. Its ghosts are runs of the wanted side of a plan, so
-corners, halos wider than a neighbour's block, and the adjoint need no code of their own.
+A boundary condition is one index function: ghost index -> real index. Its ghosts are runs of the wanted side of a plan,
+so corners, halos wider than a neighbour's block, and the adjoint need no code of their own.
 """
 
 from __future__ import annotations
@@ -45,8 +45,14 @@ def _range(found, layout):
     try:
         lo, hi = map(as_int, found)
     except (TypeError, ValueError):
-        raise PartitionError("need() gave no range", op="HaloSpec.needs", expected="two integers (lo, hi)", actual=found,
-                             partitions=layout, next_step="return the range of indices that outputs o0 .. o1 - 1 read") from None
+        raise PartitionError(
+            "need() gave no range",
+            op="HaloSpec.needs",
+            expected="two integers (lo, hi)",
+            actual=found,
+            partitions=layout,
+            next_step="return the range of indices that outputs o0 .. o1 - 1 read",
+        ) from None
     return lo, hi
 
 
@@ -57,10 +63,16 @@ def _moved(runs, before):
 
 
 def plain(value, what: str, op: str):
-    """An option in Python's own numbers and tuples: NumPy's and torch's integers and arrays are as good, and not all hashable."""
+    """An option in Python's own numbers and tuples: NumPy's and torch's integers and arrays are as good, and not all
+    hashable."""
     if is_bool(value):
-        raise PartitionError(f"{what} is a truth value", op=op, expected="numbers", actual=value,
-                             next_step="give an int (True would count as 1)")
+        raise PartitionError(
+            f"{what} is a truth value",
+            op=op,
+            expected="numbers",
+            actual=value,
+            next_step="give an int (True would count as 1)",
+        )
     if is_int(value):
         return as_int(value)
     sequence = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "shape", None) != ()
@@ -82,8 +94,13 @@ def per_dim(value, n: int, what: str, op: str = "HaloSpec") -> tuple:
     value = plain(value, what, op)
     values = value if isinstance(value, tuple) else (value,) * n
     if len(values) != n:
-        raise PartitionError(f"{what} does not fit", op=op, expected=f"one value or {n}", actual=value,
-                             next_step="give one value for all dims, or one for each")
+        raise PartitionError(
+            f"{what} does not fit",
+            op=op,
+            expected=f"one value or {n}",
+            actual=value,
+            next_step="give one value for all dims, or one for each",
+        )
     return values
 
 
@@ -91,8 +108,14 @@ def _layout(P, shape, op: str) -> Layout:
     if not isinstance(P, Layout):
         return Layout(P, shape)
     if shape is not None and tuple(shape) != P.shape:
-        raise PartitionError("shape differs from the layout's", op=op, partitions=P, expected=P.shape, actual=shape,
-                             next_step="leave the shape out (None), or pass the partition and the shape")
+        raise PartitionError(
+            "shape differs from the layout's",
+            op=op,
+            partitions=P,
+            expected=P.shape,
+            actual=shape,
+            next_step="leave the shape out (None), or pass the partition and the shape",
+        )
     return P
 
 
@@ -102,15 +125,16 @@ class HaloSpec(_Value):
 
     Args:
         P, shape: the partition and the global shape, or a Layout (then leave ``shape`` out).
-        left, right: widths, an int or one per dim; ``right`` defaults to ``left``. A rank whose block is empty in a dim wants
-            nothing there.
+        left, right: widths, an int or one per dim; ``right`` defaults to ``left``. A rank whose block is empty in a dim
+            wants nothing there.
         boundary: what lies beyond the edge; one for all dims, or one per dim. ``"none"``: nothing, windows are clipped;
             ``"zeros"``, ``"circular"``, ``"reflect"`` and ``"replicate"`` as in torch.nn.functional.pad.
 
     Attributes:
         in_layout: the layout of the input.
         out_layout: the layout of what a windowed operation makes of the windows (for plain widths: ``in_layout``).
-        windows: per dim, per coordinate (lo, hi): the range that is wanted, in coordinates that may lie outside the domain.
+        windows: per dim, per coordinate (lo, hi): the range that is wanted, in coordinates that may lie outside the
+            domain.
         boundary: one per dim.
 
     Raises:
@@ -127,28 +151,51 @@ class HaloSpec(_Value):
     def __init__(self, P: Partition | Layout, shape=None, left=None, right=None, *, boundary="none"):
         if isinstance(P, Layout) and shape is not None:  # HaloSpec(layout, left, right): the shape is left out
             if right is not None:
-                raise PartitionError("a Layout has a shape already", op="HaloSpec", partitions=P, expected="left and right",
-                                     actual=(shape, left, right),
-                                     next_step="HaloSpec(layout, left, right), or HaloSpec(partition, shape, left, right)")
+                raise PartitionError(
+                    "a Layout has a shape already",
+                    op="HaloSpec",
+                    partitions=P,
+                    expected="left and right",
+                    actual=(shape, left, right),
+                    next_step="HaloSpec(layout, left, right), or HaloSpec(partition, shape, left, right)",
+                )
             left, right = shape, left
         layout = P if isinstance(P, Layout) else Layout(P, shape)
         try:
             lefts = tuple(as_int(n) for n in per_dim(left, layout.ndim, "left"))
             rights = tuple(as_int(n) for n in per_dim(left if right is None else right, layout.ndim, "right"))
         except TypeError:
-            raise PartitionError("widths must be integers", op="HaloSpec", partitions=layout, expected="integers",
-                                 actual=(left, right), next_step="give widths as ints, one or one for each dim") from None
+            raise PartitionError(
+                "widths must be integers",
+                op="HaloSpec",
+                partitions=layout,
+                expected="integers",
+                actual=(left, right),
+                next_step="give widths as ints, one or one for each dim",
+            ) from None
         if min((*lefts, *rights, 0)) < 0:
-            raise PartitionError("halo widths cannot be negative", op="HaloSpec", partitions=layout, expected=">= 0",
-                                 actual=(lefts, rights), next_step="narrow the tensor itself instead")
+            raise PartitionError(
+                "halo widths cannot be negative",
+                op="HaloSpec",
+                partitions=layout,
+                expected=">= 0",
+                actual=(lefts, rights),
+                next_step="narrow the tensor itself instead",
+            )
         self._set(layout, layout, lambda d, start, stop: (start - lefts[d], stop + rights[d]), boundary)
 
     def _set(self, in_layout, out_layout, need, boundary):
         boundary = per_dim(boundary, in_layout.ndim, "boundary")
         unknown = [b for b in boundary if b not in BOUNDARIES]
         if unknown:
-            raise PartitionError("no such boundary", op="HaloSpec", expected=BOUNDARIES, actual=unknown, partitions=in_layout,
-                                 next_step="use one of them, or one for each dim")
+            raise PartitionError(
+                "no such boundary",
+                op="HaloSpec",
+                expected=BOUNDARIES,
+                actual=unknown,
+                partitions=in_layout,
+                next_step="use one of them, or one for each dim",
+            )
         windows = []
         for d, n in enumerate(in_layout.shape):
             dim = []
@@ -160,12 +207,18 @@ class HaloSpec(_Value):
             far = max([0] + [max(-lo, hi - n) for lo, hi in dim if lo < hi])
             limit = {"reflect": n - 1, "circular": far if n else 0, "replicate": far if n else 0}.get(boundary[d], far)
             if far > limit:
-                raise PartitionError(f"the {boundary[d]} boundary of dim {d} reaches beyond the tensor", op="HaloSpec",
-                                     partitions=in_layout, expected=f"at most {max(limit, 0)} ghosts", actual=far,
-                                     next_step="use a smaller halo, or another boundary")
+                raise PartitionError(
+                    f"the {boundary[d]} boundary of dim {d} reaches beyond the tensor",
+                    op="HaloSpec",
+                    partitions=in_layout,
+                    expected=f"at most {max(limit, 0)} ghosts",
+                    actual=far,
+                    next_step="use a smaller halo, or another boundary",
+                )
             windows.append(tuple(dim))
-        for name, value in zip(("in_layout", "out_layout", "windows", "boundary"),
-                               (in_layout, out_layout, tuple(windows), boundary)):
+        for name, value in zip(
+            ("in_layout", "out_layout", "windows", "boundary"), (in_layout, out_layout, tuple(windows), boundary)
+        ):
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -174,23 +227,31 @@ class HaloSpec(_Value):
 
         Args:
             P, shape: as for :class:`HaloSpec`; the shape is left out (``None``) with a Layout.
-            out_shape: global shape of the operation's output, or its Layout. Default blocks: the input's splits in dims whose
-                size is unchanged, balanced elsewhere.
-            need: ``need(d, o0, o1) -> (lo, hi)``: the range of dim ``d`` of the input that outputs ``o0 .. o1 - 1`` read.
+            out_shape: global shape of the operation's output, or its Layout. Default blocks: the input's splits in dims
+                whose size is unchanged, balanced elsewhere.
+            need: ``need(d, o0, o1) -> (lo, hi)``: the range of dim ``d`` of the input that outputs ``o0 .. o1 - 1``
+                read.
             boundary: what lies beyond the edge.
         """
         in_layout = _layout(P, shape, "HaloSpec.needs")
         out_layout = out_shape if isinstance(out_shape, Layout) else in_layout.with_shape(out_shape)
         if out_layout.partition != in_layout.partition:
-            raise PartitionError("the windows belong to the ranks of the input", op="HaloSpec.needs", expected=in_layout.partition,
-                                 actual=out_layout.partition, partitions=(in_layout, out_layout),
-                                 next_step="lay the output over the input's partition, then repartition it")
+            raise PartitionError(
+                "the windows belong to the ranks of the input",
+                op="HaloSpec.needs",
+                expected=in_layout.partition,
+                actual=out_layout.partition,
+                partitions=(in_layout, out_layout),
+                next_step="lay the output over the input's partition, then repartition it",
+            )
         spec = object.__new__(cls)
         spec._set(in_layout, out_layout, need, boundary)
         return spec
 
     @classmethod
-    def window(cls, P, shape, kernel, stride=1, padding=0, dilation=1, boundary="zeros", *, ceil_mode=False) -> HaloSpec:
+    def window(
+        cls, P, shape, kernel, stride=1, padding=0, dilation=1, boundary="zeros", *, ceil_mode=False
+    ) -> HaloSpec:
         """The windows of a sliding kernel (convolution, pooling) over the trailing dims.
 
         Args:
@@ -210,17 +271,26 @@ class HaloSpec(_Value):
         pads = tuple(p if isinstance(p, tuple) else (p, p) for p in per_dim(padding, n, "padding", "HaloSpec.window"))
         legal = all(map(is_int, (*k, *s, *d, *(v for p in pads for v in p))))
         if not legal or min((*k, *s, *d, 1)) < 1 or any(len(p) != 2 or min(p) < 0 for p in pads) or first < 0:
-            raise PartitionError("not a legal window", op="HaloSpec.window", partitions=in_layout,
-                                 expected="kernel, stride and dilation >= 1, padding >= 0",
-                                 actual={"kernel": k, "stride": s, "dilation": d, "padding": padding},
-                                 next_step="give sizes of at least 1 and a padding of at least 0")
+            raise PartitionError(
+                "not a legal window",
+                op="HaloSpec.window",
+                partitions=in_layout,
+                expected="kernel, stride and dilation >= 1, padding >= 0",
+                actual={"kernel": k, "stride": s, "dilation": d, "padding": padding},
+                next_step="give sizes of at least 1 and a padding of at least 0",
+            )
         out = list(in_layout.shape)
         for i, (size, step, hole, (lo, hi)) in enumerate(zip(k, s, d, pads), first):
             free = in_layout.shape[i] + lo + hi - hole * (size - 1) - 1
             if free < 0 and not (ceil_mode and free > -step):  # ceil_mode: a window that starts inside may end outside
-                raise PartitionError(f"the kernel is larger than the padded input in dim {i}", op="HaloSpec.window",
-                                     partitions=in_layout, expected=f"kernel <= {free + size}", actual=size,
-                                     next_step="pad more, or use a smaller kernel or dilation")
+                raise PartitionError(
+                    f"the kernel is larger than the padded input in dim {i}",
+                    op="HaloSpec.window",
+                    partitions=in_layout,
+                    expected=f"kernel <= {free + size}",
+                    actual=size,
+                    next_step="pad more, or use a smaller kernel or dilation",
+                )
             out[i] = (math.ceil(free / step) if ceil_mode else free // step) + 1
             if ceil_mode and (out[i] - 1) * step >= in_layout.shape[i] + lo:
                 out[i] -= 1  # a window must start inside the input or its left padding
@@ -235,7 +305,8 @@ class HaloSpec(_Value):
         return cls.needs(in_layout, None, out, need, boundary)
 
     def window_box(self, rank: int | None = None):
-        """((lo, hi), ...) that ``rank`` wants, in coordinates that may lie outside the domain; ``None`` when inactive."""
+        """((lo, hi), ...) that ``rank`` wants, in coordinates that may lie outside the domain; ``None`` when
+        inactive."""
         coords = self.in_layout.partition.index(rank)
         return None if coords is None else tuple(w[c] for w, c in zip(self.windows, coords))
 
@@ -253,8 +324,8 @@ class HaloSpec(_Value):
         return Plan(Side.of(self.in_layout), Side(self.in_layout.partition, tuple(axes)))
 
     def sides(self, d: int, c: int) -> tuple[int, int, int, int]:
-        """(lo, a, b, hi) of coordinate ``c`` of dim ``d``: the window lo..hi, without zeros beyond the edge, of which the block
-        itself holds a..b."""
+        """(lo, a, b, hi) of coordinate ``c`` of dim ``d``: the window lo..hi, without zeros beyond the edge, of which
+        the block itself holds a..b."""
         (lo, hi), (start, stop), n = self.windows[d][c], self.in_layout.blocks(d)[c], self.in_layout.shape[d]
         if self.boundary[d] == "zeros":
             lo = min(max(lo, 0), hi)
@@ -263,10 +334,12 @@ class HaloSpec(_Value):
         return lo, a, min(max(stop, a), hi), hi
 
     def strips(self) -> dict[int, Plan]:
-        """{dim: blocks -> what of the windows lies beside the blocks in that dim}, for each dim in which some rank lacks something.
+        """{dim: blocks -> what of the windows lies beside the blocks in that dim}, for each dim in which some rank
+        lacks something.
 
-        A rank's strip is what lies before its block and what lies after it, side by side. In the dims before it is as wide as the
-        block's part of the window, in the dims after as the window: so the strips and the block make up the window, without zeros.
+        A rank's strip is what lies before its block and what lies after it, side by side. In the dims before it is as
+        wide as the block's part of the window, in the dims after as the window: so the strips and the block make up the
+        window, without zeros.
         """
         sides = [[self.sides(d, c) for c in range(len(windows))] for d, windows in enumerate(self.windows)]
         found = {}
@@ -275,9 +348,15 @@ class HaloSpec(_Value):
                 continue
             axes = []
             for d, (n, boundary) in enumerate(zip(self.in_layout.shape, self.boundary)):
-                ranges = [[(lo, a), (b, hi)] if d == i else [(a, b)] if d < i else [(lo, hi)] for lo, a, b, hi in sides[d]]
-                runs = tuple(tuple(run for k, (lo, hi) in enumerate(some) for run in _moved(_runs(lo, hi, n, boundary), some[:k]))
-                             for some in ranges)
+                ranges = [
+                    [(lo, a), (b, hi)] if d == i else [(a, b)] if d < i else [(lo, hi)] for lo, a, b, hi in sides[d]
+                ]
+                runs = tuple(
+                    tuple(
+                        run for k, (lo, hi) in enumerate(some) for run in _moved(_runs(lo, hi, n, boundary), some[:k])
+                    )
+                    for some in ranges
+                )
                 axes.append(Axis(d, runs, tuple(sum(hi - lo for lo, hi in some) for some in ranges)))
             found[i] = Plan(Side.of(self.in_layout), Side(self.in_layout.partition, tuple(axes)))
         return found

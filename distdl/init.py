@@ -1,8 +1,9 @@
 """Initialisation of partitioned parameters: ``dd.init.kaiming_uniform(layout, seed)``.
 
-Every function is pure and returns this rank's block of a global tensor that depends on (global shape, seed) only: the same on
-any number of ranks. Fans are those of the *global* shape. Nothing is sent, and no rank ever holds more than its block and one
-more. ``seed`` is an int (``F.fold_in(seed, i)`` for parameter i); ``dtype`` and ``device`` default to torch's.
+Every function is pure and returns this rank's block of a global tensor that depends on (global shape, seed) only: the
+same on any number of ranks. Fans are those of the *global* shape. Nothing is sent, and no rank ever holds more than its
+block and one more. ``seed`` is an int (``F.fold_in(seed, i)`` for parameter i); ``dtype`` and ``device`` default to
+torch's.
 
 There is no ``orthogonal``: its QR factorisation mixes all rows, so a rank would need the whole matrix, or a distributed
 factorisation for what is set up once.
@@ -29,7 +30,8 @@ __all__ = [
 
 
 def parameter_layout(P, shape, dims) -> Layout:
-    """The layout of a parameter whose dim i is split over partition dim ``dims[i]`` of a layer's ``P``, and copied along the rest.
+    """The layout of a parameter whose dim i is split over partition dim ``dims[i]`` of a layer's ``P``, and copied
+    along the rest.
 
     It spans the ranks that share this rank's place in the other dims, so the blocks of copies are equal.
 
@@ -43,9 +45,14 @@ def parameter_layout(P, shape, dims) -> Layout:
     P = partition_of(P)
     used = [d for d in dims if d is not None]
     if len(dims) != len(shape) or sorted(used) != list(P.dims(used)):
-        raise PartitionError("one partition dim or None for each dim of the parameter", op="parameter_layout", partitions=P,
-                             expected=f"{len(shape)} entries, no dim twice", actual=tuple(dims),
-                             next_step="name each partition dim once, at the parameter dim that it splits")
+        raise PartitionError(
+            "one partition dim or None for each dim of the parameter",
+            op="parameter_layout",
+            partitions=P,
+            expected=f"{len(shape)} entries, no dim twice",
+            actual=tuple(dims),
+            next_step="name each partition dim once, at the parameter dim that it splits",
+        )
     fibre = P.along(used) or P.along(used, P.ranks[0])
     sizes = tuple(1 if d is None else P.shape[d] for d in dims)
     places = product(*(range(P.shape[d]) for d in used))  # the fibre's own order where ``used`` rises
@@ -56,16 +63,27 @@ def parameter_layout(P, shape, dims) -> Layout:
 def fans(shape) -> tuple[int, int]:
     """(fan in, fan out) of a weight of global ``shape`` (out, in, *kernel), as torch counts them."""
     if len(shape) < 2:
-        raise PartitionError("a fan needs two dims", op="init", expected="(out, in, *kernel)", actual=tuple(shape),
-                             next_step="initialise vectors with normal, uniform or constants")
+        raise PartitionError(
+            "a fan needs two dims",
+            op="init",
+            expected="(out, in, *kernel)",
+            actual=tuple(shape),
+            next_step="initialise vectors with normal, uniform or constants",
+        )
     field = math.prod(shape[2:])
     return shape[1] * field, shape[0] * field
 
 
 def _kaiming_std(layout, a, fan, nonlinearity):
     if fan not in ("in", "out"):
-        raise PartitionError("no such fan", op="init", expected="'in' or 'out'", actual=fan, partitions=layout,
-                             next_step="choose one of these")
+        raise PartitionError(
+            "no such fan",
+            op="init",
+            expected="'in' or 'out'",
+            actual=fan,
+            partitions=layout,
+            next_step="choose one of these",
+        )
     count = fans(layout.shape)[fan == "out"]
     return calculate_gain(nonlinearity, a) / math.sqrt(count) if count else 0.0
 

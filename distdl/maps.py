@@ -1,8 +1,8 @@
 """One factory for each data movement: layouts in, :class:`LinearMap` out. Cached: equal arguments give the same map.
 
-Each line is the movement's mathematics: what is held, and what is wanted. ``where`` is a Layout, or a Partition together with
-the local tensor's ``shape``. Names as in MPI; definitions after Hewett & Grady, arXiv:2006.03108, and, for the invariant
-pair, Megatron-LM's f and g (Shoeybi et al., arXiv:1909.08053).
+Each line is the movement's mathematics: what is held, and what is wanted. ``where`` is a Layout, or a Partition
+together with the local tensor's ``shape``. Names as in MPI; definitions after Hewett & Grady, arXiv:2006.03108, and,
+for the invariant pair, Megatron-LM's f and g (Shoeybi et al., arXiv:1909.08053).
 """
 
 from __future__ import annotations
@@ -23,14 +23,25 @@ _cached = lru_cache(maxsize=1024, typed=True)  # dim 1.0 is an error, also after
 def layout_over(P, shape, op: str) -> Layout:
     """``P`` as the layout of a tensor of global shape ``shape``: a Layout stays as it is, and must fit."""
     if partition_of(P, op).ndim != len(shape):
-        raise PartitionError("the partition has another number of dims than the tensor", op=op, partitions=P,
-                             expected=f"{len(shape)} dims", actual=P.ndim,
-                             next_step="give the partition one dim for each dim of the tensor (1: not split)")
+        raise PartitionError(
+            "the partition has another number of dims than the tensor",
+            op=op,
+            partitions=P,
+            expected=f"{len(shape)} dims",
+            actual=P.ndim,
+            next_step="give the partition one dim for each dim of the tensor (1: not split)",
+        )
     if not isinstance(P, Layout):
         return Layout(P, shape)
     if P.shape != tuple(shape):
-        raise PartitionError("the layouts have different global shapes", op=op, partitions=P, expected=tuple(shape),
-                             actual=P.shape, next_step="use layouts of one global shape")
+        raise PartitionError(
+            "the layouts have different global shapes",
+            op=op,
+            partitions=P,
+            expected=tuple(shape),
+            actual=P.shape,
+            next_step="use layouts of one global shape",
+        )
     return P
 
 
@@ -41,8 +52,14 @@ def on_one_rank(root: int, ndim: int, world: str) -> Partition:
 
 def _laid_out(where, op: str) -> Layout:
     if not isinstance(where, Layout):
-        raise PartitionError("a map needs the global shape", op=op, expected="a Layout", actual=repr(where), partitions=None,
-                             next_step="dd.Layout(P, shape)")
+        raise PartitionError(
+            "a map needs the global shape",
+            op=op,
+            expected="a Layout",
+            actual=repr(where),
+            partitions=None,
+            next_step="dd.Layout(P, shape)",
+        )
     return where
 
 
@@ -70,7 +87,8 @@ def gather(where: Layout, root: int = 0) -> LinearMap:
 
 
 def _local(where, shape):
-    """(partition, tensor axes): from a Layout blocks, tied to its grid dims; from a partition the local shape as it is."""
+    """(partition, tensor axes): from a Layout blocks, tied to its grid dims; from a partition the local shape as it
+    is."""
     if isinstance(where, Layout):
         return where.partition, [_sized(d, where.sizes(d)) for d in range(where.ndim)]
     if shape is None:
@@ -95,9 +113,14 @@ def _all_sum(where, shape, dims, op) -> tuple[Plan, Plan, int]:
     if isinstance(where, Layout):
         for d in dims:
             if len(set(where.sizes(d))) > 1:
-                raise PartitionError(f"blocks of different sizes cannot be summed over dim {d}", op=op,
-                                     partitions=where, expected="equal blocks", actual=where.sizes(d),
-                                     next_step="repartition to equal blocks first, or sum over another dim")
+                raise PartitionError(
+                    f"blocks of different sizes cannot be summed over dim {d}",
+                    op=op,
+                    partitions=where,
+                    expected="equal blocks",
+                    actual=where.sizes(d),
+                    next_step="repartition to equal blocks first, or sum over another dim",
+                )
     rest = [d for d in range(P.ndim) if d not in dims]
     alone, summed = Side(P, (*_own(P), *axes)), Side(P, (*_own(P, rest), *axes))
     return Plan(alone, alone), Plan(summed, summed), math.prod(P.shape[d] for d in dims)
@@ -130,14 +153,25 @@ def gathered_dims(P: Partition, ndim: int, dims, op: str) -> dict[int, int]:
         named = [(t % ndim if isinstance(t, int) and -ndim <= t < ndim else -1, P.dim(d, op)) for t, d in dims.items()]
     else:
         if P.ndim != ndim:
-            raise PartitionError("the tensor has another number of dims than the partition", op=op, partitions=P,
-                                 expected=P.ndim, actual=ndim, next_step="give dims as {tensor dim: partition dim}")
+            raise PartitionError(
+                "the tensor has another number of dims than the partition",
+                op=op,
+                partitions=P,
+                expected=P.ndim,
+                actual=ndim,
+                next_step="give dims as {tensor dim: partition dim}",
+            )
         named = [(d, d) for d in P.dims(dims, op)]
     pairs = dict(named)
     if -1 in pairs or not len(named) == len(pairs) == len(set(pairs.values())):
-        raise PartitionError("dims do not fit", op=op, partitions=P, actual=dims,
-                             expected=f"distinct partition dims for tensor dims below {ndim}",
-                             next_step="name each partition dim once, at the tensor dim that lies along it")
+        raise PartitionError(
+            "dims do not fit",
+            op=op,
+            partitions=P,
+            actual=dims,
+            expected=f"distinct partition dims for tensor dims below {ndim}",
+            next_step="name each partition dim once, at the tensor dim that lies along it",
+        )
     return pairs
 
 
@@ -205,8 +239,14 @@ def shift(where, dim: int, offset: int = 1, periodic: bool = True, shape=None) -
     try:
         offset = as_int(offset)
     except TypeError:
-        raise PartitionError("the offset must be an integer", op="shift", partitions=P, expected="a number of ranks",
-                             actual=offset, next_step="give a whole number, negative for the other way") from None
+        raise PartitionError(
+            "the offset must be an integer",
+            op="shift",
+            partitions=P,
+            expected="a number of ranks",
+            actual=offset,
+            next_step="give a whole number, negative for the other way",
+        ) from None
     n, wanted = P.shape[dim], list(held)
     source = [(i - offset) % n if periodic else i - offset for i in range(n)]
     source = [s if 0 <= s < n else None for s in source]
@@ -242,9 +282,14 @@ def permute(P: Partition, pairs, shape) -> LinearMap:
     source: list[int | None] = [None] * P.size
     for a, b in pairs:
         if a not in places or b not in places or source[places[b]] is not None:
-            raise PartitionError("not a permutation of the partition's ranks", op="permute", partitions=P,
-                                 expected="ranks of P, each at most once as a destination", actual=tuple(pairs),
-                                 next_step="list each destination once, a source as often as you like; for sums take F.sum_reduce")
+            raise PartitionError(
+                "not a permutation of the partition's ranks",
+                op="permute",
+                partitions=P,
+                expected="ranks of P, each at most once as a destination",
+                actual=tuple(pairs),
+                next_step="list each destination once, a source as often as you like; for sums take F.sum_reduce",
+            )
         source[places[b]] = places[a]
     shapes = list(shape) if shape and isinstance(shape[0], (tuple, list)) else [tuple(shape)] * P.size
     wanted = tuple(shapes[j if s is None else s] for j, s in enumerate(source))
@@ -256,9 +301,14 @@ def left_padded(P_src: Partition, P_dst: Partition, op: str) -> Partition:
     """``P_src`` with 1s put before its dims until it has as many as ``P_dst``; each dim must then be equal or 1."""
     shape = (1,) * (P_dst.ndim - P_src.ndim) + P_src.shape
     if len(shape) != P_dst.ndim or any(a not in (1, b) for a, b in zip(shape, P_dst.shape)):
-        raise PartitionError("the partitions do not broadcast", op=op, partitions=(P_src, P_dst),
-                             expected=f"each dim of {shape} to be 1 or that of {P_dst.shape}", actual=P_src.shape,
-                             next_step="compare from the last dim, as numpy does: only dims of size 1, or left out, are repeated")
+        raise PartitionError(
+            "the partitions do not broadcast",
+            op=op,
+            partitions=(P_src, P_dst),
+            expected=f"each dim of {shape} to be 1 or that of {P_dst.shape}",
+            actual=P_src.shape,
+            next_step="compare from the last dim, as numpy does: only dims of size 1, or left out, are repeated",
+        )
     return Partition(shape, P_src.ranks, P_src.world)
 
 
@@ -294,7 +344,8 @@ def broadcast(P_src, P_dst: Partition, shape=None) -> LinearMap:
 
 @_cached
 def sum_reduce(P_src: Partition, P_dst, shape=None) -> LinearMap:
-    """Tensors of ``P_src`` -> their sums on the smaller ``P_dst``: broadcast's transpose, with its arguments swapped."""
+    """Tensors of ``P_src`` -> their sums on the smaller ``P_dst``: broadcast's transpose, with its arguments
+    swapped."""
     return transposed("sum_reduce", broadcast(P_dst, P_src, shape))
 
 
@@ -302,8 +353,14 @@ def sum_reduce(P_src: Partition, P_dst, shape=None) -> LinearMap:
 def halo_exchange(spec: HaloSpec) -> LinearMap:
     """Blocks -> windows. Adjoint: ghosts' cotangents are added to their owners."""
     if not isinstance(spec, HaloSpec):
-        raise PartitionError("not a HaloSpec", op="halo_exchange", expected="dd.HaloSpec(P, shape, left, right)", actual=spec,
-                             next_step="dd.HaloSpec(P, shape, widths), or dd.HaloSpec.window(P, shape, kernel)", partitions=None)
+        raise PartitionError(
+            "not a HaloSpec",
+            op="halo_exchange",
+            expected="dd.HaloSpec(P, shape, left, right)",
+            actual=spec,
+            next_step="dd.HaloSpec(P, shape, widths), or dd.HaloSpec.window(P, shape, kernel)",
+            partitions=None,
+        )
     plan = spec.plan()
     return movement("halo_exchange", plan.held, plan.wanted)
 

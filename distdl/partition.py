@@ -48,7 +48,8 @@ class Partition(_Value):
 
     Args:
         shape: size of each grid dim, all at least 1. ``()`` is a grid of one rank.
-        ranks: the world ranks in row-major order of the grid, in any order, without repetition. Default ``0 .. size-1``.
+        ranks: the world ranks in row-major order of the grid, in any order, without repetition. Default ``0 ..
+            size-1``.
         world: name of the :class:`distdl.World` that the ranks belong to.
 
     Raises:
@@ -64,22 +65,40 @@ class Partition(_Value):
             shape = tuple(as_int(n) for n in self.shape)
             ranks = None if self.ranks is None else tuple(as_int(r) for r in self.ranks)
         except TypeError as error:
-            raise PartitionError(f"shape and ranks must be sequences of integers ({error})", op="Partition",
-                                 expected="integers", actual=(self.shape, self.ranks),
-                                 next_step="for example Partition((2, 2), ranks=(0, 1, 2, 3))") from None
+            raise PartitionError(
+                f"shape and ranks must be sequences of integers ({error})",
+                op="Partition",
+                expected="integers",
+                actual=(self.shape, self.ranks),
+                next_step="for example Partition((2, 2), ranks=(0, 1, 2, 3))",
+            ) from None
         if any(n < 1 for n in shape):
-            raise PartitionError("every dim needs at least one rank", op="Partition", expected="sizes >= 1", actual=shape,
-                                 next_step="leave out dims without ranks, or give them 1")
+            raise PartitionError(
+                "every dim needs at least one rank",
+                op="Partition",
+                expected="sizes >= 1",
+                actual=shape,
+                next_step="leave out dims without ranks, or give them 1",
+            )
         size = math.prod(shape)
         if ranks is None:
             ranks = tuple(range(size))
         if len(ranks) != size:
             raise PartitionError(
-                "the number of ranks does not fill the grid", op="Partition", expected=f"{size} ranks for {shape}",
-                actual=f"{len(ranks)}: {ranks}", next_step="list one rank for each place of the grid, or leave ranks out")
+                "the number of ranks does not fill the grid",
+                op="Partition",
+                expected=f"{size} ranks for {shape}",
+                actual=f"{len(ranks)}: {ranks}",
+                next_step="list one rank for each place of the grid, or leave ranks out",
+            )
         if len(set(ranks)) != size or min(ranks) < 0:
-            raise PartitionError("ranks must be distinct and not negative", op="Partition", actual=ranks,
-                                 expected="each rank once", next_step="list every rank once")
+            raise PartitionError(
+                "ranks must be distinct and not negative",
+                op="Partition",
+                actual=ranks,
+                expected="each rank once",
+                next_step="list every rank once",
+            )
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "ranks", ranks)
 
@@ -121,8 +140,14 @@ class Partition(_Value):
     def _as_rank(self, rank) -> int:
         if is_int(rank) and not isinstance(rank, bool):
             return as_int(rank)
-        raise PartitionError("not a rank", op="Partition.index", partitions=self, expected="a rank (int)", actual=repr(rank),
-                             next_step="leave it out for this process's own; P.rank_at(coords) is the rank at grid coordinates")
+        raise PartitionError(
+            "not a rank",
+            op="Partition.index",
+            partitions=self,
+            expected="a rank (int)",
+            actual=repr(rank),
+            next_step="leave it out for this process's own; P.rank_at(coords) is the rank at grid coordinates",
+        )
 
     @cached_property
     def _coords(self) -> dict[int, tuple[int, ...] | None]:
@@ -145,10 +170,19 @@ class Partition(_Value):
             PartitionError: not one coordinate for each dim, or one that the grid does not have.
         """
         found = tuple(coords) if isinstance(coords, Iterable) else None
-        if found is None or len(found) != self.ndim or any(not is_int(c) or not -n <= c < n for c, n in zip(found, self.shape)):
-            raise PartitionError("not a place of the grid", op="Partition.rank_at", partitions=self, actual=repr(coords),
-                                 expected=f"{self.ndim} coordinates (ints) below {self.shape}",
-                                 next_step="P.index(rank) gives a rank's coordinates")
+        if (
+            found is None
+            or len(found) != self.ndim
+            or any(not is_int(c) or not -n <= c < n for c, n in zip(found, self.shape))
+        ):
+            raise PartitionError(
+                "not a place of the grid",
+                op="Partition.rank_at",
+                partitions=self,
+                actual=repr(coords),
+                expected=f"{self.ndim} coordinates (ints) below {self.shape}",
+                next_step="P.index(rank) gives a rank's coordinates",
+            )
         place = 0
         for c, n in zip(found, self.shape):
             place = place * n + c % n
@@ -157,8 +191,14 @@ class Partition(_Value):
     def dim(self, dim: int, op: str = "Partition") -> int:
         """``dim`` as a non-negative grid dim."""
         if not is_int(dim) or not -self.ndim <= dim < self.ndim:
-            raise PartitionError(f"no dim {dim}", op=op, partitions=self, expected=f"a dim of {self.ndim}", actual=dim,
-                                 next_step="count dims from 0, or from the end with negative numbers")
+            raise PartitionError(
+                f"no dim {dim}",
+                op=op,
+                partitions=self,
+                expected=f"a dim of {self.ndim}",
+                actual=dim,
+                next_step="count dims from 0, or from the end with negative numbers",
+            )
         return as_int(dim) % self.ndim
 
     def dims(self, dims, op: str = "Partition") -> tuple[int, ...]:
@@ -167,8 +207,14 @@ class Partition(_Value):
             return tuple(range(self.ndim))
         found = sorted(self.dim(d, op) for d in (dims if isinstance(dims, Iterable) and not is_int(dims) else (dims,)))
         if len(set(found)) < len(found):
-            raise PartitionError("a dim is named twice", op=op, partitions=self, expected="distinct dims", actual=tuple(dims),
-                                 next_step="name each dim once")
+            raise PartitionError(
+                "a dim is named twice",
+                op=op,
+                partitions=self,
+                expected="distinct dims",
+                actual=tuple(dims),
+                next_step="name each dim once",
+            )
         return tuple(found)
 
     def take(self, dim: int, index: int, keepdim: bool = False) -> Partition:
@@ -176,9 +222,14 @@ class Partition(_Value):
         dim = self.dim(dim, "Partition.take")
         n = self.shape[dim]
         if not is_int(index) or not -n <= index < n:
-            raise PartitionError(f"no index {index} in dim {dim}", op="Partition.take", partitions=self,
-                                 expected=f"an index of {n}", actual=index,
-                                 next_step="count from 0, or from the end with negative numbers")
+            raise PartitionError(
+                f"no index {index} in dim {dim}",
+                op="Partition.take",
+                partitions=self,
+                expected=f"an index of {n}",
+                actual=index,
+                next_step="count from 0, or from the end with negative numbers",
+            )
         inner = math.prod(self.shape[dim + 1 :])
         start, step = (index % n) * inner, n * inner
         ranks = tuple(r for s in range(start, self.size, step) for r in self.ranks[s : s + inner])
@@ -242,8 +293,14 @@ def is_bool(value) -> bool:
 def partition_of(P, op: str = "partition") -> Partition:
     """The partition of a Partition or a Layout."""
     if not isinstance(P, (Partition, Layout)):
-        raise PartitionError("not a partition", op=op, expected="a Partition or a Layout", actual=repr(P),
-                             next_step="dd.Partition(shape), or dd.Layout(P, shape)", partitions=None)
+        raise PartitionError(
+            "not a partition",
+            op=op,
+            expected="a Partition or a Layout",
+            actual=repr(P),
+            next_step="dd.Partition(shape), or dd.Layout(P, shape)",
+            partitions=None,
+        )
     return P.partition if isinstance(P, Layout) else P
 
 
@@ -263,7 +320,8 @@ class Layout(_Value):
         splits: per dim ``None`` (balanced blocks) or the block sizes, one for each coordinate of that dim.
 
     Raises:
-        PartitionError: another number of dims than the partition's, negative sizes, or splits that do not sum to the size.
+        PartitionError: another number of dims than the partition's, negative sizes, or splits that do not sum to the
+            size.
     """
 
     partition: Partition
@@ -273,21 +331,44 @@ class Layout(_Value):
     def __post_init__(self):
         P = self.partition
         if not isinstance(P, Partition):
-            raise PartitionError("not a partition", op="Layout", expected="a Partition", actual=repr(P), partitions=None,
-                                 next_step="dd.Partition(shape); layout.with_shape(shape) lays out another shape")
+            raise PartitionError(
+                "not a partition",
+                op="Layout",
+                expected="a Partition",
+                actual=repr(P),
+                partitions=None,
+                next_step="dd.Partition(shape); layout.with_shape(shape) lays out another shape",
+            )
         try:
             shape = tuple(as_int(n) for n in self.shape)
         except TypeError:
-            raise PartitionError("not a global shape", op="Layout", partitions=P, expected="a sequence of integers",
-                                 actual=self.shape, next_step="pass the tensor's global shape, for example x.shape") from None
+            raise PartitionError(
+                "not a global shape",
+                op="Layout",
+                partitions=P,
+                expected="a sequence of integers",
+                actual=self.shape,
+                next_step="pass the tensor's global shape, for example x.shape",
+            ) from None
         if len(shape) != P.ndim or any(n < 0 for n in shape):
-            raise PartitionError("the shape does not fit the partition", op="Layout", partitions=P,
-                                 expected=f"{P.ndim} sizes >= 0", actual=shape,
-                                 next_step="give the partition one dim for each dim of the tensor (1: not split)")
+            raise PartitionError(
+                "the shape does not fit the partition",
+                op="Layout",
+                partitions=P,
+                expected=f"{P.ndim} sizes >= 0",
+                actual=shape,
+                next_step="give the partition one dim for each dim of the tensor (1: not split)",
+            )
         splits = (None,) * P.ndim if self.splits is None else self.splits
         if not isinstance(splits, Iterable) or len(splits := tuple(splits)) != P.ndim:
-            raise PartitionError("splits needs one entry for each dim", op="Layout", expected=P.ndim, actual=splits, partitions=P,
-                                 next_step="use None for a dim of balanced blocks")
+            raise PartitionError(
+                "splits needs one entry for each dim",
+                op="Layout",
+                expected=P.ndim,
+                actual=splits,
+                partitions=P,
+                next_step="use None for a dim of balanced blocks",
+            )
         splits = tuple(self._check_split(d, s, shape[d]) for d, s in enumerate(splits))
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "splits", splits if any(splits) else None)
@@ -301,9 +382,14 @@ class Layout(_Value):
         fits = isinstance(split, Iterable) and all(map(is_int, split := tuple(split)))
         split = tuple(as_int(s) for s in split) if fits else split
         if not fits or len(split) != p or sum(split) != n or min(split) < 0:
-            raise PartitionError(f"splits of dim {dim} do not fit", op="Layout", partitions=self.partition, actual=split,
-                                 expected=f"{p} sizes >= 0 that sum to {n}",
-                                 next_step="list one size for each coordinate of that dim, or None for balanced blocks")
+            raise PartitionError(
+                f"splits of dim {dim} do not fit",
+                op="Layout",
+                partitions=self.partition,
+                actual=split,
+                expected=f"{p} sizes >= 0 that sum to {n}",
+                next_step="list one size for each coordinate of that dim, or None for balanced blocks",
+            )
         return None if split == balanced(n, p) else split  # one spelling for one layout
 
     @cached_property
@@ -367,9 +453,14 @@ class Layout(_Value):
         """
         shape = tuple(getattr(x_global, "shape", ()))
         if shape != self.shape or not hasattr(x_global, "shape"):
-            raise ShapeError("not the layout's global shape", op="Layout.shard", partitions=self, expected=self.shape,
-                             actual=shape if hasattr(x_global, "shape") else type(x_global).__name__,
-                             next_step="pass the whole tensor, or lay out its shape: layout.with_shape(x.shape)")
+            raise ShapeError(
+                "not the layout's global shape",
+                op="Layout.shard",
+                partitions=self,
+                expected=self.shape,
+                actual=shape if hasattr(x_global, "shape") else type(x_global).__name__,
+                next_step="pass the whole tensor, or lay out its shape: layout.with_shape(x.shape)",
+            )
         if not self.ndim and self.box(rank) is None:
             return x_global.reshape(1)[:0]
         return x_global[self.slices(rank)]

@@ -50,11 +50,15 @@ class Axis(_Value):
     def _sorted(self):
         """All runs by their starts: the starts, the largest stop so far, and the coordinates."""
         found = sorted((start, stop, c) for c, runs in enumerate(self.runs) for start, stop, _ in runs if start < stop)
-        return [start for start, _, _ in found], list(accumulate((stop for _, stop, _ in found), max)), [c for _, _, c in found]
+        return (
+            [start for start, _, _ in found],
+            list(accumulate((stop for _, stop, _ in found), max)),
+            [c for _, _, c in found],
+        )
 
     def near(self, runs) -> set[int]:
-        """The coordinates that may have a run that meets one of ``runs``: by bisection, so that a view of a grid of thousands
-        looks at its own peers only."""
+        """The coordinates that may have a run that meets one of ``runs``: by bisection, so that a view of a grid of
+        thousands looks at its own peers only."""
         starts, stops, coords = self._sorted
         return {c for start, stop, _ in runs for c in coords[bisect_right(stops, start) : bisect_left(starts, stop)]}
 
@@ -122,8 +126,8 @@ class View:
     """One rank's part of a plan.
 
     ``kept`` are the messages that stay here, as (where from, where to). ``received`` orders every arrival, kept ones
-    included, as sums are to be taken: largest first, then in grid order, so that results do not depend on timing and are
-    bitwise equal on ranks that want the same box. ``adds``: some element arrives more than once.
+    included, as sums are to be taken: largest first, then in grid order, so that results do not depend on timing and
+    are bitwise equal on ranks that want the same box. ``adds``: some element arrives more than once.
     """
 
     in_shape: tuple[int, ...]
@@ -198,7 +202,8 @@ class Plan(_Value):
         return View(in_shape, out_shape, tuple(sends), tuple(received), kept, adds)
 
     def _meetings(self, rank: int, sending: bool):
-        """Whose pieces meet this rank's: [(peer, per axis the overlaps)], and whether two of them meet each other here."""
+        """Whose pieces meet this rank's: [(peer, per axis the overlaps)], and whether two of them meet each other
+        here."""
         mine, theirs = (self.held, self.wanted) if sending else (self.wanted, self.held)
         runs = mine.runs(rank)
         if runs is None:

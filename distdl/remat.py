@@ -33,17 +33,21 @@ def _empty(*tensors):
 
 
 def _asking(anchor, empty):
-    """``exp`` of ``empty`` that saves nothing in the region: where backward comes to it, it asks for what ``anchor`` saved."""
-    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: (anchor.grad_fn._saved_result, saved)[1]):
+    """``exp`` of ``empty`` that saves nothing in the region: where backward comes to it, it asks for what ``anchor``
+    saved."""
+    with torch.autograd.graph.saved_tensors_hooks(
+        torch.Tensor.detach, lambda saved: (anchor.grad_fn._saved_result, saved)[1]
+    ):
         return empty.exp()
 
 
 def _anchored(f, begin):
     """``f(*begin(*args))``, its outputs tied to an anchor, ``exp`` of an empty tensor, so that every rank recomputes.
 
-    torch recomputes a checkpointed region when a tensor that it saved is asked for, up to the last one that it saved. A rank whose
-    part saves nothing (an empty block, a linear function) would never recompute, while its peers do and wait for its messages.
-    So something is saved after the last message: right after ``begin`` where f moves nothing, else behind f. Backward asks for it
+    torch recomputes a checkpointed region when a tensor that it saved is asked for, up to the last one that it saved. A
+    rank whose part saves nothing (an empty block, a linear function) would never recompute, while its peers do and wait
+    for its messages. So something is saved after the last message: right after ``begin`` where f moves nothing, else
+    behind f. Backward asks for it
     behind f in either case: hooks on tensors inside f (a GradientSync's) may send messages too.
     """
     moves = None  # whether f does, as the first run found out
@@ -66,15 +70,18 @@ def _anchored(f, begin):
     return run
 
 
-# ---------------------------------------------------------------- under torch.func, which has no hooks for what is saved
+# ---------------------------------------------------------------- under torch.func, which has no hooks for what is
+# saved
 
 
 @dataclass(frozen=True)
 class _Region:
-    """A function of tensors alone, run again wherever it is differentiated. What its derivatives need is more such functions.
+    """A function of tensors alone, run again wherever it is differentiated. What its derivatives need is more such
+    functions.
 
-    The last result is a tie, as of any movement (linear_map.py): an empty tensor, that derivatives take as one more argument. A
-    rank whose cotangent is a constant then still comes to the region again in the next derivative, as its peers do.
+    The last result is a tie, as of any movement (linear_map.py): an empty tensor, that derivatives take as one more
+    argument. A rank whose cotangent is a constant then still comes to the region again in the next derivative, as its
+    peers do.
 
     Attributes:
         run: from tensors to a tuple of tensors.
@@ -103,7 +110,8 @@ class _Region:
         return _Region(run, self.buffers)
 
     def pulled(self, count, wanted) -> _Region:
-        """The gradients of the arguments at ``wanted``, of ``count`` arguments, the smooth results' cotangents, and the tie."""
+        """The gradients of the arguments at ``wanted``, of ``count`` arguments, the smooth results' cotangents, and the
+        tie."""
 
         def run(*given):
             args, cotangents = given[:count], given[count:-1]
@@ -130,8 +138,8 @@ def _of(run, args, places):
 
 
 class _Recompute(_torch.SingleLevelFunction):
-    """A region, for one grad or vjp, or for autograd outside of them all. It saves the arguments; its backward is a region too, so
-    that nothing that is worked out again is kept for further derivatives either."""
+    """A region, for one grad or vjp, or for autograd outside of them all. It saves the arguments; its backward is a
+    region too, so that nothing that is worked out again is kept for further derivatives either."""
 
     @staticmethod
     def forward(call, *args):
@@ -161,7 +169,8 @@ _record = _Recompute.apply  # type: ignore[attr-defined]
 
 
 def _apply(region, args, depth):
-    """The results of a region that was called inside ``depth`` transforms: what the innermost one that is left makes of it."""
+    """The results of a region that was called inside ``depth`` transforms: what the innermost one that is left makes of
+    it."""
     if not _torch.transforms_active():
         if torch.is_grad_enabled() and any(t.requires_grad for t in args):
             return _record((region, None, depth), *args)
@@ -209,15 +218,21 @@ def _run(region, args, depth):
 
 
 def _reached(what):
-    return DistdlError("the function reaches a tensor that is differentiated or batched, otherwise than by its arguments; its "
-                       "derivative would be lost", op="remat", actual=what,
-                       expected="such tensors as arguments, in closures (also in lists, dicts and tuples), or in modules",
-                       next_step="pass it as an argument, or detach it before the call")
+    return DistdlError(
+        "the function reaches a tensor that is differentiated or batched, otherwise than by its arguments; its "
+        "derivative would be lost",
+        op="remat",
+        actual=what,
+        expected="such tensors as arguments, in closures (also in lists, dicts and tuples), or in modules",
+        next_step="pass it as an argument, or detach it before the call",
+    )
 
 
 class _Reach:
-    """What functions reach otherwise than by their arguments: the parameters and buffers of modules, and tensors in closures. A
-    region takes them as arguments: they have derivatives, and when it runs again they may be gone or replaced (functional_call)."""
+    """What functions reach otherwise than by their arguments: the parameters and buffers of modules, and tensors in
+    closures. A
+    region takes them as arguments: they have derivatives, and when it runs again they may be gone or replaced
+    (functional_call)."""
 
     def __init__(self, *functions):
         self.modules, self.cells, self._seen = [], [], set()
@@ -252,11 +267,15 @@ class _Reach:
     def others(self):
         """Their parameters, and the tensors in closures."""
         found = [t for m in self.modules for _, t in m.named_parameters(remove_duplicate=False)]
-        return [*found, *(t for c in self.cells for t in _torch.flatten(c.cell_contents)[0] if isinstance(t, torch.Tensor))]
+        return [
+            *found,
+            *(t for c in self.cells for t in _torch.flatten(c.cell_contents)[0] if isinstance(t, torch.Tensor)),
+        ]
 
     @contextlib.contextmanager
     def replaced(self, buffers, others):
-        """A context in which the functions reach these tensors instead of their own; they are iterators, and others has more."""
+        """A context in which the functions reach these tensors instead of their own; they are iterators, and others has
+        more."""
         with contextlib.ExitStack() as stack:
             for m in self.modules:
                 theirs = {name: next(buffers) for name, _ in m.named_buffers(remove_duplicate=False)}
@@ -277,7 +296,8 @@ def _put_back(cell, new, old):
 
 
 class _AsAtFirst:
-    """A function whose later runs have the random state and the autocast of the first, as torch's checkpoint gives them."""
+    """A function whose later runs have the random state and the autocast of the first, as torch's checkpoint gives
+    them."""
 
     def __init__(self, f):
         self.f, self.first = f, True
@@ -287,15 +307,24 @@ class _AsAtFirst:
             self.first = False
             self.cpu, (self.devices, self.states) = torch.get_rng_state(), get_device_states(*args)
             self.kinds = {"cpu", *(t.device.type for t in args if t.device.type != "meta")}
-            self.casts = [dict(device_type=kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind),
-                               cache_enabled=torch.is_autocast_cache_enabled()) for kind in sorted(self.kinds)]  # fmt: skip
+            self.casts = [
+                dict(
+                    device_type=kind,
+                    dtype=torch.get_autocast_dtype(kind),
+                    enabled=torch.is_autocast_enabled(kind),
+                    cache_enabled=torch.is_autocast_cache_enabled(),
+                )
+                for kind in sorted(self.kinds)
+            ]
             random.Calls.regions += 1
             try:
                 return self.f(*args)
             finally:
                 random.Calls.regions -= 1
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(self.devices, device_type=max(self.kinds - {"cpu"}, default="cuda")))
+            stack.enter_context(
+                torch.random.fork_rng(self.devices, device_type=max(self.kinds - {"cpu"}, default="cuda"))
+            )
             torch.set_rng_state(self.cpu)
             set_device_states(self.devices, self.states)
             for cast in self.casts:
@@ -332,24 +361,26 @@ def _recomputed(f, begin, args, kwargs):
 def remat(f, *, begin=None):
     """``f``, whose intermediate results are not kept but worked out again in backward, movements included.
 
-    As ``torch.utils.checkpoint`` with ``use_reentrant=False``, made safe for functions that send messages: all of them are sent
-    again, by every rank, at the same point of backward, also where a rank's part saves nothing. Where f sends none (all are sent in
-    ``begin``), local work of which backward needs nothing is left out. The random state is kept.
+    As ``torch.utils.checkpoint`` with ``use_reentrant=False``, made safe for functions that send messages: all of them
+    are sent again, by every rank, at the same point of backward, also where a rank's part saves nothing. Where f sends
+    none (all are sent in ``begin``), local work of which backward needs nothing is left out. The random state is kept.
 
-    Under torch.func (grad, vjp, jvp, vmap, nested in any way) too: there the parameters and buffers of modules, and tensors in
-    closures, that f reaches are arguments of f like the others, and all of f is run again.
+    Under torch.func (grad, vjp, jvp, vmap, nested in any way) too: there the parameters and buffers of modules, and
+    tensors in closures, that f reaches are arguments of f like the others, and all of f is run again.
 
     Args:
         f: a function of tensors (any pytrees) or a module. Every rank of its movements calls it.
-        begin: work that belongs to f, and is run again with it: f gets the tuple that it makes of the positional arguments. Where
-            all messages are sent in there (parameters gathered, say), local work at the end of f need not be done again.
+        begin: work that belongs to f, and is run again with it: f gets the tuple that it makes of the positional
+            arguments. Where all messages are sent in there (parameters gathered, say), local work at the end of f need
+            not be done again.
 
     Returns:
-        A function of the same arguments. Its results are f's (a copy of each); backward, of any order, sends f's forward
-        messages once more before its backward ones. Where no gradient is recorded it is f.
+        A function of the same arguments. Its results are f's (a copy of each); backward, of any order, sends f's
+        forward messages once more before its backward ones. Where no gradient is recorded it is f.
 
     Raises:
-        DistdlError: inside a torch.func transform, where f reaches a tensor that is differentiated or batched in another way.
+        DistdlError: inside a torch.func transform, where f reaches a tensor that is differentiated or batched in
+            another way.
     """
 
     @functools.wraps(f, updated=())

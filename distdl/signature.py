@@ -16,7 +16,9 @@ from . import _torch, errors
 from .engine.recognise import summing_group
 
 NAME = "_distdl_name"  # attribute of a tensor whose name is known, for errors
-HEAD = struct.Struct("<Q16s16s?8sd")  # count, digests of the common and of all fields, recorded, hash and norm of an invariant
+HEAD = struct.Struct(
+    "<Q16s16s?8sd"
+)  # count, digests of the common and of all fields, recorded, hash and norm of an invariant
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,26 @@ def leads(maps, xs):
 
 
 def told_of(called) -> tuple[Field, ...]:
-    """What the user called: the same function on all ranks, on those that exchange messages with the same plain arguments."""
+    """What the user called: the same function on all ranks, on those that exchange messages with the same plain
+    arguments."""
     return (
-        Field("the function called", called.name, True, "call the same functions in the same order", called.name or "none of F"),
-        Field("the arguments", called.keywords, False, "pass equal arguments on every rank", f"{called.name}({called.keywords})"),
-        Field("the pytree", called.tree, False, "pass the same containers on every rank, dictionaries with the same keys"),
+        Field(
+            "the function called",
+            called.name,
+            True,
+            "call the same functions in the same order",
+            called.name or "none of F",
+        ),
+        Field(
+            "the arguments",
+            called.keywords,
+            False,
+            "pass equal arguments on every rank",
+            f"{called.name}({called.keywords})",
+        ),
+        Field(
+            "the pytree", called.tree, False, "pass the same containers on every rank, dictionaries with the same keys"
+        ),
     )
 
 
@@ -124,7 +141,13 @@ def call_of(maps, leads, xs, rank, called=None) -> Call:
         Field("the device kind", xs[0].device.type, True, "give every rank's tensor the same device kind"),
         Field("the batch sizes (vmap)", each(map(tuple, leads)), False, "map over axes of one size on all ranks"),
         Field("the dtype", each(x.dtype for x in xs), False, "give every rank's tensor the same dtype"),
-        Field("the layouts or shapes", plans, False, "give every rank the same layouts, or shapes that fit together", local),
+        Field(
+            "the layouts or shapes",
+            plans,
+            False,
+            "give every rank the same layouts, or shapes that fit together",
+            local,
+        ),
     )
     if called is not None:
         function, arguments, tree = told_of(called)
@@ -150,7 +173,9 @@ def first_difference(said: dict[int, Said]) -> tuple[Field, dict[int, str]]:
         pairs = ((r, peer) for r, one in said.items() for peer in (said if field.common else one.near) if peer in said)
         if any(values[r] != values[peer] for r, peer in pairs):
             break
-    shown = {r: next((f.shown or f.value for f in one.fields if f.name == field.name), one.op) for r, one in said.items()}
+    shown = {
+        r: next((f.shown or f.value for f in one.fields if f.name == field.name), one.op) for r, one in said.items()
+    }
     return field, {r: f"{shown[r]} at {one.where}" for r, one in said.items()}
 
 
@@ -161,7 +186,9 @@ def fingerprint(xs) -> tuple[tuple[str, bytes, float], ...]:
         name = getattr(x, NAME, f"tensor {i} of {len(xs)}")
         x = (_torch.plain(x.detach()).cpu() + 0).contiguous()  # + 0: both zeros are one value
         bits = hashlib.blake2b(x.reshape(-1).view(torch.uint8).numpy().data, digest_size=8).digest()
-        found.append((name, bits, float(torch.linalg.vector_norm(x.to(torch.complex128 if x.is_complex() else torch.float64)))))
+        found.append(
+            (name, bits, float(torch.linalg.vector_norm(x.to(torch.complex128 if x.is_complex() else torch.float64))))
+        )
     return tuple(found)
 
 
@@ -172,7 +199,8 @@ def together(prints) -> tuple[bytes, float]:
 
 
 def unequal(op: str, found: dict, groups_of_copies, copies_of: dict):
-    """What is wrong where the copies of an invariant input differ: a cotangent at an adjoint, else a value or a tangent.
+    """What is wrong where the copies of an invariant input differ: a cotangent at an adjoint, else a value or a
+    tangent.
 
     ``found``: {rank: head of its message}; ``copies_of``: {rank: what :func:`fingerprint` said there}.
     """
@@ -184,17 +212,28 @@ def unequal(op: str, found: dict, groups_of_copies, copies_of: dict):
     what = "cotangent" if op.endswith(".T") else "value"
     if what == "value":
         rule = "rule 1: an invariant value is one value, stored on all its ranks"
-        step = ("give parameters the same start and the same updates on every rank; values that are meant to differ are varying "
-                "already, without F.mark_varying")  # fmt: skip
+        step = (
+            "give parameters the same start and the same updates on every rank; values that are "
+            "meant to differ are varying "
+            "already, without F.mark_varying"
+        )
     elif zero:
-        rule = (f"rule 2: every rank that holds an invariant value must use it, and equally; {names(zero)} gave it the cotangent 0 "
-                "(0 * loss, or a loss used on some ranks only)")  # fmt: skip
+        rule = (
+            "rule 2: every rank that holds an invariant value must use it, and equally; "
+            f"{names(zero)} gave it the cotangent 0 "
+            "(0 * loss, or a loss used on some ranks only)"
+        )
         step = "use the value on all its ranks, or F.sum_reduce it to the one rank on which it is used"
     else:
-        rule = ("rule 1: combine an invariant value only with values that are equal on all its ranks (or rule 3: agree on loss "
-                "scales first)")  # fmt: skip
+        rule = (
+            "rule 1: combine an invariant value only with values that are equal on all its ranks (or "
+            "rule 3: agree on loss "
+            "scales first)"
+        )
         step = "apply F.mark_varying to the invariant value before it meets a value that differs by rank"
-    said = "; ".join(f"{names(rs)}: norm {norm}" for norm, rs in groups({r: f"{n:.17g}" for r, n in norms.items()}).items())
+    said = "; ".join(
+        f"{names(rs)}: norm {norm}" for norm, rs in groups({r: f"{n:.17g}" for r, n in norms.items()}).items()
+    )
     if len(set(norms.values())) == 1:
         said += ", but other entries"
     tensors = list(zip(*(copies_of[r] for r in sorted(min(wrong)))))
@@ -207,8 +246,13 @@ def unequal(op: str, found: dict, groups_of_copies, copies_of: dict):
 
 def gave_up(rank: int, op: str, text: str) -> dict[str, str]:
     """The parts of the error that others raise where ``rank`` has left a call by an error of its own."""
-    return dict(problem=f"rank {rank} left this call, or one before, by an error of its own", op=op, actual=f"rank {rank}: {text}",
-                expected="the call on all its ranks", next_step=f"mend rank {rank}'s call; catch an error on all ranks, or on none")
+    return dict(
+        problem=f"rank {rank} left this call, or one before, by an error of its own",
+        op=op,
+        actual=f"rank {rank}: {text}",
+        expected="the call on all its ranks",
+        next_step=f"mend rank {rank}'s call; catch an error on all ranks, or on none",
+    )
 
 
 def groups(values: dict) -> dict:
@@ -220,6 +264,6 @@ def groups(values: dict) -> dict:
 
 
 def names(ranks) -> str:
-    """"rank 1" or "ranks 0, 2"."""
+    """ "rank 1" or "ranks 0, 2"."""
     ranks = sorted(ranks)
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

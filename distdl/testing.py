@@ -15,12 +15,20 @@ from .linear_map import Pair
 from .signature import fingerprint, names
 from .world import world
 
-__all__ = ["assert_copies", "check_grads", "check_map", "collective_assert", "count_messages", "dot_test", "gather_objects"]
+__all__ = [
+    "assert_copies",
+    "check_grads",
+    "check_map",
+    "collective_assert",
+    "count_messages",
+    "dot_test",
+    "gather_objects",
+]
 
 
 class Messages(list):
-    """What was sent: (kind, peer or group of ranks, bytes). Kinds: "send", the engine's collectives ("all_reduce", "all_gather",
-    "reduce_scatter"; bytes are one rank's share), and "agree" (small all-gathers)."""
+    """What was sent: (kind, peer or group of ranks, bytes). Kinds: "send", the engine's collectives ("all_reduce",
+    "all_gather", "reduce_scatter"; bytes are one rank's share), and "agree" (small all-gathers)."""
 
     def of(self, kind: str) -> list:
         """Those of one kind."""
@@ -72,7 +80,8 @@ def assert_copies(tensors, P, dims=None) -> None:
         P, dims: the ranks: the fibre along partition dims ``dims`` (None: all).
 
     Raises:
-        InvariantError: on every rank: copies differ, or have other shapes or dtypes; or ranks have tensors of other names.
+        InvariantError: on every rank: copies differ, or have other shapes or dtypes; or ranks have tensors of other
+            names.
     """
     R = partition_of(P).along(dims)
     if R is None:
@@ -96,9 +105,14 @@ def assert_copies(tensors, P, dims=None) -> None:
         faults += [f"{name}: " + ", ".join(f"{names(rs)} {shown}" for (_, shown), rs in copies.items())
                    for copies in values.values() if len(copies) > 1]  # fmt: skip
     if faults:
-        raise InvariantError("copies of one tensor differ", op="assert_copies", partitions=P, expected="bitwise equal copies",
-                             actual="; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if faults[5:] else ""),
-                             next_step="begin with equal values on all ranks, and apply equal updates to them: sums of gradients")
+        raise InvariantError(
+            "copies of one tensor differ",
+            op="assert_copies",
+            partitions=P,
+            expected="bitwise equal copies",
+            actual="; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if faults[5:] else ""),
+            next_step="begin with equal values on all ranks, and apply equal updates to them: sums of gradients",
+        )
 
 
 def _random(shape, dtype, seed, rank):
@@ -120,8 +134,8 @@ def _inner(pairs, ranks):
 def dot_test(A, *, dtype=torch.float64, seed: int = 0, tol: float | None = None) -> float:
     """⟨A x, y⟩ = ⟨x, Aᴴ y⟩ for random, rank-dependent x and y, with the weights of A's domain and range.
 
-    Returns the relative error. Raises AssertionError, on every rank, where it exceeds ``tol`` (default 1e-13 in float64 and
-    complex128, 1e-5 below).
+    Returns the relative error. Raises AssertionError, on every rank, where it exceeds ``tol`` (default 1e-13 in float64
+    and complex128, 1e-5 below).
     """
     ranks, where = _ranks(A), A.world
     if where.rank not in ranks:
@@ -139,13 +153,16 @@ def dot_test(A, *, dtype=torch.float64, seed: int = 0, tol: float | None = None)
     error = abs(left - right) / scale if scale else abs(left - right)
     if tol is None:
         tol = 1e-13 if dtype in (torch.float64, torch.complex128) else 1e-5
-    assert error <= tol, f"dot test of {A}: ⟨Ax, y⟩ = {left}, ⟨x, Aᴴy⟩ = {right}, relative error {error:.2e} > {tol:.0e}"
+    assert error <= tol, (
+        f"dot test of {A}: ⟨Ax, y⟩ = {left}, ⟨x, Aᴴy⟩ = {right}, relative error {error:.2e} > {tol:.0e}"
+    )
     return error
 
 
 def check_map(A, *, dtype=torch.float64, seed: int = 0) -> None:
-    """Everything that holds for a linear map, on every rank: shapes, linearity, the dot test, jvp and vjp, vmap equal to the
-    loop, strided inputs, inputs left as they were, ``A.T.T == A``, and as many messages for a batch as for one."""
+    """Everything that holds for a linear map, on every rank: shapes, linearity, the dot test, jvp and vjp, vmap equal
+    to the loop, strided inputs, inputs left as they were, ``A.T.T == A``, and as many messages for a batch as for
+    one."""
     ranks, where = _ranks(A), A.world
     if where.rank not in ranks:
         return
@@ -185,15 +202,28 @@ def check_map(A, *, dtype=torch.float64, seed: int = 0) -> None:
     dot_test(A, dtype=dtype, seed=seed)
 
 
-def check_grads(f, x, *, order: int = 2, out_weight: float = 1.0, in_weight: float = 1.0, seed: int = 0, step: float = 1e-4,
-                tol: float = 1e-6, ranks=None) -> None:
-    """Compare derivatives of ``f`` (this rank's x -> this rank's y, float64) with each other and with finite differences.
+def check_grads(
+    f,
+    x,
+    *,
+    order: int = 2,
+    out_weight: float = 1.0,
+    in_weight: float = 1.0,
+    seed: int = 0,
+    step: float = 1e-4,
+    tol: float = 1e-6,
+    ranks=None,
+) -> None:
+    """Compare derivatives of ``f`` (this rank's x -> this rank's y, float64) with each other and with finite
+    differences.
 
-    Order 1: ẏ = jvp against central differences, and ⟨ẏ, ȳ⟩ = ⟨ẋ, x̄⟩ for forward against reverse mode, over all ranks. Order 2:
-    the same for x -> x̄, that is reverse and forward over reverse; and forward over forward against differences of jvp.
+    Order 1: ẏ = jvp against central differences, and ⟨ẏ, ȳ⟩ = ⟨ẋ, x̄⟩ for forward against reverse mode, over all ranks.
+    Order 2: the same for x -> x̄, that is reverse and forward over reverse; and forward over forward against
+    differences of jvp.
 
     Args:
-        out_weight, in_weight: weight of this rank's copy in the inner products: 1, or 1/k for an invariant value on k ranks.
+        out_weight, in_weight: weight of this rank's copy in the inner products: 1, or 1/k for an invariant value on k
+            ranks.
         step, tol: of the differences (relative to the largest entry).
     """
     where = world()
@@ -212,8 +242,11 @@ def check_grads(f, x, *, order: int = 2, out_weight: float = 1.0, in_weight: flo
         collective_assert(error <= tol, f"{what}: jvp and differences differ by {error:.1e}", ranks)
         cotangent = vjp(g, x)[1](w)[0]
         forward, reverse = _inner([(tangent, w, weight), (v, cotangent, in_weight)], ranks)
-        collective_assert(abs(forward - reverse) <= 1e-9 * max(1.0, abs(forward)),
-                          f"{what}: forward mode {forward} and reverse mode {reverse} differ", ranks)
+        collective_assert(
+            abs(forward - reverse) <= 1e-9 * max(1.0, abs(forward)),
+            f"{what}: forward mode {forward} and reverse mode {reverse} differ",
+            ranks,
+        )
 
     first(f, x, v, w, out_weight, "order 1")
     if order > 1:

@@ -1,4 +1,5 @@
-"""Dependence without a value: placeholders and outputs that stay part of the graph, so that every rank's backward comes."""
+"""Dependence without a value: placeholders and outputs that stay part of the graph, so that every rank's backward
+comes."""
 
 from __future__ import annotations
 
@@ -20,13 +21,18 @@ def is_smooth(t) -> bool:
 def _check(op, tensors):
     for t in tensors:
         if not isinstance(t, torch.Tensor):
-            raise ShapeError("not a tensor", op=op, expected="tensors", actual=type(t).__name__,
-                             next_step="pass tensors only; a pytree leaf by leaf")
+            raise ShapeError(
+                "not a tensor",
+                op=op,
+                expected="tensors",
+                actual=type(t).__name__,
+                next_step="pass tensors only; a pytree leaf by leaf",
+            )
 
 
 def _hooks(tensors):
-    """Empty views of the differentiable ones among ``tensors``, of two dims: torch.cat's gradient for an empty tensor of one dim is
-    a constant, which would cut it off in the second derivative."""
+    """Empty views of the differentiable ones among ``tensors``, of two dims: torch.cat's gradient for an empty tensor
+    of one dim is a constant, which would cut it off in the second derivative."""
     for t in tensors:
         if t.is_complex():
             t = torch.view_as_real(t.resolve_conj())
@@ -46,11 +52,21 @@ def nothing(shape, *tensors, dtype=None):
         ShapeError: the shape has elements.
     """
     if not isinstance(shape, (tuple, list)) or 0 not in shape:
-        raise ShapeError("this shape has elements", op="nothing", expected="a size 0", actual=shape,
-                         next_step="give a shape with a 0 in it, such as (0,)")
+        raise ShapeError(
+            "this shape has elements",
+            op="nothing",
+            expected="a size 0",
+            actual=shape,
+            next_step="give a shape with a 0 in it, such as (0,)",
+        )
     if not tensors:
-        raise ShapeError("a placeholder of what?", op="nothing", expected="at least one tensor", actual="none",
-                         next_step="F.nothing(shape, x): it gets dtype and device of x, and depends on it")
+        raise ShapeError(
+            "a placeholder of what?",
+            op="nothing",
+            expected="at least one tensor",
+            actual="none",
+            next_step="F.nothing(shape, x): it gets dtype and device of x, and depends on it",
+        )
     _check("nothing", tensors)
     first, *others = tensors
     empty = tie(_flat(first)[:0], *others)
@@ -60,8 +76,8 @@ def nothing(shape, *tensors, dtype=None):
 def tie(value, *tensors):
     """``value``, made to depend on ``tensors`` without changing, not even where they hold NaN.
 
-    For outputs that this rank, or only some ranks, do not use: the peers of an operator whose output is dropped wait for a
-    backward that never comes. ``F.tie(loss, unused)`` makes it come, with cotangent zero.
+    For outputs that this rank, or only some ranks, do not use: the peers of an operator whose output is dropped wait
+    for a backward that never comes. ``F.tie(loss, unused)`` makes it come, with cotangent zero.
     """
     _check("tie", (value, *tensors))
     hooks = [h.to(value.device, value.dtype) for h in _hooks(tensors)]

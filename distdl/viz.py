@@ -1,6 +1,7 @@
 """Pictures of partitions, layouts, halos and plans: for teaching, and to see why a movement sends what it sends.
 
-:func:`draw` and :func:`spy` use matplotlib where it is installed, and print :func:`text` where it is not. Everything is worked out
+:func:`draw` and :func:`spy` use matplotlib where it is installed, and print :func:`text` where it is not. Everything is
+worked out
 in this process, from plans: no message is sent.
 """
 
@@ -22,13 +23,16 @@ def _plan(A):
 
 
 def matrix(plan, dtype=torch.float64):
-    """The dense matrix of a plan or LinearMap, from the images of basis vectors: a row for each wanted element, a column for each
-    held one, rank after rank. So ``matrix(A.T)`` equals ``matrix(A).T`` only where the adjoint is right."""
+    """The dense matrix of a plan or LinearMap, from the images of basis vectors: a row for each wanted element, a
+    column for each held one, rank after rank. So ``matrix(A.T)`` equals ``matrix(A).T`` only where the adjoint is
+    right."""
     plan = _plan(plan)
     shapes = [plan.held.local_shape(r) for r in plan.held.partition.ranks]
     sizes = [math.prod(shape) for shape in shapes]
     parts = torch.eye(sum(sizes), dtype=dtype).split(sizes, 1)
-    images = plan.simulate([part.reshape(len(part), *shape) for part, shape in zip(parts, shapes)])  # the basis as one batch
+    images = plan.simulate(
+        [part.reshape(len(part), *shape) for part, shape in zip(parts, shapes)]
+    )  # the basis as one batch
     return torch.cat([image.reshape(len(image), math.prod(image.shape[1:])) for image in images], 1).T
 
 
@@ -57,7 +61,10 @@ def _layout_text(L: Layout) -> str:
     for r in L.partition.ranks:
         owner[L.slices(r)] = r
     width = len(str(max(L.partition.ranks)))
-    rows = [" ".join(f"{r:>{width}}" for r in row) for row in owner.reshape(L.shape[0] ** (L.ndim - 1), L.shape[-1]).tolist()]
+    rows = [
+        " ".join(f"{r:>{width}}" for r in row)
+        for row in owner.reshape(L.shape[0] ** (L.ndim - 1), L.shape[-1]).tolist()
+    ]
     return "\n".join(rows + [f"rank {r}: empty" for r in L.partition.ranks if 0 in L.local_shape(r)])
 
 
@@ -86,8 +93,9 @@ def _axes(ax, title):
 
 
 def draw(what, ax=None, title=None):
-    """Draw a partition, a layout or halo specification of one or two dims, or the messages of a plan or LinearMap, on matplotlib
-    axes ``ax`` (default: a new figure's), and return the axes. Without matplotlib, print :func:`text` and return ``None``."""
+    """Draw a partition, a layout or halo specification of one or two dims, or the messages of a plan or LinearMap, on
+    matplotlib axes ``ax`` (default: a new figure's), and return the axes. Without matplotlib, print :func:`text` and
+    return ``None``."""
     if isinstance(what, Partition):
         what = Layout(what, what.shape)
     dims = getattr(getattr(what, "in_layout", what), "ndim", None)
@@ -133,7 +141,8 @@ def _draw_messages(plan, ax):
 
 
 def spy(plan, ax=None, title=None):
-    """The dense matrix of a plan or LinearMap as an image; lines separate the ranks. Without matplotlib it is printed."""
+    """The dense matrix of a plan or LinearMap as an image; lines separate the ranks. Without matplotlib it is
+    printed."""
     plan, ax = _plan(plan), _axes(ax, title)
     dense = matrix(plan)
     if ax is None:

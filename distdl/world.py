@@ -1,4 +1,5 @@
-"""Worlds: the ranks of a job and the transports between them. The default world starts on first use, never at import."""
+"""Worlds: the ranks of a job and the transports between them. The default world starts on first use, never at
+import."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from .watching.where import collective_call, user_line
 
 _worlds: dict[str, World] = {}
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by MPI launchers for their ranks
-# How many processes a launcher has started, by whose variables: all of them are set for its processes only. Not SLURM_NTASKS:
-# sbatch sets that for every process.
+# How many processes a launcher has started, by whose variables: all of them are set for its processes only. Not
+# SLURM_NTASKS: sbatch sets that for every process.
 _COUNTS = (("OMPI_COMM_WORLD_SIZE",), ("PMI_SIZE",), ("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
 _thread = threading.local()  # .moves: this thread makes movements
 _made: weakref.WeakSet = weakref.WeakSet()  # every world: a fork of this process may move in none
@@ -37,30 +38,45 @@ class World:
         comm: an mpi4py communicator (default ``COMM_WORLD``); it is duplicated, never used itself.
         name: what partitions call this world. ``"default"`` is the one that ``Partition(shape)`` means.
         transport: an engine to use instead of MPI (tests, benchmarks).
-        cuda: how CUDA tensors travel: ``"nccl"`` (needs CuPy; without it, staged, with a warning), ``"staged"`` through pinned
-            host memory, or ``"mpi"``: straight from the device by a CUDA-aware MPI. Default: ``DISTDL_CUDA``, or ``"nccl"``.
-        half_sums: ``"float32"``: sums of more than two float16 or bfloat16 numbers are taken in float32 and rounded once;
-            ``"native"``: in their own dtype where the engine can, which sends half as many bytes.
+        cuda: how CUDA tensors travel: ``"nccl"`` (needs CuPy; without it, staged, with a warning), ``"staged"`` through
+            pinned host memory, or ``"mpi"``: straight from the device by a CUDA-aware MPI. Default: ``DISTDL_CUDA``, or
+            ``"nccl"``.
+        half_sums: ``"float32"``: sums of more than two float16 or bfloat16 numbers are taken in float32 and rounded
+            once; ``"native"``: in their own dtype where the engine can, which sends half as many bytes.
 
-    Without mpi4py, a process that no launcher started is a world of one rank; so is any process with ``DISTDL_ALONE=1``. A process
-    that a rank has started (a DataLoader's worker) is no rank: it may ask which rank has started it, and moves nothing.
+    Without mpi4py, a process that no launcher started is a world of one rank; so is any process with
+    ``DISTDL_ALONE=1``. A process that a rank has started (a DataLoader's worker) is no rank: it may ask which rank has
+    started it, and moves nothing.
 
     Raises:
-        TransportError: a launcher (mpiexec, torchrun, srun) started more processes than MPI knows of, or mpi4py cannot be used;
-            this process was started by ``multiprocessing``, and not for a world; or ``cuda`` is none of the three.
-        AbsenceError: under ``dd.checking()``: not all ranks of ``comm`` came to this call, which is collective, in time.
+        TransportError: a launcher (mpiexec, torchrun, srun) started more processes than MPI knows of, or mpi4py cannot
+            be used; this process was started by ``multiprocessing``, and not for a world; or ``cuda`` is none of the
+            three.
+        AbsenceError: under ``dd.checking()``: not all ranks of ``comm`` came to this call, which is collective, in
+            time.
     """
 
-    def __init__(self, comm=None, name: str = "default", transport=None, cuda: str | None = None,
-                 half_sums: str = "float32"):
+    def __init__(
+        self, comm=None, name: str = "default", transport=None, cuda: str | None = None, half_sums: str = "float32"
+    ):
         self.name, self.cuda = name, cuda or os.environ.get("DISTDL_CUDA", "nccl")
         if self.cuda not in ("nccl", "staged", "mpi"):
-            raise TransportError("no such way for CUDA tensors", op="World", expected="nccl, staged or mpi", actual=self.cuda,
-                                 next_step="set DISTDL_CUDA, or World(cuda=...), to one of them")
+            raise TransportError(
+                "no such way for CUDA tensors",
+                op="World",
+                expected="nccl, staged or mpi",
+                actual=self.cuda,
+                next_step="set DISTDL_CUDA, or World(cuda=...), to one of them",
+            )
         self.host = _host_transport(comm, name) if transport is None else transport
         if half_sums not in ("float32", "native"):
-            raise TransportError("no such way to sum halves", op="World", expected="float32 or native", actual=half_sums,
-                                 next_step="leave it out, or choose one of these")
+            raise TransportError(
+                "no such way to sum halves",
+                op="World",
+                expected="float32 or native",
+                actual=half_sums,
+                next_step="leave it out, or choose one of these",
+            )
         self.host.wide = half_sums == "float32"
         self.rank, self.size = self.host.rank, self.host.size
         self._engines: NcclEngines | None = None
@@ -71,7 +87,9 @@ class World:
             self._move_nothing(self.host)
         elif self.size > 1:
             watch(self.host)
-        if comm is None and transport is None and not isinstance(self.host, _Child):  # for the processes that this one may start
+        if (
+            comm is None and transport is None and not isinstance(self.host, _Child)
+        ):  # for the processes that this one may start
             os.environ["DISTDL_RANK"] = f"{os.getpid()} {self.rank} {self.size} {_rank.job()}"
 
     def _move_nothing(self, child: _Child) -> None:
@@ -79,14 +97,21 @@ class World:
         vars(self)["transport"] = child.refuse
 
     def transport(self, x, ranks):
-        """The engine that moves ``x`` among ``ranks`` (sorted). What it cannot read is staged through pinned host memory."""
+        """The engine that moves ``x`` among ``ranks`` (sorted). What it cannot read is staged through pinned host
+        memory."""
         _thread.moves = True
         return self.host if x.is_cpu else self._for_cuda(x.device, ranks)
 
     def _for_cuda(self, device, ranks):
         if device.type == "meta":
-            raise TransportError("a meta tensor has no memory to move", op="World", rank=self.rank, expected="a CPU or CUDA tensor",
-                                 actual=device, next_step="work out shapes with layouts; or trace under FakeTensorMode")
+            raise TransportError(
+                "a meta tensor has no memory to move",
+                op="World",
+                rank=self.rank,
+                expected="a CPU or CUDA tensor",
+                actual=device,
+                next_step="work out shapes with layouts; or trace under FakeTensorMode",
+            )
         if len(ranks) < self.size and self.rank not in ranks:
             return _Bystander(self.rank, self.size)
         if self.cuda == "staged" or self.size == 1:
@@ -96,39 +121,69 @@ class World:
         if self._engines is None:
             self._engines = engines_on(self, device.index)
         if device.index != self._engines.device.index:
-            raise TransportError("a rank's CUDA tensors live on one device", op="World", rank=self.rank, actual=device,
-                                 expected=f"cuda:{self._engines.device.index}",
-                                 next_step="make another dd.World(comm, name) for the second device")
+            raise TransportError(
+                "a rank's CUDA tensors live on one device",
+                op="World",
+                rank=self.rank,
+                actual=device,
+                expected=f"cuda:{self._engines.device.index}",
+                next_step="make another dd.World(comm, name) for the second device",
+            )
         return self._engines.get(ranks) or self.host
 
     def check(self, op: str, *partitions) -> None:
         """Raise PartitionError where a partition is of another world, or names a rank that this one does not have."""
         for P in partitions:
             if P.world != self.name:
-                raise PartitionError("the partitions belong to different worlds", op=op, partitions=partitions,
-                                     expected=self.name, actual=P.world, next_step="make both in one world")
+                raise PartitionError(
+                    "the partitions belong to different worlds",
+                    op=op,
+                    partitions=partitions,
+                    expected=self.name,
+                    actual=P.world,
+                    next_step="make both in one world",
+                )
             if max(P.ranks) >= self.size:
                 ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
-                raise PartitionError(f"the world has {ranks}", op=op, partitions=P, expected=f"< {self.size}",
-                                     actual=f"rank {max(P.ranks)}", next_step=f"start with -n {max(P.ranks) + 1}")
+                raise PartitionError(
+                    f"the world has {ranks}",
+                    op=op,
+                    partitions=P,
+                    expected=f"< {self.size}",
+                    actual=f"rank {max(P.ranks)}",
+                    next_step=f"start with -n {max(P.ranks) + 1}",
+                )
 
     def all_gather(self, value, ranks, purpose: str = "agreement") -> dict:
-        """{rank: its small, picklable value} over ``ranks``, in rising order; one small all-gather. Ranks of one job trust each
-        other, so pickles do no harm here. ``purpose`` goes along: ranks that are here for different reasons all raise."""
+        """{rank: its small, picklable value} over ``ranks``, in rising order; one small all-gather. Ranks of one job
+        trust each other, so pickles do no harm here. ``purpose`` goes along: ranks that are here for different reasons
+        all raise."""
         _transport.begun += 1
         _thread.moves = True
         data, ranks = pickle.dumps((purpose, value)), tuple(sorted(ranks))
         if _transport.log is not None:
             _transport.log.append(("agree", ranks, len(data)))
-        host = self.host if _transport.observer is None else _transport.observer.agreement(self.host, value, ranks, purpose)
+        host = (
+            self.host
+            if _transport.observer is None
+            else _transport.observer.agreement(self.host, value, ranks, purpose)
+        )
         parts = host.all_gather(data, ranks)
         if parts.count(data) == len(parts):  # mostly all say the same
             return dict.fromkeys(ranks, value)
         found = {part: pickle.loads(part) for part in set(parts)}
         if any(theirs != purpose for theirs, _ in found.values()):
-            told = "; ".join(f"rank {r}: {getattr(found[part][1], 'op', found[part][0])}" for r, part in zip(ranks, parts))
-            raise AgreementError("the ranks disagree in the operator called", op="agreement", rank=self.rank, actual=told,
-                                 expected="the same on every rank", next_step="call the same operators in the same order")
+            told = "; ".join(
+                f"rank {r}: {getattr(found[part][1], 'op', found[part][0])}" for r, part in zip(ranks, parts)
+            )
+            raise AgreementError(
+                "the ranks disagree in the operator called",
+                op="agreement",
+                rank=self.rank,
+                actual=told,
+                expected="the same on every rank",
+                next_step="call the same operators in the same order",
+            )
         return {r: found[part][1] for r, part in zip(ranks, parts)}
 
     def close(self) -> None:
@@ -164,9 +219,9 @@ class _Bystander(LocalTransport):
 
 
 class _Child(_Bystander):
-    """In a process that rank ``rank`` of ``size`` has started, by ``multiprocessing`` or a fork: it knows the rank, and moves
-    nothing. A fork of a world of one has all that it needs, and goes on; not one that ``multiprocessing`` made, which may be one of
-    several that take themselves for ranks."""
+    """In a process that rank ``rank`` of ``size`` has started, by ``multiprocessing`` or a fork: it knows the rank, and
+    moves nothing. A fork of a world of one has all that it needs, and goes on; not one that ``multiprocessing`` made,
+    which may be one of several that take themselves for ranks."""
 
     def refuse(self, *_):
         if self.size == 1 and (multiprocessing.parent_process() is None or _alone()):
@@ -179,10 +234,15 @@ class _Child(_Bystander):
 
 
 def _no_rank(actual: str) -> TransportError:
-    return TransportError("this process is no rank, and moves nothing", op="World", expected="a rank, as its launcher started it",
-                          actual=actual, next_step="move in the ranks themselves; where a child imports the script (spawn, "
-                          "forkserver), keep the program below `if __name__ == \"__main__\":`; ranks are started by "
-                          "`python -m distdl run` or dd.launch; with DISTDL_ALONE=1 each process is a world of its own")
+    return TransportError(
+        "this process is no rank, and moves nothing",
+        op="World",
+        expected="a rank, as its launcher started it",
+        actual=actual,
+        next_step="move in the ranks themselves; where a child imports the script (spawn, "
+        'forkserver), keep the program below `if __name__ == "__main__":`; ranks are started by '
+        "`python -m distdl run` or dd.launch; with DISTDL_ALONE=1 each process is a world of its own",
+    )
 
 
 def _alone() -> bool:
@@ -204,8 +264,13 @@ def world(name: str = "default") -> World:
     found = _worlds.get(name)
     if found is None:
         if name != "default":
-            raise PartitionError("no such world", op="world", actual=name, expected=sorted(_worlds),
-                                 next_step="make it first: dd.World(comm, name)")
+            raise PartitionError(
+                "no such world",
+                op="world",
+                actual=name,
+                expected=sorted(_worlds),
+                next_step="make it first: dd.World(comm, name)",
+            )
         found = World()
     return found
 
@@ -214,7 +279,9 @@ def _host_transport(comm, name):
     if comm is None:
         if _alone():
             return LocalTransport()
-        started = os.environ.get("DISTDL_RANK", "").split(" ", 3)  # by the process that set it, or by one that it has started
+        started = os.environ.get("DISTDL_RANK", "").split(
+            " ", 3
+        )  # by the process that set it, or by one that it has started
         mine = len(started) < 4 or int(started[0]) == os.getpid()
         child = multiprocessing.parent_process() is not None
         if not mine and (child or (int(started[2]) > 1 and started[3] == _rank.job())):
@@ -226,9 +293,13 @@ def _host_transport(comm, name):
         except (ImportError, RuntimeError) as error:  # not installed, or its MPI library is missing
             launched = [name for name in _LAUNCHED if name in os.environ]
             if launched:
-                raise TransportError(f"an MPI launcher started this process ({launched[0]}), but mpi4py cannot be used: "
-                                     f"{error}", op="World", next_step="pip install distdl[mpich]",
-                                     expected="mpi4py and its MPI library", actual=type(error).__name__) from error
+                raise TransportError(
+                    f"an MPI launcher started this process ({launched[0]}), but mpi4py cannot be used: {error}",
+                    op="World",
+                    next_step="pip install distdl[mpich]",
+                    expected="mpi4py and its MPI library",
+                    actual=type(error).__name__,
+                ) from error
             _compare(1)
             return LocalTransport()
         _compare(MPI.COMM_WORLD.size)
@@ -245,24 +316,29 @@ def _host_transport(comm, name):
 
 
 def _compare(size: int) -> None:
-    """Raise TransportError where a launcher has started more processes than MPI's world has: each would take itself for all."""
+    """Raise TransportError where a launcher has started more processes than MPI's world has: each would take itself for
+    all."""
     for variables in _COUNTS:
         told = os.environ.get(variables[0], "")
         if told.isdigit() and int(told) > size and all(name in os.environ for name in variables):
             says = ", ".join(f"{name}={os.environ[name]}" for name in variables)
-            raise TransportError(f"{told} processes were started ({says}), but MPI's world has {size}: they do not know each other",
-                                 op="World", expected=f"an MPI world of {told}", actual=size,
-                                 next_step=f"start them by `python -m distdl run -n {told} script.py` (torchrun starts no MPI "
-                                 "ranks), or by the mpiexec or srun of the MPI that `python -m distdl info` shows; DISTDL_ALONE=1 "
-                                 "says that single processes are meant")
+            raise TransportError(
+                f"{told} processes were started ({says}), but MPI's world has {size}: they do not know each other",
+                op="World",
+                expected=f"an MPI world of {told}",
+                actual=size,
+                next_step=f"start them by `python -m distdl run -n {told} script.py` (torchrun starts no MPI "
+                "ranks), or by the mpiexec or srun of the MPI that `python -m distdl info` shows; DISTDL_ALONE=1 "
+                "says that single processes are meant",
+            )
 
 
 _ended_on_exceptions: list = []
 
 
 def _end_on_exceptions() -> None:
-    """An exception that nobody catches on one rank ends the job: its peers would wait for messages that never come. In the main
-    thread, at exit, and in a thread that has made movements."""
+    """An exception that nobody catches on one rank ends the job: its peers would wait for messages that never come. In
+    the main thread, at exit, and in a thread that has made movements."""
     if _ended_on_exceptions:  # hooks stand for the whole process
         return
     main, thread, ignored = sys.excepthook, threading.excepthook, sys.unraisablehook
@@ -279,7 +355,12 @@ def _end_on_exceptions() -> None:
 
     def in_thread(args):
         if os.getpid() == pid and getattr(_thread, "moves", False) and not issubclass(args.exc_type, SystemExit):
-            end(args.exc_type, args.exc_value, args.exc_traceback, f"in thread {args.thread.name if args.thread else '?'}:\n")
+            end(
+                args.exc_type,
+                args.exc_value,
+                args.exc_traceback,
+                f"in thread {args.thread.name if args.thread else '?'}:\n",
+            )
         thread(args)
 
     def unraisable(args):  # Python only prints these, and exits with 0
@@ -321,7 +402,8 @@ class Topology:
 
     @property
     def is_block_mapped(self) -> bool:
-        """Whether nodes hold consecutive ranks. Only then, on nodes of G processes each, rank = node * G + local_rank."""
+        """Whether nodes hold consecutive ranks. Only then, on nodes of G processes each, rank = node * G +
+        local_rank."""
         return [r for ranks in self.nodes for r in ranks] == list(range(self.world_size))
 
     @classmethod
@@ -331,8 +413,8 @@ class Topology:
         Args:
             nodes: the node of each rank, by any name: ``("a", "a", "b", "b")``; see ``dd.parallel.block_mapping``.
             devices: CUDA devices on each node: a number, or {name: number}.
-            per_process: how many each process drives, in order of local ranks. Default: an even share; where there are fewer
-                devices than processes, processes share them in turn.
+            per_process: how many each process drives, in order of local ranks. Default: an even share; where there are
+                fewer devices than processes, processes share them in turn.
 
         Raises:
             PartitionError: a node has fewer devices than ``per_process`` for each of its processes.
@@ -348,9 +430,14 @@ class Topology:
             local, count = peers.index(rank), devices.get(name, 0) if isinstance(devices, dict) else devices
             share = count // len(peers) if per_process is None else per_process
             if share * len(peers) > count:
-                raise PartitionError(f"node {name} has too few devices", op="Topology.place", actual=count, rank=rank,
-                                     expected=f"{share} for each of {len(peers)} processes",
-                                     next_step="start fewer processes on a node, or give each fewer devices")
+                raise PartitionError(
+                    f"node {name} has too few devices",
+                    op="Topology.place",
+                    actual=count,
+                    rank=rank,
+                    expected=f"{share} for each of {len(peers)} processes",
+                    next_step="start fewer processes on a node, or give each fewer devices",
+                )
             mine = tuple(range(local * share, (local + 1) * share))
             if not mine and count and per_process is None:
                 mine = (local % count,)
@@ -361,8 +448,8 @@ class Topology:
     def discover(cls, name: str = "default") -> Topology:
         """Ask the running world; collective. Ranks are on one node where MPI says that they can share memory.
 
-        A node's devices are shared out evenly, see :meth:`place`; a process whose ``CUDA_VISIBLE_DEVICES`` names none of its
-        neighbours' has all that it names.
+        A node's devices are shared out evenly, see :meth:`place`; a process whose ``CUDA_VISIBLE_DEVICES`` names none
+        of its neighbours' has all that it names.
         """
         import platform
 

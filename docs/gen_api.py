@@ -1,7 +1,8 @@
 """Fill docs/api.md from docstrings: a line ``::: distdl.func`` becomes an entry for each public name of that module.
 
-mkdocs calls :func:`on_page_markdown` (see mkdocs.yml). ``python docs/gen_api.py`` prints the whole page; with ``--summaries`` it
-writes into docs/api.md what a reader of the checkout sees: below each ``:::`` line a line of what stands there.
+mkdocs calls :func:`on_page_markdown` (see mkdocs.yml). ``python docs/gen_api.py`` prints the whole page; with
+``--summaries`` it writes into docs/api.md what a reader of the checkout sees: below each ``:::`` line a line of what
+stands there.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ def on_page_markdown(markdown, page, **kwargs):
 
 
 def expand(markdown: str) -> str:
-    """Replace every ``::: name``, with its summary, by the entries of that module, or by the one of that class or function."""
-    return LINE.sub(lambda match: "\n".join(line for name, value in named(match[1]) for line in entry(name, value)), markdown)
+    """Replace every ``::: name``, with its summary, by the entries of that module, or by the one of that class or
+    function."""
+    return LINE.sub(
+        lambda match: "\n".join(line for name, value in named(match[1]) for line in entry(name, value)), markdown
+    )
 
 
 def summarised(markdown: str) -> str:
@@ -47,7 +51,9 @@ def named(name: str) -> list[tuple[str, object]]:
     except ModuleNotFoundError:
         parent, _, attribute = name.rpartition(".")
         return [(attribute, getattr(importlib.import_module(parent), attribute))]
-    names = getattr(module, "__all__", None) or [n for n, v in vars(module).items() if is_own(v, module) and not n.startswith("_")]
+    names = getattr(module, "__all__", None) or [
+        n for n, v in vars(module).items() if is_own(v, module) and not n.startswith("_")
+    ]
     return [(n, getattr(module, n)) for n in names]
 
 
@@ -58,7 +64,15 @@ def is_own(value, module) -> bool:
 
 def entry(name: str, value) -> list[str]:
     """Heading, signature and documentation; for a class its public members too."""
-    lines = [f"#### {escaped(name)}", "", "```text", signature(name, value), "```", "", *documentation(inspect.getdoc(value) or "")]
+    lines = [
+        f"#### {escaped(name)}",
+        "",
+        "```text",
+        signature(name, value),
+        "```",
+        "",
+        *documentation(inspect.getdoc(value) or ""),
+    ]
     members = []
     for member, found in vars(value).items() if inspect.isclass(value) and not issubclass(value, BaseException) else ():
         text = inspect.getdoc(getattr(value, member))

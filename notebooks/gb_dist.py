@@ -14,14 +14,16 @@
 # %% [markdown]
 # # GBDist: the "Google Brain" autoencoder on tiles of faces
 #
-# neon's `GBDist` (after Le et al., arXiv:1112.6209) repeats [local filters, L2 pooling, local contrast normalisation]. Filters are
-# *untied*: every pixel has its own, so a rank's tile has its own weights too, and **their gradient sends nothing**. Stages are
-# pretrained one after the other, greedily, without labels, on
+# neon's `GBDist` (after Le et al., arXiv:1112.6209) repeats [local filters, L2 pooling, local contrast normalisation].
+# Filters are
+# *untied*: every pixel has its own, so a rank's tile has its own weights too, and **their gradient sends nothing**.
+# Stages are pretrained one after the other, greedily, without labels, on
 #
 # $$ J = \frac1N \Big[ \tfrac12 \|V^\top W x - x\|^2 + \lambda \sum \mathrm{L2pool}(W x) \Big] $$
 #
-# with V = W ("tied") or separate, and every row of W of norm 1 after each update. Then a classifier is trained: alone at first,
-# then with all that is below it. The pictures are 25 × 25, so quadrants are 13 and 12 wide: nothing needs to divide.
+# with V = W ("tied") or separate, and every row of W of norm 1 after each update. Then a classifier is trained: alone
+# at first, then with all that is below it. The pictures are 25 × 25, so quadrants are 13 and 12 wide: nothing needs to
+# divide.
 
 # %%
 import os
@@ -129,7 +131,8 @@ def sequential_objective(W, V, x, stage):
 # %% [markdown]
 # ## Who holds what
 #
-# W lies as the stage's output does: a rank has the filters of its own pixels (and with `modelpar` its own filters of all pixels).
+# W lies as the stage's output does: a rank has the filters of its own pixels (and with `modelpar` its own filters of
+# all pixels).
 
 
 # %%
@@ -167,7 +170,8 @@ def load(L, chosen, dtype, bar=False):
 
 # %%
 def train(kind, epochs, size=20):
-    """Pretrain, then train; (J of each stage's first and last epoch, accuracy, W0) of a partition, or (None) sequentially."""
+    """Pretrain, then train; (J of each stage's first and last epoch, accuracy, W0) of a partition, or (None)
+    sequentially."""
     alone = kind is None
     order = torch.randperm(200, generator=torch.Generator().manual_seed(0)).tolist()
     n, kind = 1 if alone else dd.world().size, kind or "halopar"
@@ -185,7 +189,9 @@ def train(kind, epochs, size=20):
         inputs = [sequential_features(p, t, stage) if alone else features(p, t, L, stage)[0] for t in x]
 
         def J(p, t, stage=stage, name=name, M=M):  # V = W: tied
-            return sequential_objective(p[name], p[name], t, stage) if alone else objective(p[name], p[name], t, M, stage)
+            return (
+                sequential_objective(p[name], p[name], t, stage) if alone else objective(p[name], p[name], t, M, stage)
+            )
 
         steps = data.progress(inputs * epochs, desc=f"{'sequential' if alone else kind}, stage {stage}")
         p, losses = neon.sgd(J, p, steps, 0.02, lambda p, name=name: {**p, name: normalised(p[name])}, only=[name])
@@ -207,7 +213,11 @@ if __name__ == "__main__":
         results[kind] = dd.launch(train, 4)(kind, epochs)
     for name, ranks in results.items():
         history, score, _ = ranks[0]
-        print(f"{name:>12}:", *(f"stage {i}: J {a:.3f} → {b:.3f}," for i, (a, b) in enumerate(history)), f"accuracy {score:.2f}")
+        print(
+            f"{name:>12}:",
+            *(f"stage {i}: J {a:.3f} → {b:.3f}," for i, (a, b) in enumerate(history)),
+            f"accuracy {score:.2f}",
+        )
         for (_, mine), (_, theirs) in zip(history, results["sequential"][0][0]):
             assert abs(mine - theirs) <= 1e-3 * theirs
         assert abs(score - results["sequential"][0][1]) <= 0.05

@@ -14,9 +14,9 @@
 # %% [markdown]
 # # MLPDist: a multilayer perceptron over feature vectors that are split
 #
-# neon's `MLPDist` keeps a part of every feature vector on each rank ("vecpar", "modelpar"): a layer multiplies the features it
-# has by *its columns* of the weight matrix, and the sums are reduce-scattered. Here that is `F.dist_linear` with
-# `y_layout="sharded"`. 64 pixels over 3 ranks are 22 + 21 + 21, 10 classes are 4 + 3 + 3.
+# neon's `MLPDist` keeps a part of every feature vector on each rank ("vecpar", "modelpar"): a layer multiplies the
+# features it has by *its columns* of the weight matrix, and the sums are reduce-scattered. Here that is `F.dist_linear`
+# with `y_layout="sharded"`. 64 pixels over 3 ranks are 22 + 21 + 21, 10 classes are 4 + 3 + 3.
 #
 # One keyword chooses the partition. The model below does not know which one it got.
 
@@ -51,9 +51,9 @@ def sequential(p, x):
 # %% [markdown]
 # ## Who holds what
 #
-# A *place* cuts a rank's part out of a sequential parameter. Biases are whole everywhere (the layer marks them). With the digits
-# as images of 1 × 8 × 8, `halopar` gives each rank a tile and the weight columns of its pixels. With `modelpar` the 64 pixels are
-# 64 channels, so that they can be split.
+# A *place* cuts a rank's part out of a sequential parameter. Biases are whole everywhere (the layer marks them). With
+# the digits as images of 1 × 8 × 8, `halopar` gives each rank a tile and the weight columns of its pixels. With
+# `modelpar` the 64 pixels are 64 channels, so that they can be split.
 
 
 # %%
@@ -75,7 +75,10 @@ def layout(kind, n, size):
 
 def load(L, chosen, dtype, bar=False):
     """(this rank's parts of all batches, labels of its micro-batches)."""
-    path, rows = data.installed("sklearn", "datasets", "data", "digits.csv.gz"), data.batches(0, L.shape[0], chosen=chosen)
+    path, rows = (
+        data.installed("sklearn", "datasets", "data", "digits.csv.gz"),
+        data.batches(0, L.shape[0], chosen=chosen),
+    )
     x = data.read(path, rows, L.box(), sample=L.shape[1:], dtype=dtype, bar=bar) / 16
     return x, data.read(path, rows, L.box()[:1], first=64, dtype=torch.int64)
 
@@ -88,7 +91,8 @@ def load(L, chosen, dtype, bar=False):
 
 # %%
 def train(kind, epochs, size=32):
-    """Train on 1,440 digits in float32; (losses, test accuracy) of this partition, or of the sequential program (kind None)."""
+    """Train on 1,440 digits in float32; (losses, test accuracy) of this partition, or of the sequential program (kind
+    None)."""
     alone = kind is None
     n = 1 if alone else dd.world().size
     kind = kind or "halopar"
@@ -99,7 +103,9 @@ def train(kind, epochs, size=32):
         p = neon.cut(p, places(L))
 
     loss = neon.cross_entropy(model, sequential, x, y, None if alone else L)
-    p, losses = neon.sgd(loss, p, data.progress(list(range(len(x))) * epochs, desc="sequential" if alone else kind), 0.3)
+    p, losses = neon.sgd(
+        loss, p, data.progress(list(range(len(x))) * epochs, desc="sequential" if alone else kind), 0.3
+    )
     x, y = load(T, range(1440, 1797), torch.float32)
     return losses, neon.tested(model, sequential, p, x[0], y[0], None if alone else T)
 

@@ -10,7 +10,8 @@ import distdl.functional as F
 
 
 def partition(kind, n):
-    """A (batch, channel, rows, columns) grid of n ranks: "datapar", "modelpar", "halopar", "halodatapar", or the grid itself."""
+    """A (batch, channel, rows, columns) grid of n ranks: "datapar", "modelpar", "halopar", "halodatapar", or the grid
+    itself."""
     if not isinstance(kind, str):
         return dd.Partition(kind)
     d = 2 if kind == "halodatapar" else 1
@@ -53,12 +54,20 @@ def filters(P):
 
 
 def vecpar(p, x, L, names, activation=torch.relu):
-    """Linear layers from x of layout L on: each rank multiplies the features that it has by their columns, and the sums are
-    reduce-scattered. Returns the last layer's features, and their layout."""
+    """Linear layers from x of layout L on: each rank multiplies the features that it has by their columns, and the sums
+    are reduce-scattered. Returns the last layer's features, and their layout."""
     V, x = vector(L.partition), x.flatten(1)
     for name in names:
-        x = F.dist_linear(x, p[name + ".w"], V, p[name + ".b"], x_layout="replicated", y_layout="sharded", y_dim=-1,
-                          params="invariant")
+        x = F.dist_linear(
+            x,
+            p[name + ".w"],
+            V,
+            p[name + ".b"],
+            x_layout="replicated",
+            y_layout="sharded",
+            y_dim=-1,
+            params="invariant",
+        )
         x = x if name == names[-1] else activation(x)
     return x, dd.Layout(dd.Partition((V.shape[0], V.shape[2]), V.ranks), (L.shape[0], p[names[-1] + ".b"].shape[0]))
 
@@ -77,7 +86,8 @@ def cut(p, places):
 
 
 def sgd(loss, p, batches, rate, after=lambda p: p, only=None):
-    """Gradient descent: ``loss(p, batch)`` for each batch, an update of the parameters (named in ``only``), then ``after``."""
+    """Gradient descent: ``loss(p, batch)`` for each batch, an update of the parameters (named in ``only``), then
+    ``after``."""
     losses, names = [], list(p) if only is None else only
     for batch in batches:
         grads, value = grad_and_value(lambda some: loss({**p, **some}, batch))({name: p[name] for name in names})  # noqa: B023
@@ -93,7 +103,8 @@ def accuracy(logits, labels, L):
 
 
 def cross_entropy(model, sequential, x, y, L):
-    """``loss(p, k)`` of a classifier on batch k of x and y, of layout L; of the sequential program where L is ``None``."""
+    """``loss(p, k)`` of a classifier on batch k of x and y, of layout L; of the sequential program where L is
+    ``None``."""
 
     def loss(p, k):
         if L is None:

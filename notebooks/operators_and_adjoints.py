@@ -14,11 +14,11 @@
 # %% [markdown]
 # # Operators and adjoints, by picture
 #
-# Everything here runs in **one process**. A movement of `distdl` is a *plan*: who holds which boxes, who wants which. Plans
-# are plain values, so one process can play all ranks (`simulate`) and draw what they do. No MPI is needed.
+# Everything here runs in **one process**. A movement of `distdl` is a *plan*: who holds which boxes, who wants which.
+# Plans are plain values, so one process can play all ranks (`simulate`) and draw what they do. No MPI is needed.
 #
-# The question of this notebook: *what is the gradient of a message?* The answer, every time: the transpose of a matrix with
-# ones in it.
+# The question of this notebook: *what is the gradient of a message?* The answer, every time: the transpose of a matrix
+# with ones in it.
 
 # %%
 import torch
@@ -34,7 +34,9 @@ dd.World(transport=LocalTransport(size=8))  # let maps be made for eight ranks, 
 
 def row(*drawings, height=3.2, width=4):
     """Draw (function, what, title) side by side."""
-    figure, axes = plt.subplots(1, len(drawings), figsize=(width * len(drawings), height), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(drawings), figsize=(width * len(drawings), height), layout="constrained", squeeze=False
+    )
     for ax, (function, what, title) in zip(axes[0], drawings):
         function(what, ax, title)
     plt.show()
@@ -43,15 +45,17 @@ def row(*drawings, height=3.2, width=4):
 # %% [markdown]
 # ## Partitions and layouts
 #
-# A **partition** is a grid of ranks. A **layout** lays a global shape over it. Blocks differ by one at most, the larger ones
-# first; if there are more ranks than elements, the last blocks are empty. Below: a 2 × 3 grid, a 5 × 7 tensor over it, and
-# the same tensor over four ranks with row blocks of chosen sizes.
+# A **partition** is a grid of ranks. A **layout** lays a global shape over it. Blocks differ by one at most, the larger
+# ones first; if there are more ranks than elements, the last blocks are empty. Below: a 2 × 3 grid, a 5 × 7 tensor over
+# it, and the same tensor over four ranks with row blocks of chosen sizes.
 
 # %%
 P = dd.Partition((2, 3))
 L = dd.Layout(P, (5, 7))
 M = dd.Layout(dd.Partition((4, 1)), (5, 7), splits=((3, 0, 1, 1), None))
-row((viz.draw, P, "a partition"), (viz.draw, L, "a layout, balanced"), (viz.draw, M, "explicit splits; rank 1 is empty"))
+row(
+    (viz.draw, P, "a partition"), (viz.draw, L, "a layout, balanced"), (viz.draw, M, "explicit splits; rank 1 is empty")
+)
 
 # %%
 print(P)
@@ -62,20 +66,26 @@ print([M.local_shape(r) for r in M.partition.ranks])
 # %% [markdown]
 # ## Who sends what to whom
 #
-# A repartition takes blocks of one layout to blocks of another. Where a held box meets a wanted box, there is a message (or,
-# on the same rank, a copy). Numbers are elements.
+# A repartition takes blocks of one layout to blocks of another. Where a held box meets a wanted box, there is a message
+# (or, on the same rank, a copy). Numbers are elements.
 
 # %%
 rows, columns = dd.Layout(dd.Partition((4, 1)), (5, 6)), dd.Layout(dd.Partition((1, 3)), (5, 6))
 A = dd.maps.repartition(rows, columns)
-row((viz.draw, rows, "held"), (viz.draw, columns, "wanted"), (viz.draw, A, "messages"), (viz.draw, A.T, "messages of the adjoint"))
+row(
+    (viz.draw, rows, "held"),
+    (viz.draw, columns, "wanted"),
+    (viz.draw, A, "messages"),
+    (viz.draw, A.T, "messages of the adjoint"),
+)
 print(viz.text(A))
 
 # %% [markdown]
 # ## The matrix of a movement
 #
-# Put the blocks of all ranks end to end: that is one vector. A movement is then a matrix of zeros and ones, found by sending
-# every basis vector. A repartition loses nothing and copies nothing: its matrix is a permutation. Red lines separate ranks.
+# Put the blocks of all ranks end to end: that is one vector. A movement is then a matrix of zeros and ones, found by
+# sending every basis vector. A repartition loses nothing and copies nothing: its matrix is a permutation. Red lines
+# separate ranks.
 
 # %%
 row((viz.spy, A, "repartition"), (viz.spy, A.T, "its adjoint"))
@@ -84,13 +94,13 @@ assert torch.equal(viz.matrix(A.T), a.T)
 assert torch.equal(a.T @ a, torch.eye(30, dtype=torch.float64))
 
 # %% [markdown]
-# `viz.matrix(A.T)` was not made by transposing: it is what the *adjoint movement* does to basis vectors. That the two agree
-# is the fact that reverse mode rests on.
+# `viz.matrix(A.T)` was not made by transposing: it is what the *adjoint movement* does to basis vectors. That the two
+# agree is the fact that reverse mode rests on.
 #
 # ## Broadcast and sum-reduce
 #
-# A broadcast copies, so its matrix stacks identities. The transpose lays them side by side: it sums. That is the duality
-# broadcastᵀ = sum_reduce. And `all_sum_reduce` = broadcast · sum_reduce is symmetric: it is its own adjoint.
+# A broadcast copies, so its matrix stacks identities. The transpose lays them side by side: it sums. That is the
+# duality broadcastᵀ = sum_reduce. And `all_sum_reduce` = broadcast · sum_reduce is symmetric: it is its own adjoint.
 
 # %%
 one, three = dd.Partition((1,)), dd.Partition((3,))
@@ -117,12 +127,15 @@ assert torch.equal(viz.matrix(dd.maps.reduce_scatter(dd.Layout(three, (7,)))), v
 # %% [markdown]
 # ## Halo exchange, with each boundary
 #
-# Every rank wants its block and some of its neighbours'. A boundary condition says which real element a ghost beyond the edge
-# shows; it is one index function, and nothing else in the library knows of it. Brackets: a rank's own block. Dots: zeros.
+# Every rank wants its block and some of its neighbours'. A boundary condition says which real element a ghost beyond
+# the edge shows; it is one index function, and nothing else in the library knows of it. Brackets: a rank's own block.
+# Dots: zeros.
 
 # %%
 Q = dd.Partition((3,))
-halos = {b: dd.HaloSpec(Q, (7,), left=2, right=1, boundary=b) for b in ("none", "zeros", "circular", "reflect", "replicate")}
+halos = {
+    b: dd.HaloSpec(Q, (7,), left=2, right=1, boundary=b) for b in ("none", "zeros", "circular", "reflect", "replicate")
+}
 for boundary, spec in halos.items():
     print(boundary, viz.text(spec), sep="\n")
 
@@ -132,8 +145,8 @@ row(*((viz.spy, spec.plan().T, f"{boundary}, adjoint") for boundary, spec in hal
 
 # %% [markdown]
 # Columns with several entries are elements that several ranks see. The adjoint *adds* what they send back: a ghost's
-# cotangent goes to its owner. Replicated edges add twice, on the same rank. Counting the ones of each column says how often
-# an element is used:
+# cotangent goes to its owner. Replicated edges add twice, on the same rank. Counting the ones of each column says how
+# often an element is used:
 
 # %%
 for boundary, spec in halos.items():
@@ -152,8 +165,8 @@ row((viz.draw, near, "dotted: windows of width 1"), (viz.draw, near.plan(), "mes
 # %% [markdown]
 # ## The dot test
 #
-# ⟨A x, y⟩ = ⟨x, Aᵀ y⟩ for random x and y is the cheapest test of an adjoint. Here by hand, for every movement above; on real
-# ranks it is `dd.testing.dot_test(A)`.
+# ⟨A x, y⟩ = ⟨x, Aᵀ y⟩ for random x and y is the cheapest test of an adjoint. Here by hand, for every movement above; on
+# real ranks it is `dd.testing.dot_test(A)`.
 
 
 # %%
@@ -181,7 +194,8 @@ for name, plan in plans.items():
 # %% [markdown]
 # ## Uneven and empty blocks
 #
-# Three elements over five ranks, and back to two. The empty ranks have no row and no column, so there is nothing to go wrong.
+# Three elements over five ranks, and back to two. The empty ranks have no row and no column, so there is nothing to go
+# wrong.
 
 # %%
 thin, two = dd.Layout(dd.Partition((5,)), (3,)), dd.Layout(dd.Partition((2,), ranks=(4, 1)), (3,))
@@ -194,6 +208,7 @@ print("dot test:", "below 1e-14" if dot_test(E) < 1e-14 else "failed")
 # %% [markdown]
 # ## What follows
 #
-# Since each movement is a matrix, reverse mode multiplies by its transpose, forward mode by the matrix itself, and second
-# derivatives by one and then the other. `torch.func` composes these in any order. What a *copy* means, and so what the
-# gradient of a replicated loss is, is the one thing left to choose: see *The cotangent convention* in the documentation.
+# Since each movement is a matrix, reverse mode multiplies by its transpose, forward mode by the matrix itself, and
+# second derivatives by one and then the other. `torch.func` composes these in any order. What a *copy* means, and so
+# what the gradient of a replicated loss is, is the one thing left to choose: see *The cotangent convention* in the
+# documentation.

@@ -12,14 +12,20 @@ hypothesis.settings.load_profile("distdl")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--engine", choices=["mpi", "nccl", "nccl-messages", "cuda", "fake-nccl"], default="mpi",
-                     help="what carries the movements: MPI; NCCL on CUDA devices, "
-                     "with or without its collectives (tests that count messages expect none); NCCL, and all tensors are on the "
-                     "devices (tests of dd.parallel); or a fake of NCCL")
+    parser.addoption(
+        "--engine",
+        choices=["mpi", "nccl", "nccl-messages", "cuda", "fake-nccl"],
+        default="mpi",
+        help="what carries the movements: MPI; NCCL on CUDA devices, "
+        "with or without its collectives (tests that count messages expect none); NCCL, and all tensors are on the "
+        "devices (tests of dd.parallel); or a fake of NCCL",
+    )
 
 
 def pytest_runtest_setup(item):
-    if (item.get_closest_marker("gpu") or item.config.getoption("--engine") == "cuda") and not torch.cuda.is_available():
+    if (
+        item.get_closest_marker("gpu") or item.config.getoption("--engine") == "cuda"
+    ) and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     for marker in item.iter_markers("mpi"):
         import distdl as dd  # only now: tests of other kinds start no MPI

@@ -1,5 +1,5 @@
-"""A device played by host memory: tensors that say they are CUDA tensors, streams that take notes, and the copy kernel in torch. So
-that what the executor does for a device is tested where there is none."""
+"""A device played by host memory: tensors that say they are CUDA tensors, streams that take notes, and the copy kernel
+in torch. So that what the executor does for a device is tested where there is none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What distdl uses of ``cupy.cuda.nccl``, played by MPI on host memory, with NCCL's rules: no tags; messages of two ranks match
-by order, and only inside a group. A rule that is broken raises; what NCCL would wait for, waits. So that the engine, its order of
-communicators and its collectives are tested where there is no device."""
+"""What distdl uses of ``cupy.cuda.nccl``, played by MPI on host memory, with NCCL's rules: no tags; messages of two
+ranks match by order, and only inside a group. A rule that is broken raises; what NCCL would wait for, waits. So that
+the engine, its order of communicators and its collectives are tested where there is no device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from distdl.engine.nccl import NcclEngines
 
 NCCL_UINT8, NCCL_INT8, NCCL_INT32, NCCL_INT64, NCCL_FLOAT16, NCCL_BFLOAT16, NCCL_FLOAT32, NCCL_FLOAT64 = range(8)
 NCCL_SUM, NCCL_MAX = range(2)
-_TYPES = {NCCL_UINT8: MPI.UINT8_T, NCCL_INT8: MPI.INT8_T, NCCL_INT32: MPI.INT32_T, NCCL_INT64: MPI.INT64_T,
-          NCCL_FLOAT32: MPI.FLOAT, NCCL_FLOAT64: MPI.DOUBLE}
+_TYPES = {
+    NCCL_UINT8: MPI.UINT8_T,
+    NCCL_INT8: MPI.INT8_T,
+    NCCL_INT32: MPI.INT32_T,
+    NCCL_INT64: MPI.INT64_T,
+    NCCL_FLOAT32: MPI.FLOAT,
+    NCCL_FLOAT64: MPI.DOUBLE,
+}
 _numbers = itertools.count()
 _group: list | None = None
 living: list = []
@@ -70,8 +76,10 @@ class NcclCommunicator:
 
     def allGather(self, source, target, count, kind, stream):
         n = _TYPES[kind].Get_size() * count
-        self.comm.Allgather((MPI.buffer.fromaddress(source, n), MPI.BYTE),
-                            (MPI.buffer.fromaddress(target, n * self.comm.size), MPI.BYTE))
+        self.comm.Allgather(
+            (MPI.buffer.fromaddress(source, n), MPI.BYTE),
+            (MPI.buffer.fromaddress(target, n * self.comm.size), MPI.BYTE),
+        )
 
     def _sum_halves(self, source, target, count, kind, whole):
         """MPI has no halves: everybody gathers, and adds in the order of the ranks."""
@@ -90,7 +98,9 @@ class NcclCommunicator:
             return
         n = _TYPES[kind].Get_size() * count
         mine = MPI.IN_PLACE if source == target else (MPI.buffer.fromaddress(source, n), count, _TYPES[kind])
-        self.comm.Allreduce(mine, (MPI.buffer.fromaddress(target, n), count, _TYPES[kind]), (MPI.SUM, MPI.MAX)[operation])
+        self.comm.Allreduce(
+            mine, (MPI.buffer.fromaddress(target, n), count, _TYPES[kind]), (MPI.SUM, MPI.MAX)[operation]
+        )
 
     def reduceScatter(self, source, target, count, kind, operation, stream):
         if kind not in _TYPES:

@@ -1,6 +1,7 @@
 """Ranks as forks of this process, joined by pipes: programs whose chains of messages are long, without MPI.
 
-A rank that waits for a message which nobody sends raises after ``limit`` seconds; a message that nobody takes fails the test.
+A rank that waits for a message which nobody sends raises after ``limit`` seconds; a message that nobody takes fails the
+test.
 """
 
 from __future__ import annotations
@@ -34,8 +35,14 @@ class Piped(Recorded):
     def _take(self, peer, number):
         while number not in self.inbox[peer]:
             if not self.connections[peer].poll(limit):
-                raise TransportError("nothing came", op="exchange", rank=self.rank, expected=f"message {number} of rank {peer}",
-                                     actual="none", next_step="make the same calls on every rank")
+                raise TransportError(
+                    "nothing came",
+                    op="exchange",
+                    rank=self.rank,
+                    expected=f"message {number} of rank {peer}",
+                    actual="none",
+                    next_step="make the same calls on every rank",
+                )
             got, data = self.connections[peer].recv()
             self.inbox[peer][got] = data
         return self.inbox[peer].pop(number)
@@ -86,7 +93,8 @@ def _rank(rank, n, program, pipes, report, release):
 
 
 def every_rank(n, program) -> list:
-    """What ``program()`` returns on each of ``n`` ranks. Raises what a rank raised; and where a message was not taken."""
+    """What ``program()`` returns on each of ``n`` ranks. Raises what a rank raised; and where a message was not
+    taken."""
     pipes = {(a, b): multiprocessing.Pipe() for b in range(n) for a in range(b)}
     reports, children = [multiprocessing.Pipe(duplex=False) for _ in range(n)], []
     release, ended = multiprocessing.Pipe(duplex=False)
@@ -109,7 +117,9 @@ def every_rank(n, program) -> list:
             os.waitpid(child, 0)
         for reader, _ in reports:
             reader.close()
-    for found, _, _ in sorted(told, key=lambda one: isinstance(one[0], TransportError)):  # the cause before what follows from it
+    for found, _, _ in sorted(
+        told, key=lambda one: isinstance(one[0], TransportError)
+    ):  # the cause before what follows from it
         if isinstance(found, BaseException):
             raise found
     for a, (_, sent, _) in enumerate(told):

@@ -1,10 +1,12 @@
 """Random movements, and every pair of transforms of them, beside serial torch.
 
-:func:`draw` takes a ``random.Random`` (hypothesis has one that shrinks) and gives a :class:`registry.Case`: the map, its spellings,
-and its meaning by slicing a global tensor. :func:`compare` runs one pair of transforms on it, with all ranks in this process
-(:class:`Simulated`) or as one rank among others (:class:`Spmd`). The cells of a report are operator x kind x pair.
+:func:`draw` takes a ``random.Random`` (hypothesis has one that shrinks) and gives a :class:`registry.Case`: the map,
+its spellings, and its meaning by slicing a global tensor. :func:`compare` runs one pair of transforms on it, with all
+ranks in this process (:class:`Simulated`) or as one rank among others (:class:`Spmd`). The cells of a report are
+operator x kind x pair.
 
-Kinds: ``uneven`` blocks of different sizes, none empty, on any ranks in any order; ``empty``: at least one block is empty;
+Kinds: ``uneven`` blocks of different sizes, none empty, on any ranks in any order; ``empty``: at least one block is
+empty;
 ``disjoint``: no rank both holds and wants (where an operator has one partition only: ranks of the world take no part).
 """
 
@@ -108,7 +110,8 @@ def _dims(rng, L):
     return tuple(sorted({rng.choice(split), *(d for d in range(L.ndim) if rng.random() < 0.3)}))
 
 
-# ---------------------------------------------------------------- one builder for each operator: layouts -> what Case takes
+# ---------------------------------------------------------------- one builder for each operator: layouts -> what Case
+# takes
 
 
 def _repartition(rng, n, kind, zero):
@@ -167,9 +170,13 @@ def _broadcast(rng, n, kind, zero):
     P = L.partition
     if kind == "disjoint" and rng.random() < 0.5:
         return registry._broadcast(P, Q, L.shape), (L,)
-    return dict(map=dd.maps.broadcast(L, Q), shape=L.shape, put=lambda X, r: cut(X, P, coords(P, r), L.splits),
-                get=lambda X, r: cut(X, P, _source(L, Q, r, pad), L.splits) if r in Q.ranks else None,
-                calls={"layout": lambda x: F.broadcast(x, L, Q), "bare": lambda x: F.broadcast(x, P, Q)}), (L,)  # fmt: skip
+    return dict(
+        map=dd.maps.broadcast(L, Q),
+        shape=L.shape,
+        put=lambda X, r: cut(X, P, coords(P, r), L.splits),
+        get=lambda X, r: cut(X, P, _source(L, Q, r, pad), L.splits) if r in Q.ranks else None,
+        calls={"layout": lambda x: F.broadcast(x, L, Q), "bare": lambda x: F.broadcast(x, P, Q)},
+    ), (L,)
 
 
 def _sum_reduce(rng, n, kind, zero):
@@ -183,9 +190,13 @@ def _sum_reduce(rng, n, kind, zero):
         at = coords(Q, r)
         return None if at is None else cut(X[tuple(at[d] for d in summed)], P, _source(L, Q, r, pad), L.splits)
 
-    return dict(map=dd.maps.sum_reduce(Q, L), shape=(*(Q.shape[d] for d in summed), *L.shape), put=put,
-                get=lambda X, r: cut(X.sum(tuple(range(len(summed)))) if summed else X, P, coords(P, r), L.splits),
-                calls={"layout": lambda x: F.sum_reduce(x, Q, L), "bare": lambda x: F.sum_reduce(x, Q, P)}), (L,)  # fmt: skip
+    return dict(
+        map=dd.maps.sum_reduce(Q, L),
+        shape=(*(Q.shape[d] for d in summed), *L.shape),
+        put=put,
+        get=lambda X, r: cut(X.sum(tuple(range(len(summed)))) if summed else X, P, coords(P, r), L.splits),
+        calls={"layout": lambda x: F.sum_reduce(x, Q, L), "bare": lambda x: F.sum_reduce(x, Q, P)},
+    ), (L,)
 
 
 def _summing(factory, call):
@@ -312,8 +323,13 @@ def _window(rng, n, kind, zero):
         at = coords(P, r)
         return None if at is None else window(X, [t[c] for t, c in zip(tables, at)], boundary)
 
-    return dict(map=dd.maps.halo_exchange(spec), shape=L.shape, put=lambda X, r: cut(X, P, coords(P, r), L.splits), get=get,
-                calls={"spec": lambda x: F.halo_exchange(x, spec)}), (L,)  # fmt: skip
+    return dict(
+        map=dd.maps.halo_exchange(spec),
+        shape=L.shape,
+        put=lambda X, r: cut(X, P, coords(P, r), L.splits),
+        get=get,
+        calls={"spec": lambda x: F.halo_exchange(x, spec)},
+    ), (L,)
 
 
 def _mark_varying(x, L, dims):
@@ -322,12 +338,21 @@ def _mark_varying(x, L, dims):
 
 
 BUILDERS = {
-    "repartition": _repartition, "scatter": _scatter, "gather": _gather, "broadcast": _broadcast, "sum_reduce": _sum_reduce,
+    "repartition": _repartition,
+    "scatter": _scatter,
+    "gather": _gather,
+    "broadcast": _broadcast,
+    "sum_reduce": _sum_reduce,
     "all_sum_reduce": _summing(dd.maps.all_sum_reduce, F.all_sum_reduce),
     "mark_varying": _summing(dd.maps.mark_varying, _mark_varying),
-    "invariant_sum": _summing(dd.maps.invariant_sum, F.invariant_sum), "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter, "shift": _shift, "permute": _permute, "halo_exchange": _halo, "window": _window,
-}  # fmt: skip
+    "invariant_sum": _summing(dd.maps.invariant_sum, F.invariant_sum),
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "shift": _shift,
+    "permute": _permute,
+    "halo_exchange": _halo,
+    "window": _window,
+}
 
 
 def draw(name, kind, rng, n, zero=False, tries=200) -> Case | None:
@@ -351,7 +376,8 @@ def draw(name, kind, rng, n, zero=False, tries=200) -> Case | None:
     return None
 
 
-# ---------------------------------------------------------------- the pairs, for serial, simulated and parallel functions alike
+# ---------------------------------------------------------------- the pairs, for serial, simulated and parallel
+# functions alike
 
 PAIRS = {  # (does the result live where the input or where the output does, how many batch axes has it)
     "grad∘grad": ("in", 0), "jvp∘grad": ("in", 0), "vmap∘grad": ("in", 1), "grad∘jvp": ("in", 0), "jvp∘jvp": ("out", 0),
@@ -360,7 +386,8 @@ PAIRS = {  # (does the result live where the input or where the output does, how
 
 
 def transform(pair, f, loss, x, v, u):
-    """``pair`` of y = f(x) and of the scalar loss(y), at x along v and u; x and v have as many batch axes as the pair wants."""
+    """``pair`` of y = f(x) and of the scalar loss(y), at x along v and u; x and v have as many batch axes as the pair
+    wants."""
     L = lambda x: loss(f(x))
     push = lambda x, v: jvp(f, (x,), (v,))[1]
     return {
@@ -394,7 +421,8 @@ def per_example(place, X, batches):
 
 
 class Simulated:
-    """All ranks in this process: a linear map of the stacked local tensors, run by ``simulate``, with every transform."""
+    """All ranks in this process: a linear map of the stacked local tensors, run by ``simulate``, with every
+    transform."""
 
     def __init__(self, case, call=None):
         A, self.case = case.map, case
@@ -419,7 +447,9 @@ class Simulated:
         return torch.cat([y.reshape(-1) for y in ys])
 
     def plainly(self, X):
-        return torch.cat([y.reshape(-1) for y in self.case.map.plan.simulate([self.case.put(X, r).clone() for r in self.held])])
+        return torch.cat(
+            [y.reshape(-1) for y in self.case.map.plan.simulate([self.case.put(X, r).clone() for r in self.held])]
+        )
 
 
 def _split(x, shapes):
@@ -442,7 +472,9 @@ class Spmd:
     def __init__(self, case, call, seed=0):
         self.case, self.call, self.rank = case, call, dd.world().rank
         self.wanted = case.map.plan.wanted.partition.ranks
-        self.junk = torch.ones(JUNK[(seed + self.rank) % len(JUNK)], dtype=torch.float64)  # from ranks that hold nothing
+        self.junk = torch.ones(
+            JUNK[(seed + self.rank) % len(JUNK)], dtype=torch.float64
+        )  # from ranks that hold nothing
 
     def x(self, X):
         return self.case.local(X, self.junk)
@@ -472,7 +504,9 @@ def compare(case, pair, side, dtype, seed=0) -> list[str]:
         if expected is None:
             return
         if found.shape != expected.shape or found.dtype != expected.dtype:
-            faults.append(f"{what}: {tuple(found.shape)} {found.dtype}, expected {tuple(expected.shape)} {expected.dtype}")
+            faults.append(
+                f"{what}: {tuple(found.shape)} {found.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
+            )
             return
         scale = float(expected.detach().abs().max()) if expected.numel() else 0.0
         if not torch.allclose(found, expected, rtol=rtol, atol=rtol * max(scale, 1e-3)):
@@ -509,8 +543,12 @@ def compare(case, pair, side, dtype, seed=0) -> list[str]:
     same(pair, found, wished, RTOL[dtype])
     if place == "out":  # the adjoint too, whose messages are the only ones that mark_varying has
         one = X[(0,) * batches]
-        same("vjp", grad(lambda x: side.loss(side.f(x)))(side.x(one)), side.back(grad(lambda X: serial_loss(serial(X)))(one)),
-             RTOL[dtype])
+        same(
+            "vjp",
+            grad(lambda x: side.loss(side.f(x)))(side.x(one)),
+            side.back(grad(lambda X: serial_loss(serial(X)))(one)),
+            RTOL[dtype],
+        )
     return faults
 
 

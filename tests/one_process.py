@@ -1,7 +1,7 @@
 """All ranks of a program in one process, one after the other: no MPI, and yet every transform, agreement and error.
 
-A rank sends what it can, and takes what its peers sent in the round before; rounds go on until nothing changes any more. A program
-whose longest chain of messages is k settles after k + 1 rounds.
+A rank sends what it can, and takes what its peers sent in the round before; rounds go on until nothing changes any
+more. A program whose longest chain of messages is k settles after k + 1 rounds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,20 @@ class Recorded:
     device_types = ("cpu",)
     collectives = ("all_reduce",)
     takes_types = False
-    sums = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64, torch.complex64,
-                      torch.complex128, torch.bool})  # as MPI
+    sums = frozenset(
+        {
+            torch.uint8,
+            torch.int8,
+            torch.int16,
+            torch.int32,
+            torch.int64,
+            torch.float32,
+            torch.float64,
+            torch.complex64,
+            torch.complex128,
+            torch.bool,
+        }
+    )  # as MPI
 
     def __init__(self, rank, size, before, now, **others):
         self.rank, self.size, self.before, self.now, self.count = rank, size, before, now, Counter()
@@ -46,8 +58,13 @@ class Recorded:
         for key, address, nbytes in handle or ():
             data = self.before.get(key, bytes(nbytes))
             if len(data) != nbytes:
-                raise TransportError("a message has another length than planned", op="exchange", rank=self.rank,
-                                     expected=nbytes, actual=len(data))
+                raise TransportError(
+                    "a message has another length than planned",
+                    op="exchange",
+                    rank=self.rank,
+                    expected=nbytes,
+                    actual=len(data),
+                )
             ctypes.memmove(address, data, nbytes)
 
     def abandon(self, handle, memory):
@@ -77,13 +94,16 @@ class Recorded:
 
 
 def _same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k] for k in a)
+    return a.keys() == b.keys() and all(
+        torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k] for k in a
+    )
 
 
 def every_rank(n, program, rounds=None, half_sums="float32", **others) -> list:
     """What ``program()`` returns on each of ``n`` ranks; an exception that it raises there stands in its place.
 
-    ``rounds``: how many, where messages of several parts have gaps, which never settle. ``others``: attributes of the transport.
+    ``rounds``: how many, where messages of several parts have gaps, which never settle. ``others``: attributes of the
+    transport.
 
     Raises:
         AssertionError: a message that nobody takes, or that somebody waits for in vain, where no rank raised.
@@ -104,7 +124,9 @@ def every_rank(n, program, rounds=None, half_sums="float32", **others) -> list:
                     results.append(error)
             if i + 1 == rounds or (rounds is None and _same(before, now)):
                 if not any(isinstance(found, Exception) for found in results):
-                    assert asked == now.keys(), f"not sent: {sorted(asked - now.keys(), key=str)}; not taken: {now.keys() - asked}"
+                    assert asked == now.keys(), (
+                        f"not sent: {sorted(asked - now.keys(), key=str)}; not taken: {now.keys() - asked}"
+                    )
                 return results
             before = now
     finally:

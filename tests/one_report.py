@@ -1,7 +1,7 @@
 """One report for a whole launch: rank 0 prints pytest's output, the other ranks only what fails on them.
 
-A rank that fails prints its report and ends the job: its peers wait for messages that it did not send, and afterwards ranks
-would be out of step.
+A rank that fails prints its report and ends the job: its peers wait for messages that it did not send, and afterwards
+ranks would be out of step.
 """
 
 import io

@@ -1,8 +1,8 @@
 """Every data movement once: its map, its spellings, and its meaning by slicing a global tensor.
 
-A :class:`Case` knows a *serial* meaning: ``put(X, r)`` cuts what rank r holds out of a global tensor X, and ``get(X, r)`` works out
-what rank r must end with, by ordinary torch functions. So any derivative has a serial twin: that of the sum over ranks of
-``loss(get(X, r))``. Nothing here asks distdl where a block lies.
+A :class:`Case` knows a *serial* meaning: ``put(X, r)`` cuts what rank r holds out of a global tensor X, and ``get(X,
+r)`` works out what rank r must end with, by ordinary torch functions. So any derivative has a serial twin: that of the
+sum over ranks of ``loss(get(X, r))``. Nothing here asks distdl where a block lies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ JUNK = torch.full((2, 1), math.nan, dtype=torch.float64)  # what a rank passes t
 
 
 def randn(shape, *seeds, dtype=torch.float64):
-    """Random numbers that depend on the seeds only, so that every rank can draw every rank's (by numpy: vmap permits it)."""
+    """Random numbers that depend on the seeds only, so that every rank can draw every rank's (by numpy: vmap permits
+    it)."""
     draw = np.random.default_rng(seeds).standard_normal
     values = torch.as_tensor(draw(tuple(shape)))
     return torch.complex(values, torch.as_tensor(draw(tuple(shape)))) if dtype.is_complex else values.to(dtype)
@@ -81,7 +82,8 @@ class Case:
         return self.local(G, torch.zeros(2, 1))
 
     def voice(self, rank):
-        """The rank whose coefficients ``rank`` uses in its loss: its own, but copies of an invariant value must be used alike."""
+        """The rank whose coefficients ``rank`` uses in its loss: its own, but copies of an invariant value must be used
+        alike."""
         return rank if self.map.range.copies == 1 else self.voices[rank]
 
     def loss(self, y, rank=None):
@@ -128,7 +130,9 @@ def pad_index(n, lo, hi, boundary):
     """Which element each place of a padded dim shows, by numpy; -1: zero."""
     if boundary in ("zeros", "none") or n == 0:
         return np.pad(np.arange(n), (lo, hi), constant_values=-1)
-    return np.pad(np.arange(n), (lo, hi), mode={"circular": "wrap", "reflect": "reflect", "replicate": "edge"}[boundary])
+    return np.pad(
+        np.arange(n), (lo, hi), mode={"circular": "wrap", "reflect": "reflect", "replicate": "edge"}[boundary]
+    )
 
 
 def window(X, ranges, boundaries):
@@ -277,8 +281,13 @@ def scatter(n):
 def scatter_to_others(n):
     P, shape = _part((n - 1,), range(1, n)), (2 * n,)
     L = dd.Layout(P, shape, ((4, *(2,) * (n - 2)),))
-    return dict(map=dd.maps.scatter(L), shape=shape, put=lambda X, r: X if r == 0 else None,
-                get=lambda X, r: cut(X, P, coords(P, r), L.splits), calls={"layout": lambda x: F.scatter(x, L)})
+    return dict(
+        map=dd.maps.scatter(L),
+        shape=shape,
+        put=lambda X, r: X if r == 0 else None,
+        get=lambda X, r: cut(X, P, coords(P, r), L.splits),
+        calls={"layout": lambda x: F.scatter(x, L)},
+    )
 
 
 @case()
@@ -309,8 +318,13 @@ def _broadcast(P, Q, shape):
             return None
         return X.reshape(*pad, *X.shape).expand(*Q.shape, *shape)[coords(Q, r)]
 
-    return dict(map=dd.maps.broadcast(P, Q, shape), shape=(*P.shape, *shape), put=keyed(P), get=get,
-                calls={"bare": lambda x: F.broadcast(x, P, Q), "shape": lambda x: F.broadcast(x, P, Q, shape=shape)})
+    return dict(
+        map=dd.maps.broadcast(P, Q, shape),
+        shape=(*P.shape, *shape),
+        put=keyed(P),
+        get=get,
+        calls={"bare": lambda x: F.broadcast(x, P, Q), "shape": lambda x: F.broadcast(x, P, Q, shape=shape)},
+    )
 
 
 def _sum_reduce(P, Q, shape):
@@ -321,8 +335,13 @@ def _sum_reduce(P, Q, shape):
         total = X.sum(summed, keepdim=True) if summed else X
         return total.reshape(*Q.shape, *shape)[coords(Q, r)] if r in Q.ranks else None
 
-    return dict(map=dd.maps.sum_reduce(P, Q, shape), shape=(*P.shape, *shape), put=keyed(P), get=get,
-                calls={"bare": lambda x: F.sum_reduce(x, P, Q), "shape": lambda x: F.sum_reduce(x, P, Q, shape=shape)})
+    return dict(
+        map=dd.maps.sum_reduce(P, Q, shape),
+        shape=(*P.shape, *shape),
+        put=keyed(P),
+        get=get,
+        calls={"bare": lambda x: F.sum_reduce(x, P, Q), "shape": lambda x: F.sum_reduce(x, P, Q, shape=shape)},
+    )
 
 
 @case()
@@ -369,8 +388,13 @@ def _all_sum(factory, call, P, shape, dims, put=None, wanted=None, X_shape=None)
     def total(X, r):
         return X.sum(dims, keepdim=True).expand(*P.shape, *shape)[coords(P, r)] if r in P.ranks else None
 
-    return dict(map=factory(P, shape, dims), shape=X_shape or (*P.shape, *shape), put=put or keyed(P), get=wanted or total,
-                calls={"bare": lambda x: call(x, P, dims)})
+    return dict(
+        map=factory(P, shape, dims),
+        shape=X_shape or (*P.shape, *shape),
+        put=put or keyed(P),
+        get=wanted or total,
+        calls={"bare": lambda x: call(x, P, dims)},
+    )
 
 
 @case()
@@ -397,8 +421,13 @@ def all_sum_layout(n):
         at = coords(L.partition, r)
         return sum(cut(X, L.partition, (at[0], j)) for j in range(L.partition.shape[1]))
 
-    return dict(map=dd.maps.all_sum_reduce(L, None, (1,)), shape=L.shape, get=get,
-                put=lambda X, r: cut(X, L.partition, coords(L.partition, r)), calls={"layout": lambda x: F.all_sum_reduce(x, L, 1)})
+    return dict(
+        map=dd.maps.all_sum_reduce(L, None, (1,)),
+        shape=L.shape,
+        get=get,
+        put=lambda X, r: cut(X, L.partition, coords(L.partition, r)),
+        calls={"layout": lambda x: F.all_sum_reduce(x, L, 1)},
+    )
 
 
 def _invariant(P, X_of):
@@ -443,8 +472,13 @@ def _gathering(L, dims):
         return cut(X, P, coords(P, r), splits, kept)
 
     calls = {"layout": lambda x: F.all_gather(x, L, dims), "bare": lambda x: F.all_gather(x, P, dims)}
-    return dict(map=dd.maps.all_gather(L, dims), shape=L.shape, get=get, calls=calls,
-                put=lambda X, r: cut(X, P, coords(P, r), splits))
+    return dict(
+        map=dd.maps.all_gather(L, dims),
+        shape=L.shape,
+        get=get,
+        calls=calls,
+        put=lambda X, r: cut(X, P, coords(P, r), splits),
+    )
 
 
 def _reduce_scatter(L, dims):
@@ -497,9 +531,16 @@ def all_gather_dict(n):
 
     pairs = {-1: 1}
     A = dd.maps.gathering(P, (2, p + 1), {1: 1})
-    return dict(map=A, shape=(P.shape[0], 2, p + 1), put=put, get=lambda X, r: X[coords(P, r)[0]],
-                calls={"bare": lambda x: F.all_gather(x, P, pairs),
-                       "shape": lambda x: F.all_gather(x, P, pairs, shape=(2, p + 1))})
+    return dict(
+        map=A,
+        shape=(P.shape[0], 2, p + 1),
+        put=put,
+        get=lambda X, r: X[coords(P, r)[0]],
+        calls={
+            "bare": lambda x: F.all_gather(x, P, pairs),
+            "shape": lambda x: F.all_gather(x, P, pairs, shape=(2, p + 1)),
+        },
+    )
 
 
 @case(2)
@@ -546,8 +587,13 @@ def _shift(P, dim, offset, periodic, shape):
         at[dim] %= P.shape[dim]
         return X[tuple(at)]
 
-    return dict(map=dd.maps.shift(P, dim, offset, periodic, shape), shape=(*P.shape, *shape), put=keyed(P), get=get,
-                calls={"bare": lambda x: F.shift(x, P, dim, offset, periodic=periodic)})
+    return dict(
+        map=dd.maps.shift(P, dim, offset, periodic, shape),
+        shape=(*P.shape, *shape),
+        put=keyed(P),
+        get=get,
+        calls={"bare": lambda x: F.shift(x, P, dim, offset, periodic=periodic)},
+    )
 
 
 @case()
@@ -573,8 +619,13 @@ def shift_uneven(n):
     def get(X, r):
         return cut(X, P, (r - 1,)) if r else torch.zeros_like(cut(X, P, (0,)))
 
-    return dict(map=dd.maps.shift(L, 0, 1, False), shape=L.shape, put=lambda X, r: cut(X, P, (r,)), get=get,
-                calls={"layout": lambda x: F.shift(x, L, 0, 1, periodic=False)})
+    return dict(
+        map=dd.maps.shift(L, 0, 1, False),
+        shape=L.shape,
+        put=lambda X, r: cut(X, P, (r,)),
+        get=get,
+        calls={"layout": lambda x: F.shift(x, L, 0, 1, periodic=False)},
+    )
 
 
 @case(2)
@@ -584,8 +635,13 @@ def permute_swap(n):
     def get(X, r):
         return X[1 - r] if r < 2 else torch.zeros_like(X[r])
 
-    return dict(map=dd.maps.permute(P, ((0, 1), (1, 0)), (3,)), shape=(n, 3), put=keyed(P), get=get,
-                calls={"bare": lambda x: F.permute(x, P, ((0, 1), (1, 0)))})
+    return dict(
+        map=dd.maps.permute(P, ((0, 1), (1, 0)), (3,)),
+        shape=(n, 3),
+        put=keyed(P),
+        get=get,
+        calls={"bare": lambda x: F.permute(x, P, ((0, 1), (1, 0)))},
+    )
 
 
 @case(3)
@@ -595,8 +651,13 @@ def permute_one_to_two(n):
     def get(X, r):
         return None if r > 2 else X[0] if r < 2 else torch.zeros_like(X[0])
 
-    return dict(map=dd.maps.permute(P, ((2, 0), (2, 1)), (2, 2)), shape=(3, 2, 2), put=keyed(P), get=get,
-                calls={"bare": lambda x: F.permute(x, P, [(2, 0), (2, 1)])})
+    return dict(
+        map=dd.maps.permute(P, ((2, 0), (2, 1)), (2, 2)),
+        shape=(3, 2, 2),
+        put=keyed(P),
+        get=get,
+        calls={"bare": lambda x: F.permute(x, P, [(2, 0), (2, 1)])},
+    )
 
 
 # ---- halo_exchange
@@ -615,15 +676,22 @@ def _halo(P, shape, left, right, boundary, splits=None):
         ranges = []
         for d, c in enumerate(at):
             cuts = [0]
-            sizes = splits[d] if splits and splits[d] else [len(b) for b in np.array_split(np.arange(shape[d]), P.shape[d])]
+            sizes = (
+                splits[d] if splits and splits[d] else [len(b) for b in np.array_split(np.arange(shape[d]), P.shape[d])]
+            )
             cuts += list(np.cumsum(sizes))
             a, b = int(cuts[c]), int(cuts[c + 1])
             ranges.append((a - lefts[d], b + rights[d]) if a < b else (0, 0))
         return window(X, ranges, boundaries)
 
     spec = dd.HaloSpec(L, left, right, boundary=boundary)
-    return dict(map=dd.maps.halo_exchange(spec), shape=shape, put=lambda X, r: cut(X, P, coords(P, r), splits), get=get,
-                calls={"spec": lambda x: F.halo_exchange(x, spec)})
+    return dict(
+        map=dd.maps.halo_exchange(spec),
+        shape=shape,
+        put=lambda X, r: cut(X, P, coords(P, r), splits),
+        get=get,
+        calls={"spec": lambda x: F.halo_exchange(x, spec)},
+    )
 
 
 def _add_halo(name, needs, build):
@@ -643,8 +711,12 @@ for _name, _needs, _build in [
     ("replicate", 1, lambda n: (_part(grid(n), range(n - 1, -1, -1)), (5, 5), (1, 3), 2, "replicate")),
     ("many_hops", 1, lambda n: (_part((n,)), (9,), 5, 6, "zeros")),
     ("empty_blocks", 2, lambda n: (_part((n,)), (n - 1,), 1, 1, "circular" if n > 2 else "zeros")),
-    ("splits", 2, lambda n: (_part((n, 1)), (n + 3, 2), 2, 1, ("reflect", "replicate"), ((4, *(0,) * (n - 2), n - 1), None))),
+    (
+        "splits",
+        2,
+        lambda n: (_part((n, 1)), (n + 3, 2), 2, 1, ("reflect", "replicate"), ((4, *(0,) * (n - 2), n - 1), None)),
+    ),
     ("mixed_3d", 1, lambda n: (_part((1, *grid(n))), (2, 5, 4), (0, 1, 2), (0, 2, 1), ("none", "reflect", "circular"))),
     ("subset", 3, lambda n: (_part((1, 2), (2, 0)), (3, 5), (0, 2), (0, 1), "replicate")),
-]:  # fmt: skip
+]:
     _add_halo(_name, _needs, _build)

@@ -1,7 +1,8 @@
 """Soak: ``python -m distdl run -n 4 tests/soak.py OPERATIONS [PARTITIONS]``.
 
-Mixed operations over random partitions: maps and their adjoints, backward, forward mode, batches and split-phase calls. Small
-integers as float64, so that sums are exact and every result can be compared with the simulated one by its bytes. Said at the end,
+Mixed operations over random partitions: maps and their adjoints, backward, forward mode, batches and split-phase calls.
+Small integers as float64, so that sums are exact and every result can be compared with the simulated one by its bytes.
+Said at the end,
 and checked: the checksums of the run and of the simulated one, over how many different partitions of a tensor (at least
 PARTITIONS), and how far memory and the numbers of file descriptors and communicators have grown since half time.
 """
@@ -26,8 +27,12 @@ import distdl.functional as F
 from distdl import maps as factories
 
 MAPS = 500  # random ones at a time; others after a while
-CACHED = 64  # maps that each factory keeps, fewer than a user's thousand: full at once, so that what grows then is a leak
-GROWTH = 48 * 2**20  # bytes that a rank may grow in the second half: arenas of the allocator, not a leak of 5 bytes per operation
+CACHED = (
+    64  # maps that each factory keeps, fewer than a user's thousand: full at once, so that what grows then is a leak
+)
+GROWTH = (
+    48 * 2**20
+)  # bytes that a rank may grow in the second half: arenas of the allocator, not a leak of 5 bytes per operation
 
 
 def resident() -> int:
@@ -78,7 +83,8 @@ def back(A, xs):
     return A.adjoint.simulate([torch.full_like(y, 2) for y in ys])
 
 
-OPERATIONS = [  # what a rank does, and what the same is with all ranks in one process; by the held or by the wanted side
+# what a rank does, and what the same is with all ranks in one process; by the held or by the wanted side
+OPERATIONS = [
     (forward, lambda A, xs: A.plan.simulate(xs)), (backward, back), (forward_mode, lambda A, xs: A.plan.simulate(xs)),
     (batch, lambda A, xs: doubled(A.plan, xs)), (split_phase, lambda A, xs: A.plan.simulate(xs)),
 ]  # fmt: skip
@@ -131,11 +137,17 @@ def main(total: int, partitions: int = 0) -> None:
             half, groups, files = resident(), len(where.host.groups), descriptors()
         if (i + 1) % max(total // 10, 1) == 0:
             sums = [sum(part) % 2**61 for part in zip(*dd.testing.gather_objects((ours, theirs)))]
-            assert sums[0] == sums[1], f"the checksums {sums[0]:x} and {sums[1]:x} (simulated) differ after {i + 1} operations"
+            assert sums[0] == sums[1], (
+                f"the checksums {sums[0]:x} and {sums[1]:x} (simulated) differ after {i + 1} operations"
+            )
             if me == 0:
-                print(f"{i + 1} operations, checksum {sums[0]:x} as simulated, {time.monotonic() - began:.0f} s, "
-                      f"{resident() / 2**20:.0f} MiB, {len(where.host.groups)} communicators, {descriptors()} descriptors, "
-                      f"{len(seen)} partitions", flush=True)
+                print(
+                    f"{i + 1} operations, checksum {sums[0]:x} as simulated, {time.monotonic() - began:.0f} s, "
+                    f"{resident() / 2**20:.0f} MiB, {len(where.host.groups)} communicators, "
+                    f"{descriptors()} descriptors, "
+                    f"{len(seen)} partitions",
+                    flush=True,
+                )
     found = dd.testing.gather_objects((resident() - half, len(where.host.groups) - groups, descriptors() - files))
     if me == 0:
         told = (f"{grown / 2**20:+.1f} MiB, {c} communicators, {d} descriptors" for grown, c, d in found)

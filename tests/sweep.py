@@ -1,9 +1,9 @@
 """Valid arguments for every public name of ``distdl.functional``, ``dd.maps`` and ``dd.nn``, with their serial meaning.
 
-A **setting** says how tensors lie over the ranks: which dim is split over which ranks, uneven and empty, and whether a Layout or a
-bare partition is passed. A **builder** makes of a setting the :class:`Call` of a name (or of a variant, ``name/variant``): a
-function of this rank's tensors, the serial torch function, global inputs, and what this rank holds of each. Movements come from
-registry.py's definitions. ``test_sweep.py`` holds the properties.
+A **setting** says how tensors lie over the ranks: which dim is split over which ranks, uneven and empty, and whether a
+Layout or a bare partition is passed. A **builder** makes of a setting the :class:`Call` of a name (or of a variant,
+``name/variant``): a function of this rank's tensors, the serial torch function, global inputs, and what this rank holds
+of each. Movements come from registry.py's definitions. ``test_sweep.py`` holds the properties.
 """
 
 from __future__ import annotations
@@ -31,21 +31,29 @@ class Setting:
     def __init__(self, name: str):
         self.name, self.n = name, dd.world().size
         self.outside, self.bare = "outside" in name, "bare" in name
-        self.ranks = tuple(range(self.n - 1, 0, -1)) if self.outside else (0,) if name == "scalar" else tuple(range(self.n))
+        self.ranks = (
+            tuple(range(self.n - 1, 0, -1)) if self.outside else (0,) if name == "scalar" else tuple(range(self.n))
+        )
         self.k = len(self.ranks)
         self.c = 1 if name == "one" else max(self.n - 1, 1) if "channels" in name else 2  # fewer channels than ranks
 
     def lay(self, *shape, channel=1) -> dd.Layout:
-        """The layout of a tensor of global ``shape`` ("c": so many channels; sizes are 1 where there is one element only)."""
+        """The layout of a tensor of global ``shape`` ("c": so many channels; sizes are 1 where there is one element
+        only)."""
         if self.name == "scalar":
             return dd.Layout(dd.Partition(()), ())
         shape = tuple(self.c if n == "c" else 1 if self.name == "one" else n for n in shape)
-        d = {"first": 0, "channels": channel, "outside channels, bare": channel}.get(self.name, len(shape) - 1) % len(shape)
+        d = {"first": 0, "channels": channel, "outside channels, bare": channel}.get(self.name, len(shape) - 1) % len(
+            shape
+        )
         grid, splits = [1] * len(shape), [None] * len(shape)
         grid[d] = self.k
         if self.name == "first" and self.k > 1:  # rank 0 has nothing
-            splits[d] = (0, shape[d] - (shape[d] - 1) // (self.k - 1) * (self.k - 2),
-                         *[(shape[d] - 1) // (self.k - 1)] * (self.k - 2))
+            splits[d] = (
+                0,
+                shape[d] - (shape[d] - 1) // (self.k - 1) * (self.k - 2),
+                *[(shape[d] - 1) // (self.k - 1)] * (self.k - 2),
+            )
         return dd.Layout(dd.Partition(tuple(grid), self.ranks), shape, tuple(splits))
 
     def given(self, L):
@@ -73,12 +81,21 @@ class Left:
         self.L, self.dims, self.keepdim = L, dims, keepdim
 
     def __call__(self, y):
-        slices = [slice(None) if d in self.dims else s for d, s in enumerate(self.L.slices()) if self.keepdim or d not in self.dims]
+        slices = [
+            slice(None) if d in self.dims else s
+            for d, s in enumerate(self.L.slices())
+            if self.keepdim or d not in self.dims
+        ]
         return y[tuple(slices)]
 
     def local_shape(self):
-        """Of a rank outside: no element in the first dim, the first block's sizes in the others; no dim left: a zero."""
-        first = [1 if d in self.dims else self.L.sizes(d)[0] for d in range(self.L.ndim) if self.keepdim or d not in self.dims]
+        """Of a rank outside: no element in the first dim, the first block's sizes in the others; no dim left: a
+        zero."""
+        first = [
+            1 if d in self.dims else self.L.sizes(d)[0]
+            for d in range(self.L.ndim)
+            if self.keepdim or d not in self.dims
+        ]
         return (0, *first[1:]) if first else ()
 
 
@@ -92,7 +109,8 @@ def _tuple(y):
 
 
 class Call:
-    """A function of this rank's tensors, ``run``, and its serial twin: what this rank must get, and the derivatives of one loss.
+    """A function of this rank's tensors, ``run``, and its serial twin: what this rank must get, and the derivatives of
+    one loss.
 
     ``out()`` is the place of the result, or a tuple of them; ``L`` the layout whose ranks take part.
     """
@@ -126,7 +144,8 @@ class Call:
         return _tuple(self.serial(*inputs))
 
     def cut(self, ys):
-        """What this rank must have of serial results: [(its part, or ``None`` outside of the result's ranks, its shape, dtype)]."""
+        """What this rank must have of serial results: [(its part, or ``None`` outside of the result's ranks, its shape,
+        dtype)]."""
         found = []
         for y, place in zip(ys, self.outs, strict=True):
             laid = isinstance(place, dd.Layout)
@@ -211,7 +230,14 @@ def of_x(name, call, serial, shape=(3, "c", 5, 4), out=None, draw=randn, scalar=
 
     def build(s):
         L = s.lay(*shape)
-        return Call(L, lambda x: call(x, s.given(L)), serial, [draw(*L.shape, seed=1)], [L], lambda: L if out is None else out(L))
+        return Call(
+            L,
+            lambda x: call(x, s.given(L)),
+            serial,
+            [draw(*L.shape, seed=1)],
+            [L],
+            lambda: L if out is None else out(L),
+        )
 
     builder(name, scalar=scalar)(build)
 
@@ -240,7 +266,6 @@ def movement(build, *names, scalar=False):
     F_name, *maps = names
     if F_name:
 
-
         def spelled(s, case):
             words = next((w for w in (("bare" if s.bare else "layout"), "bare", "spec") if w in case.calls), "layout")
             return case.calls[words], words != "bare"
@@ -262,7 +287,10 @@ def _moved(s, forward):
     L = s.lay(5, "c", 3)
     one = dd.Partition((1,) * L.ndim, (s.n - 1,))
     P, splits = L.partition, L.splits
-    blocks, roots = (lambda X, r: registry.cut(X, P, registry.coords(P, r), splits)), (lambda X, r: X if r == s.n - 1 else None)
+    blocks, roots = (
+        (lambda X, r: registry.cut(X, P, registry.coords(P, r), splits)),
+        (lambda X, r: X if r == s.n - 1 else None),
+    )
     call, factory = (F.scatter, dd.maps.scatter) if forward else (F.gather, dd.maps.gather)
     calls = {"layout": lambda x: call(x, L, root=s.n - 1)}
     if splits is None or not forward:
@@ -298,8 +326,13 @@ def _permute(s):
     def get(X, r):
         return X[0] if r == P.ranks[-1] else None if r not in P.ranks else torch.zeros_like(X[0])
 
-    return dict(map=dd.maps.permute(P, pairs, shape), shape=(P.size, *shape), put=registry.keyed(P), get=get,
-                calls={"bare": lambda x: F.permute(x, P, pairs)})
+    return dict(
+        map=dd.maps.permute(P, pairs, shape),
+        shape=(P.size, *shape),
+        put=registry.keyed(P),
+        get=get,
+        calls={"bare": lambda x: F.permute(x, P, pairs)},
+    )
 
 
 def _strips(s):
@@ -327,8 +360,12 @@ def _strips(s):
 def _gathering_rows(s):
     P = s.line
     A = dd.maps.gathering(P, (7, 2), {0: 0})
-    return dict(map=A, shape=(7, 2), put=lambda X, r: registry.cut(X, P, registry.coords(P, r)),
-                get=lambda X, r: X if r in P.ranks else None)
+    return dict(
+        map=A,
+        shape=(7, 2),
+        put=lambda X, r: registry.cut(X, P, registry.coords(P, r)),
+        get=lambda X, r: X if r in P.ranks else None,
+    )
 
 
 def _transposed_gathering(s):
@@ -347,18 +384,38 @@ def _keyed(s):
     return {**found, "map": dd.maps.keyed("permute", P, P, source, shapes, shapes)}
 
 
-movement(lambda s: registry._repartition(s.lay(5, "c", 3), _others(s, s.lay(5, "c", 3)), s.lay(5, "c", 3).shape),
-         "repartition", "repartition", scalar=True)
+movement(
+    lambda s: registry._repartition(s.lay(5, "c", 3), _others(s, s.lay(5, "c", 3)), s.lay(5, "c", 3).shape),
+    "repartition",
+    "repartition",
+    scalar=True,
+)
 movement(lambda s: _moved(s, True), "scatter", "scatter", scalar=True)
 movement(lambda s: _moved(s, False), "gather", "gather", scalar=True)
 movement(lambda s: registry._broadcast(_one(s), s.line, s.local), "broadcast", "broadcast", scalar=True)
 movement(lambda s: registry._sum_reduce(s.line, _one(s), s.local), "sum_reduce", "sum_reduce", scalar=True)
-movement(lambda s: _all_sum(s, dd.maps.all_sum_reduce, F.all_sum_reduce, False), "all_sum_reduce", "all_sum_reduce", scalar=True)
+movement(
+    lambda s: _all_sum(s, dd.maps.all_sum_reduce, F.all_sum_reduce, False),
+    "all_sum_reduce",
+    "all_sum_reduce",
+    scalar=True,
+)
 movement(lambda s: _all_sum(s, dd.maps.mark_varying, F.mark_varying, True), "mark_varying", "mark_varying", scalar=True)
-movement(lambda s: _all_sum(s, dd.maps.invariant_sum, F.invariant_sum, False), "invariant_sum", "invariant_sum", scalar=True)
-movement(lambda s: registry._gathering(s.lay(5, "c", 3), _split_dim(s.lay(5, "c", 3))), "all_gather", "all_gather", scalar=True)
-movement(lambda s: registry._reduce_scatter(s.lay(5, "c", 3), _split_dim(s.lay(5, "c", 3))), "reduce_scatter", "reduce_scatter",
-         scalar=True)
+movement(
+    lambda s: _all_sum(s, dd.maps.invariant_sum, F.invariant_sum, False), "invariant_sum", "invariant_sum", scalar=True
+)
+movement(
+    lambda s: registry._gathering(s.lay(5, "c", 3), _split_dim(s.lay(5, "c", 3))),
+    "all_gather",
+    "all_gather",
+    scalar=True,
+)
+movement(
+    lambda s: registry._reduce_scatter(s.lay(5, "c", 3), _split_dim(s.lay(5, "c", 3))),
+    "reduce_scatter",
+    "reduce_scatter",
+    scalar=True,
+)
 movement(lambda s: registry._shift(s.line, 0, 1, True, s.local), "shift", "shift", scalar=True)
 movement(_permute, "permute", "permute", scalar=True)
 movement(_halo, "halo_exchange", "halo_exchange", scalar=True)
@@ -386,7 +443,9 @@ def _local(run, serial):
 
 builder("tie", scalar=True)(_local(lambda x: F.tie(x.sin(), x.square()), torch.sin))
 builder("nothing", scalar=True)(_local(lambda x: F.nothing((3, 0), x), lambda x: x.new_zeros(3, 0)))
-builder("fold_in", scalar=True)(_local(lambda x: x * (F.fold_in(3, 4, 5) % 7), lambda x: x * (F.fold_in(F.fold_in(3, 4), 5) % 7)))
+builder("fold_in", scalar=True)(
+    _local(lambda x: x * (F.fold_in(3, 4, 5) % 7), lambda x: x * (F.fold_in(F.fold_in(3, 4), 5) % 7))
+)
 
 
 # ---- random numbers (they know layouts only)
@@ -398,7 +457,11 @@ def _drawn(draw):
 
         def run(x):
             block = draw(L, 3, dtype=torch.float64)
-            return x * block if L.active else F.nothing(tuple(block.shape), x, dtype=torch.promote_types(x.dtype, block.dtype))
+            return (
+                x * block
+                if L.active
+                else F.nothing(tuple(block.shape), x, dtype=torch.promote_types(x.dtype, block.dtype))
+            )
 
         return Call(L, run, lambda X: X * draw(alone(L), 3, dtype=torch.float64), [randn(*L.shape, seed=1)], [L])
 
@@ -409,9 +472,15 @@ builder("uniform", scalar=True)(_drawn(F.uniform))
 builder("normal", scalar=True)(_drawn(F.normal))
 for _name, _call in (("dist_dropout", F.dist_dropout), ("dist_feature_dropout", F.dist_feature_dropout)):
     for _variant, _p in (("", 0.4), ("/p=0", 0)):
-        of_x(_name + _variant, lambda x, P, call=_call, p=_p: call(x, P, p, 7),
-             lambda x, call=_call, p=_p: call(x, dd.Layout(dd.Partition((1,) * x.dim(), (dd.world().rank,)), x.shape), p, 7),
-             (3, "c", 4), scalar=_name == "dist_dropout" or not _p)
+        of_x(
+            _name + _variant,
+            lambda x, P, call=_call, p=_p: call(x, P, p, 7),
+            lambda x, call=_call, p=_p: call(
+                x, dd.Layout(dd.Partition((1,) * x.dim(), (dd.world().rank,)), x.shape), p, 7
+            ),
+            (3, "c", 4),
+            scalar=_name == "dist_dropout" or not _p,
+        )
 
 
 # ---- parameters
@@ -458,15 +527,24 @@ def _linear(x_layout, y_layout, params=lambda w, b: (w, b)):
     def build(s):
         G = s.lay(3, 4, 5, channel=2 if x_layout == "root" else 1)
         if s.name == "scalar":
-            return Call(G, lambda x, w, b: F.dist_linear(x, w, G, b), None, [randn(), randn(4, 5), randn(4)], [G, whole, whole])
+            return Call(
+                G, lambda x, w, b: F.dist_linear(x, w, G, b), None, [randn(), randn(4, 5), randn(4)], [G, whole, whole]
+            )
         b, o, i = G.shape
         x_place = _without(G, 1, (b, i)) if x_layout == "root" else along(G, 0, 2)
         y_place = _without(G, 2, (b, o)) if y_layout == "root" else along(G, 0, 1)
         if y_layout != "root":
             y_place = Left(G, (2,), False)
-        return Call(G, lambda x, w, c: F.dist_linear(x, w, s.given(G), c, x_layout=x_layout, y_layout=y_layout, params="invariant"),
-                    tf.linear, [randn(b, i, seed=1), randn(o, i, seed=2), randn(o, seed=3)],
-                    [x_place, along(G, 1, 2), along(G, 1)], lambda: y_place)
+        return Call(
+            G,
+            lambda x, w, c: F.dist_linear(
+                x, w, s.given(G), c, x_layout=x_layout, y_layout=y_layout, params="invariant"
+            ),
+            tf.linear,
+            [randn(b, i, seed=1), randn(o, i, seed=2), randn(o, seed=3)],
+            [x_place, along(G, 1, 2), along(G, 1)],
+            lambda: y_place,
+        )
 
     return build
 
@@ -482,9 +560,14 @@ def _embedding(y_layout, **options):
             return Call(G, lambda idx, w: F.dist_embedding(idx, w, G), None, [torch.tensor(1), randn(7, 4)], [G, whole])
         b, v, e = G.shape
         out = _without(G, 1, (b, e)) if y_layout == "root" else Left(G, (1,), False)
-        return Call(G, lambda idx, w: F.dist_embedding(idx, w, s.given(G), y_layout=y_layout, params="invariant", **options),
-                    lambda idx, w: tf.embedding(idx, w), [torch.arange(b) * 3 % v, randn(v, e, seed=2)],
-                    [along(G, 0), along(G, 1, 2)], lambda: out)
+        return Call(
+            G,
+            lambda idx, w: F.dist_embedding(idx, w, s.given(G), y_layout=y_layout, params="invariant", **options),
+            lambda idx, w: tf.embedding(idx, w),
+            [torch.arange(b) * 3 % v, randn(v, e, seed=2)],
+            [along(G, 0), along(G, 1, 2)],
+            lambda: out,
+        )
 
     return build
 
@@ -504,9 +587,14 @@ def _experts(run):
         table = dd.Layout(dd.Partition((s.k, 1, 1), s.ranks), (experts, 2, 4))
         expert = torch.arange(tokens) * 2 % experts
         place = along(table, 0, 1, 2)
-        call = Call(rows, lambda x, e, w: run(x, e, w, line, experts), lambda x, e, w: torch.einsum("ti,toi->to", x, w[e]),
-                    [randn(tokens, 4, seed=1), expert, randn(experts, 2, 4, seed=2)], [rows, along(rows, 0), place],
-                    lambda: rows.with_shape((tokens, 2)))
+        call = Call(
+            rows,
+            lambda x, e, w: run(x, e, w, line, experts),
+            lambda x, e, w: torch.einsum("ti,toi->to", x, w[e]),
+            [randn(tokens, 4, seed=1), expert, randn(experts, 2, 4, seed=2)],
+            [rows, along(rows, 0), place],
+            lambda: rows.with_shape((tokens, 2)),
+        )
         call.known = run is not _expert_functions
         return call
 
@@ -535,9 +623,14 @@ def _conv(call, serial, out, options, transpose=False):
         to = out(L, 3, 3, **options)
         w_place = lambda w: w[:, to.slices()[1]] if transpose else w[to.slices()[1]]
         more = {} if s.bare else {"out_channels": 3}
-        return Call(L, lambda x, w, b: call(x, w, s.given(L), b, params="invariant", **options, **more),
-                    lambda x, w, b: serial(x, w, b, **options), [randn(*L.shape, seed=1), w, randn(3, seed=3)],
-                    [L, w_place, along(to, 1)], lambda: to)
+        return Call(
+            L,
+            lambda x, w, b: call(x, w, s.given(L), b, params="invariant", **options, **more),
+            lambda x, w, b: serial(x, w, b, **options),
+            [randn(*L.shape, seed=1), w, randn(3, seed=3)],
+            [L, w_place, along(to, 1)],
+            lambda: to,
+        )
 
     return build
 
@@ -545,7 +638,8 @@ def _conv(call, serial, out, options, transpose=False):
 _PADDED, _STRIDED = dict(padding=1), dict(stride=2, padding=1, output_padding=1)
 builder("dist_conv", "conv_layout")(_conv(F.dist_conv, tf.conv2d, F.conv_layout, _PADDED))
 builder("dist_conv_transpose", "conv_transpose_layout")(
-    _conv(F.dist_conv_transpose, tf.conv_transpose2d, F.conv_transpose_layout, _STRIDED, True))
+    _conv(F.dist_conv_transpose, tf.conv_transpose2d, F.conv_transpose_layout, _STRIDED, True)
+)
 
 
 def _general(call, serial, out, options, transpose, channel):
@@ -561,10 +655,14 @@ def _general(call, serial, out, options, transpose, channel):
         size = out(alone(dd.Layout(x_place.partition, x_place.shape)), o, 3, **options).shape
         y_place = _without(G, 2, size)
         known = {} if s.bare or G.splits else {"shape": x_place.shape}
-        return Call(G, lambda x, w, c: call(x, w, G.partition, c, params="invariant", **options, **known),
-                    lambda x, w, c: serial(x, w, c, **options),
-                    [randn(b, i, *space, seed=1), randn(*((i, o) if transpose else (o, i)), 3, 3, seed=2), randn(o, seed=3)],
-                    [x_place, along(G, *((2, 1) if transpose else (1, 2))), along(G, 1)], lambda: y_place)
+        return Call(
+            G,
+            lambda x, w, c: call(x, w, G.partition, c, params="invariant", **options, **known),
+            lambda x, w, c: serial(x, w, c, **options),
+            [randn(b, i, *space, seed=1), randn(*((i, o) if transpose else (o, i)), 3, 3, seed=2), randn(o, seed=3)],
+            [x_place, along(G, *((2, 1) if transpose else (1, 2))), along(G, 1)],
+            lambda: y_place,
+        )
 
     return build
 
@@ -572,7 +670,8 @@ def _general(call, serial, out, options, transpose, channel):
 for _channel, _what in ((1, "out"), (2, "in")):
     builder(f"dist_conv/general {_what}")(_general(F.dist_conv, tf.conv2d, F.conv_layout, _PADDED, False, _channel))
     builder(f"dist_conv_transpose/general {_what}")(
-        _general(F.dist_conv_transpose, tf.conv_transpose2d, F.conv_transpose_layout, _STRIDED, True, _channel))
+        _general(F.dist_conv_transpose, tf.conv_transpose2d, F.conv_transpose_layout, _STRIDED, True, _channel)
+    )
 
 
 def _like_linear(y):
@@ -582,7 +681,9 @@ def _like_linear(y):
 
 def _untied(x, w):
     h, v = w.shape[1:3]
-    z = torch.stack([torch.stack([x[:, :, i : i + h, j : j + v] for j in range(w.shape[-1])], -1) for i in range(w.shape[-2])], -2)
+    z = torch.stack(
+        [torch.stack([x[:, :, i : i + h, j : j + v] for j in range(w.shape[-1])], -1) for i in range(w.shape[-2])], -2
+    )
     return _like_linear(torch.einsum("bchwkl,fhwckl->bfhw", z, w))
 
 
@@ -598,16 +699,27 @@ def _local_conv(transpose):
         more = {} if s.bare or transpose else {"out_channels": 3}
         place = lambda w: w[tuple(to.slices()[1:])]
         if not transpose:
-            return Call(L, lambda x, w: F.dist_local_conv(x, w, s.given(L), params="invariant", **more), _untied,
-                        [randn(*L.shape, seed=1), w], [L, place], lambda: to)
-
+            return Call(
+                L,
+                lambda x, w: F.dist_local_conv(x, w, s.given(L), params="invariant", **more),
+                _untied,
+                [randn(*L.shape, seed=1), w],
+                [L, place],
+                lambda: to,
+            )
 
         def fold(y, w):
             pull = torch.func.vjp(lambda x: _untied(x, w.conj()), y.new_zeros(L.shape))[1]
             return _like_linear(pull(_like_linear(y))[0])
 
-        return Call(L, lambda y, w: F.dist_local_conv_transpose(y, w, s.given(to), output_size=L, params="invariant"), fold,
-                    [randn(*to.shape, seed=1), w], [to, place], lambda: L)
+        return Call(
+            L,
+            lambda y, w: F.dist_local_conv_transpose(y, w, s.given(to), output_size=L, params="invariant"),
+            fold,
+            [randn(*to.shape, seed=1), w],
+            [to, place],
+            lambda: L,
+        )
 
     return build
 
@@ -633,20 +745,42 @@ def _at_most(L, k):
 
 _window = dict(kernel_size=2, stride=1, padding=1)
 of_x("dist_lcn", lambda x, P: F.dist_lcn(x, P, 3), serial_lcn)
-of_x("dist_max_pool", lambda x, P: F.dist_max_pool(x, P, **_window, return_indices=True),
-     lambda x: tf.max_pool2d(x, **_window, return_indices=True), out=lambda L: (F.pool_layout(L, **_window),) * 2)
-of_x("dist_avg_pool", lambda x, P: F.dist_avg_pool(x, P, **_window), lambda x: tf.avg_pool2d(x, **_window),
-     out=lambda L: F.pool_layout(L, **_window))
+of_x(
+    "dist_max_pool",
+    lambda x, P: F.dist_max_pool(x, P, **_window, return_indices=True),
+    lambda x: tf.max_pool2d(x, **_window, return_indices=True),
+    out=lambda L: (F.pool_layout(L, **_window),) * 2,
+)
+of_x(
+    "dist_avg_pool",
+    lambda x, P: F.dist_avg_pool(x, P, **_window),
+    lambda x: tf.avg_pool2d(x, **_window),
+    out=lambda L: F.pool_layout(L, **_window),
+)
 BUILDERS["pool_layout"] = BUILDERS["dist_avg_pool"]
-of_x("dist_l2_pool", lambda x, P: F.dist_l2_pool(x, P, 1), lambda x: x.square().sqrt(), out=lambda L: F.pool_layout(L, 1))
+of_x(
+    "dist_l2_pool", lambda x, P: F.dist_l2_pool(x, P, 1), lambda x: x.square().sqrt(), out=lambda L: F.pool_layout(L, 1)
+)
 for _size in (1, 3):
-    of_x(f"dist_adaptive_avg_pool/{_size}", lambda x, P, m=_size: F.dist_adaptive_avg_pool(x, P, m),
-         lambda x, m=_size: tf.adaptive_avg_pool2d(x, m), out=lambda L, m=_size: L.with_shape((*L.shape[:2], m, m)))
-of_x("dist_adaptive_max_pool", lambda x, P: F.dist_adaptive_max_pool(x, P, 3, return_indices=True),
-     lambda x: tf.adaptive_max_pool2d(x, 3, return_indices=True), out=lambda L: (L.with_shape((*L.shape[:2], 3, 3)),) * 2)
+    of_x(
+        f"dist_adaptive_avg_pool/{_size}",
+        lambda x, P, m=_size: F.dist_adaptive_avg_pool(x, P, m),
+        lambda x, m=_size: tf.adaptive_avg_pool2d(x, m),
+        out=lambda L, m=_size: L.with_shape((*L.shape[:2], m, m)),
+    )
+of_x(
+    "dist_adaptive_max_pool",
+    lambda x, P: F.dist_adaptive_max_pool(x, P, 3, return_indices=True),
+    lambda x: tf.adaptive_max_pool2d(x, 3, return_indices=True),
+    out=lambda L: (L.with_shape((*L.shape[:2], 3, 3)),) * 2,
+)
 for _mode in ("bilinear", "nearest", "area"):
-    of_x(f"dist_interpolate/{_mode}", lambda x, P, m=_mode: F.dist_interpolate(x, P, (7, 3), mode=m),
-         lambda x, m=_mode: tf.interpolate(x, (7, 3), mode=m), out=lambda L: F.interpolate_layout(L, (7, 3)))
+    of_x(
+        f"dist_interpolate/{_mode}",
+        lambda x, P, m=_mode: F.dist_interpolate(x, P, (7, 3), mode=m),
+        lambda x, m=_mode: tf.interpolate(x, (7, 3), mode=m),
+        out=lambda L: F.interpolate_layout(L, (7, 3)),
+    )
 BUILDERS["interpolate_layout"] = BUILDERS["dist_interpolate/bilinear"]
 
 # ---- between layers
@@ -663,7 +797,9 @@ def _flat(s, back):
     if back:
         call = lambda y: F.dist_unflatten(y, M, L, L.shape)
         return Call(L, call, lambda y: y.reshape(L.shape), [randn(*M.shape)], [M], lambda: L)
-    return Call(L, lambda x: F.dist_flatten(x, s.given(L), M), lambda x: x.flatten(1), [randn(*L.shape)], [L], lambda: M)
+    return Call(
+        L, lambda x: F.dist_flatten(x, s.given(L), M), lambda x: x.flatten(1), [randn(*L.shape)], [L], lambda: M
+    )
 
 
 builder("dist_flatten")(lambda s: _flat(s, False))
@@ -675,8 +811,14 @@ def _padded(call, sign, **more):
         L = s.lay(4, "c", 5, 4)
         pad = [1, 2, 0, 1] if math.prod(L.shape) > 1 else []
         changes = [sign * n for n in pad]
-        return Call(L, lambda x: call(x, s.given(L), pad, **more), lambda x: tf.pad(x, changes, **more), [randn(*L.shape, seed=1)],
-                    [L], lambda: F.pad_layout(L, changes))
+        return Call(
+            L,
+            lambda x: call(x, s.given(L), pad, **more),
+            lambda x: tf.pad(x, changes, **more),
+            [randn(*L.shape, seed=1)],
+            [L],
+            lambda: F.pad_layout(L, changes),
+        )
 
     return build
 
@@ -690,16 +832,26 @@ SCALARS.add("pad_layout")
 def _joined(call, serial, out):
     def build(s):
         L = s.lay(3, "c", 4)
-        return Call(L, lambda x, y: call([x, y], s.given(L), L.ndim - 1 if L.ndim else 0), lambda x, y: serial([x, y], -1),
-                    [randn(*L.shape, seed=1), randn(*L.shape, seed=2)], [L, L], lambda: out(L))
+        return Call(
+            L,
+            lambda x, y: call([x, y], s.given(L), L.ndim - 1 if L.ndim else 0),
+            lambda x, y: serial([x, y], -1),
+            [randn(*L.shape, seed=1), randn(*L.shape, seed=2)],
+            [L, L],
+            lambda: out(L),
+        )
 
     return build
 
 
 builder("dist_cat", "cat_layout")(_joined(F.dist_cat, torch.cat, lambda L: F.cat_layout([L, L], L.ndim - 1)))
 builder("dist_stack", "stack_layout", scalar=True)(
-    _joined(F.dist_stack, lambda xs, d: torch.stack(xs, max(xs[0].dim() - 1, 0)),
-            lambda L: F.stack_layout(L, max(L.ndim - 1, 0), 2)))
+    _joined(
+        F.dist_stack,
+        lambda xs, d: torch.stack(xs, max(xs[0].dim() - 1, 0)),
+        lambda L: F.stack_layout(L, max(L.ndim - 1, 0), 2),
+    )
+)
 
 # ---- normalisation
 
@@ -712,8 +864,13 @@ def _norm(name, call, serial, dims):
         sizes = [L.shape[d] for d in dims] if L.ndim else [2]
         parameters = [randn(*sizes, seed=2 + i) for i in range(1 if name == "dist_rms_norm" else 2)]
         trailing = L.shape[2:] if L.ndim else (2,)
-        return Call(L, lambda x, *w: call(x, s.given(L), trailing, *w), serial, [randn(*L.shape, seed=1), *parameters],
-                    [L, *[along(L, *dims)] * len(parameters)])
+        return Call(
+            L,
+            lambda x, *w: call(x, s.given(L), trailing, *w),
+            serial,
+            [randn(*L.shape, seed=1), *parameters],
+            [L, *[along(L, *dims)] * len(parameters)],
+        )
 
     builder(name)(build)
 
@@ -724,16 +881,36 @@ def _centred(x, dims, eps=1e-5):
 
 
 _SHARED = dict(params="invariant")
-_norm("dist_batch_norm", lambda x, P, _, w, b: F.dist_batch_norm(x, P, None, None, w, b, False, **_SHARED)[0],
-      lambda x, w, b: _centred(x, (0, 2)) * w[:, None] + b[:, None], (1,))
-_norm("dist_instance_norm", lambda x, P, _, w, b: F.dist_instance_norm(x, P, w, b, **_SHARED),
-      lambda x, w, b: _centred(x, (2,)) * w[:, None] + b[:, None], (1,))
-_norm("dist_group_norm", lambda x, P, _, w, b: F.dist_group_norm(x, P, 1, w, b, **_SHARED),
-      lambda x, w, b: _centred(x, (1, 2)) * w[:, None] + b[:, None], (1,))
-_norm("dist_layer_norm", lambda x, P, shape, w, b: F.dist_layer_norm(x, P, shape, w, b, **_SHARED),
-      lambda x, w, b: _centred(x, (2,)) * w + b, (2,))
-_norm("dist_rms_norm", lambda x, P, shape, w: F.dist_rms_norm(x, P, shape, w, **_SHARED),
-      lambda x, w: x * (x.square().mean(2, keepdim=True) + 2.0**-52).rsqrt() * w, (2,))
+_norm(
+    "dist_batch_norm",
+    lambda x, P, _, w, b: F.dist_batch_norm(x, P, None, None, w, b, False, **_SHARED)[0],
+    lambda x, w, b: _centred(x, (0, 2)) * w[:, None] + b[:, None],
+    (1,),
+)
+_norm(
+    "dist_instance_norm",
+    lambda x, P, _, w, b: F.dist_instance_norm(x, P, w, b, **_SHARED),
+    lambda x, w, b: _centred(x, (2,)) * w[:, None] + b[:, None],
+    (1,),
+)
+_norm(
+    "dist_group_norm",
+    lambda x, P, _, w, b: F.dist_group_norm(x, P, 1, w, b, **_SHARED),
+    lambda x, w, b: _centred(x, (1, 2)) * w[:, None] + b[:, None],
+    (1,),
+)
+_norm(
+    "dist_layer_norm",
+    lambda x, P, shape, w, b: F.dist_layer_norm(x, P, shape, w, b, **_SHARED),
+    lambda x, w, b: _centred(x, (2,)) * w + b,
+    (2,),
+)
+_norm(
+    "dist_rms_norm",
+    lambda x, P, shape, w: F.dist_rms_norm(x, P, shape, w, **_SHARED),
+    lambda x, w: x * (x.square().mean(2, keepdim=True) + 2.0**-52).rsqrt() * w,
+    (2,),
+)
 
 # ---- reductions
 
@@ -744,8 +921,14 @@ def _reduction(call, serial, dims, keepdim, more, s):
     asked = dims if L.ndim and dims else None if call is not F.dist_logsumexp else every
     asked = asked[0] if call is F.dist_argmax and asked else asked
     place = Left(L, every, keepdim) if len(every) < L.ndim else whole
-    return Call(L, lambda x: call(x, s.given(L), asked, keepdim, **more), lambda x: serial(x, every, keepdim),
-                [randn(*L.shape, seed=1)], [L], lambda: place)
+    return Call(
+        L,
+        lambda x: call(x, s.given(L), asked, keepdim, **more),
+        lambda x: serial(x, every, keepdim),
+        [randn(*L.shape, seed=1)],
+        [L],
+        lambda: place,
+    )
 
 
 for _name, _serial in {
@@ -757,7 +940,15 @@ for _name, _serial in {
 }.items():  # fmt: skip
     for _dims, _keepdim in ((None, False), ((0,), True), ((-1,), False)):
         builder(f"dist_{_name}/{_dims}", scalar=True)(
-            partial(_reduction, getattr(F, f"dist_{_name}"), _serial, _dims, _keepdim, {"correction": 0} if _name == "var" else {}))
+            partial(
+                _reduction,
+                getattr(F, f"dist_{_name}"),
+                _serial,
+                _dims,
+                _keepdim,
+                {"correction": 0} if _name == "var" else {},
+            )
+        )
 
 # ---- losses
 
@@ -765,9 +956,14 @@ for _name, _serial in {
 def _loss(name, call, serial, x=lambda t: t, y=lambda t: t, **options):
     def build(s):
         L = s.lay(4, "c", 3)
-        return Call(L, lambda x, y: call(x, y, s.given(L), **options), serial,
-                    [x(randn(*L.shape, seed=1)), y(randn(*L.shape, seed=2))], [L, L],
-                    None if options.get("reduction") == "none" else lambda: whole)
+        return Call(
+            L,
+            lambda x, y: call(x, y, s.given(L), **options),
+            serial,
+            [x(randn(*L.shape, seed=1)), y(randn(*L.shape, seed=2))],
+            [L, L],
+            None if options.get("reduction") == "none" else lambda: whole,
+        )
 
     builder(name, scalar=True)(build)
 
@@ -796,9 +992,14 @@ def _classes(name, call, serial, probabilities=False, **options):
             return Call(L, lambda x, t: call(x, t, L), None, [randn(), torch.tensor(0)], [L, whole])
         b, c, m = L.shape
         target = randn(*L.shape, seed=2).softmax(1) if probabilities else (torch.arange(b * m) % c).reshape(b, m)
-        return Call(L, lambda x, t: call(x, t, s.given(L), **options), serial, [randn(*L.shape, seed=1), target],
-                    [L, L if probabilities else along(L, 0, 2)],
-                    (lambda: Left(L, (1,), False)) if options.get("reduction") == "none" else lambda: whole)
+        return Call(
+            L,
+            lambda x, t: call(x, t, s.given(L), **options),
+            serial,
+            [randn(*L.shape, seed=1), target],
+            [L, L if probabilities else along(L, 0, 2)],
+            (lambda: Left(L, (1,), False)) if options.get("reduction") == "none" else lambda: whole,
+        )
 
     builder(name)(build)
 
@@ -806,7 +1007,9 @@ def _classes(name, call, serial, probabilities=False, **options):
 _picked = lambda x, t: -x.gather(1, t[:, None])[:, 0]
 _classes("dist_cross_entropy", F.dist_cross_entropy, lambda x, t: _picked(x.log_softmax(1), t).mean())
 _classes("dist_cross_entropy/none", F.dist_cross_entropy, lambda x, t: _picked(x.log_softmax(1), t), reduction="none")
-_classes("dist_cross_entropy/probabilities", F.dist_cross_entropy, lambda x, t: -(t * x.log_softmax(1)).sum(1).mean(), True)
+_classes(
+    "dist_cross_entropy/probabilities", F.dist_cross_entropy, lambda x, t: -(t * x.log_softmax(1)).sum(1).mean(), True
+)
 _classes("dist_nll_loss", F.dist_nll_loss, lambda x, t: _picked(x, t).mean())
 
 # ---------------------------------------------------------------- modules
@@ -837,7 +1040,9 @@ def _module(name, make, twin, shape=None, out=None, draw=randn, targets=None, ch
 
         def called(f):
             # a fresh copy each time: some modules count their calls
-            return lambda x, *more: torch.func.functional_call(copy.deepcopy(f), dict(zip(names, more)), (x, *more[len(names):]))
+            return lambda x, *more: torch.func.functional_call(
+                copy.deepcopy(f), dict(zip(names, more)), (x, *more[len(names) :])
+            )
 
         def block(P):
             return lambda W: W[P.slices(None if P.active else P.partition.ranks[0])]
@@ -858,19 +1063,42 @@ def _spatial_modules(n):
     shape = (2, "c", 5, 4, 3)[: n + 2]
     ours, torchs = (lambda kind: getattr(dd.nn, f"{kind}{n}d")), (lambda kind: getattr(torch.nn, f"{kind}{n}d"))
     sizes = lambda L: (2, 1, 1) if L.shape[-1] > 1 else (1, 1, 0)
-    _module(f"Conv{n}d", lambda P, c: ours("Conv")(P, c, 3, 3, padding=1, **_DOUBLE),
-            lambda c, L: torchs("Conv")(c, 3, 3, padding=1, **_DOUBLE), shape, lambda L: (L, F.conv_layout(L, 3, 3, padding=1)))
-    _module(f"ConvTranspose{n}d", lambda P, c: ours("ConvTranspose")(P, c, 3, 2, 2, **_DOUBLE),
-            lambda c, L: torchs("ConvTranspose")(c, 3, 2, 2, **_DOUBLE), shape, lambda L: (L, F.conv_transpose_layout(L, 3, 2, 2)))
-    _module(f"LocalConv{n}d", lambda P, c: ours("LocalConv")(P, c, 3, 1, P.shape[2:], **_DOUBLE),
-            lambda c, L: ours("LocalConv")(alone(L), c, 3, 1, L.shape[2:], **_DOUBLE), shape,
-            lambda L: (L, F.conv_layout(L, 3, 1)))
+    _module(
+        f"Conv{n}d",
+        lambda P, c: ours("Conv")(P, c, 3, 3, padding=1, **_DOUBLE),
+        lambda c, L: torchs("Conv")(c, 3, 3, padding=1, **_DOUBLE),
+        shape,
+        lambda L: (L, F.conv_layout(L, 3, 3, padding=1)),
+    )
+    _module(
+        f"ConvTranspose{n}d",
+        lambda P, c: ours("ConvTranspose")(P, c, 3, 2, 2, **_DOUBLE),
+        lambda c, L: torchs("ConvTranspose")(c, 3, 2, 2, **_DOUBLE),
+        shape,
+        lambda L: (L, F.conv_transpose_layout(L, 3, 2, 2)),
+    )
+    _module(
+        f"LocalConv{n}d",
+        lambda P, c: ours("LocalConv")(P, c, 3, 1, P.shape[2:], **_DOUBLE),
+        lambda c, L: ours("LocalConv")(alone(L), c, 3, 1, L.shape[2:], **_DOUBLE),
+        shape,
+        lambda L: (L, F.conv_layout(L, 3, 1)),
+    )
     for kind in ("MaxPool", "AvgPool"):
-        _module(f"{kind}{n}d", lambda P, c, kind=kind: ours(kind)(P, *sizes(P)),
-                lambda c, L, kind=kind: torchs(kind)(*sizes(L)), shape, lambda L: (L, F.pool_layout(L, *sizes(L))))
-        _module(f"Adaptive{kind}{n}d", lambda P, c, kind=kind: ours(f"Adaptive{kind}")(P, 2),
-                lambda c, L, kind=kind: torchs(f"Adaptive{kind}")(2), shape,
-                lambda L: (L, L.with_shape((*L.shape[:2], *(2,) * (L.ndim - 2)))))
+        _module(
+            f"{kind}{n}d",
+            lambda P, c, kind=kind: ours(kind)(P, *sizes(P)),
+            lambda c, L, kind=kind: torchs(kind)(*sizes(L)),
+            shape,
+            lambda L: (L, F.pool_layout(L, *sizes(L))),
+        )
+        _module(
+            f"Adaptive{kind}{n}d",
+            lambda P, c, kind=kind: ours(f"Adaptive{kind}")(P, 2),
+            lambda c, L, kind=kind: torchs(f"Adaptive{kind}")(2),
+            shape,
+            lambda L: (L, L.with_shape((*L.shape[:2], *(2,) * (L.ndim - 2)))),
+        )
     _module(f"L2Pool{n}d", lambda P, c: ours("L2Pool")(P, 1), lambda c, L: ours("L2Pool")(alone(L), 1), shape)
 
 
@@ -878,26 +1106,53 @@ for _n in (1, 2, 3):
     _spatial_modules(_n)
 
 for _name, _make, _twin in (
-    ("BatchNorm", lambda P, c: dd.nn.BatchNorm(P, c, track_running_stats=False, **_DOUBLE),
-     lambda c, L: torch.nn.BatchNorm1d(c, track_running_stats=False, **_DOUBLE)),
+    (
+        "BatchNorm",
+        lambda P, c: dd.nn.BatchNorm(P, c, track_running_stats=False, **_DOUBLE),
+        lambda c, L: torch.nn.BatchNorm1d(c, track_running_stats=False, **_DOUBLE),
+    ),
     ("GroupNorm", lambda P, c: dd.nn.GroupNorm(P, 1, c, **_DOUBLE), lambda c, L: _Group(1, c, **_DOUBLE)),
-    ("InstanceNorm", lambda P, c: dd.nn.InstanceNorm(P, c, affine=True, **_DOUBLE),
-     lambda c, L: torch.nn.InstanceNorm1d(c, affine=True, **_DOUBLE)),
-    ("LayerNorm", lambda P, c: dd.nn.LayerNorm(P, P.shape[2:], **_DOUBLE), lambda c, L: torch.nn.LayerNorm(L.shape[2:], **_DOUBLE)),
-    ("RMSNorm", lambda P, c: dd.nn.RMSNorm(P, P.shape[2:], **_DOUBLE), lambda c, L: torch.nn.RMSNorm(L.shape[2:], **_DOUBLE)),
+    (
+        "InstanceNorm",
+        lambda P, c: dd.nn.InstanceNorm(P, c, affine=True, **_DOUBLE),
+        lambda c, L: torch.nn.InstanceNorm1d(c, affine=True, **_DOUBLE),
+    ),
+    (
+        "LayerNorm",
+        lambda P, c: dd.nn.LayerNorm(P, P.shape[2:], **_DOUBLE),
+        lambda c, L: torch.nn.LayerNorm(L.shape[2:], **_DOUBLE),
+    ),
+    (
+        "RMSNorm",
+        lambda P, c: dd.nn.RMSNorm(P, P.shape[2:], **_DOUBLE),
+        lambda c, L: torch.nn.RMSNorm(L.shape[2:], **_DOUBLE),
+    ),
     ("LCN", lambda P, c: dd.nn.LCN(P, 3), lambda c, L: dd.nn.LCN(alone(L), 3)),
     ("Dropout", lambda P, c: dd.nn.Dropout(P, 0.4), lambda c, L: dd.nn.Dropout(alone(L), 0.4)),
     ("FeatureDropout", lambda P, c: dd.nn.FeatureDropout(P, 0.4), lambda c, L: dd.nn.FeatureDropout(alone(L), 0.4)),
-):  # fmt: skip
+):
     _module(_name, _make, _twin, (3, "c", 4))
-_module("Upsample", lambda P, c: dd.nn.Upsample(P, (7, 3)), lambda c, L: torch.nn.Upsample((7, 3)), (3, "c", 5, 4),
-        lambda L: (L, F.interpolate_layout(L, (7, 3))))
-_module("Linear", lambda P, c: dd.nn.Linear(P, P.shape[2], P.shape[1], **_DOUBLE),
-        lambda c, L: torch.nn.Linear(L.shape[2], L.shape[1], **_DOUBLE), (3, "c", 5),
-        lambda L: (_without(L, 1, (L.shape[0], L.shape[2])), _without(L, 2, L.shape[:2])))
-_module("Embedding", lambda P, c: dd.nn.Embedding(P, P.shape[1], P.shape[2], **_DOUBLE),
-        lambda c, L: torch.nn.Embedding(L.shape[1], L.shape[2], **_DOUBLE), (5, "c", 4),
-        lambda L: ((torch.arange(L.shape[0]) * 3 % L.shape[1], along(L, 0)), _without(L, 1, (L.shape[0], L.shape[2]))))
+_module(
+    "Upsample",
+    lambda P, c: dd.nn.Upsample(P, (7, 3)),
+    lambda c, L: torch.nn.Upsample((7, 3)),
+    (3, "c", 5, 4),
+    lambda L: (L, F.interpolate_layout(L, (7, 3))),
+)
+_module(
+    "Linear",
+    lambda P, c: dd.nn.Linear(P, P.shape[2], P.shape[1], **_DOUBLE),
+    lambda c, L: torch.nn.Linear(L.shape[2], L.shape[1], **_DOUBLE),
+    (3, "c", 5),
+    lambda L: (_without(L, 1, (L.shape[0], L.shape[2])), _without(L, 2, L.shape[:2])),
+)
+_module(
+    "Embedding",
+    lambda P, c: dd.nn.Embedding(P, P.shape[1], P.shape[2], **_DOUBLE),
+    lambda c, L: torch.nn.Embedding(L.shape[1], L.shape[2], **_DOUBLE),
+    (5, "c", 4),
+    lambda L: ((torch.arange(L.shape[0]) * 3 % L.shape[1], along(L, 0)), _without(L, 1, (L.shape[0], L.shape[2]))),
+)
 _module("Movement", lambda P, c: dd.nn.Movement(F.repartition, P, P), lambda c, L: torch.nn.Identity(), (3, "c", 4))
 
 
@@ -927,6 +1182,8 @@ class _Scale(dd.nn.Layer):
 
 
 _module("Layer", lambda P, c: _Scale(P), lambda c, L: _Scale(alone(L)), (3, "c", 4))
+
+
 def _made(kind, options, P, c):
     return kind(P, **options)
 
@@ -937,16 +1194,38 @@ def _twin_of(kind, options, c, L):
 
 _probable = lambda L: _inside(randn(*L.shape, seed=2))
 _index = lambda L: (torch.arange(L.shape[0] * L.shape[2]) % L.shape[1]).reshape(L.shape[0], L.shape[2])
-for _name in ("BCELoss", "BCEWithLogitsLoss", "CrossEntropyLoss", "HuberLoss", "KLDivLoss", "L1Loss", "MSELoss", "NLLLoss",
-              "PoissonNLLLoss", "SmoothL1Loss"):
+for _name in (
+    "BCELoss",
+    "BCEWithLogitsLoss",
+    "CrossEntropyLoss",
+    "HuberLoss",
+    "KLDivLoss",
+    "L1Loss",
+    "MSELoss",
+    "NLLLoss",
+    "PoissonNLLLoss",
+    "SmoothL1Loss",
+):
     _draw = (lambda *a, **k: _inside(randn(*a, **k))) if _name == "BCELoss" else randn
     _targets = _index if _name in ("CrossEntropyLoss", "NLLLoss") else _probable
     _how = dict(reduction="sum" if _name == "KLDivLoss" else "mean")  # torch warns of that mean
-    _module(_name, partial(_made, getattr(dd.nn, _name), _how), partial(_twin_of, getattr(torch.nn, _name), _how), (4, "c", 3),
-            lambda L: (L, whole), _draw, _targets)
-_module("convert", lambda P, c: dd.nn.convert(torch.nn.Conv2d(c, 3, 3, padding=1, **_DOUBLE), P),
-        lambda c, L: torch.nn.Conv2d(c, 3, 3, padding=1, **_DOUBLE), (2, "c", 5, 4),
-        lambda L: (L, F.conv_layout(L, 3, 3, padding=1)), channel=2)  # it keeps channels whole
+    _module(
+        _name,
+        partial(_made, getattr(dd.nn, _name), _how),
+        partial(_twin_of, getattr(torch.nn, _name), _how),
+        (4, "c", 3),
+        lambda L: (L, whole),
+        _draw,
+        _targets,
+    )
+_module(
+    "convert",
+    lambda P, c: dd.nn.convert(torch.nn.Conv2d(c, 3, 3, padding=1, **_DOUBLE), P),
+    lambda c, L: torch.nn.Conv2d(c, 3, 3, padding=1, **_DOUBLE),
+    (2, "c", 5, 4),
+    lambda L: (L, F.conv_layout(L, 3, 3, padding=1)),
+    channel=2,
+)  # it keeps channels whole
 BUILDERS["nn.layouts"] = BUILDERS["nn.convert"]  # where its parameters lie
 BUILDERS["nn.Loss"] = BUILDERS["nn.MSELoss"]  # the base
 BUILDERS["nn.declare"] = BUILDERS["nn.Layer"]  # what its parameters are declared by
@@ -955,8 +1234,13 @@ BUILDERS["nn.stands_for"] = BUILDERS["nn.convert"]  # asks of what that has made
 
 def public_names():
     """Every name that needs a builder."""
-    maps = [n for n, f in vars(dd.maps).items() if not n.startswith("_") and getattr(f, "__module__", "") == "distdl.maps"
-            and "LinearMap" in str(inspect.signature(f).return_annotation)]
+    maps = [
+        n
+        for n, f in vars(dd.maps).items()
+        if not n.startswith("_")
+        and getattr(f, "__module__", "") == "distdl.maps"
+        and "LinearMap" in str(inspect.signature(f).return_annotation)
+    ]
     return {*F.__all__, *(f"maps.{n}" for n in maps), *(f"nn.{n}" for n in dd.nn.__all__)}
 
 

@@ -32,9 +32,18 @@ def result(scale=1.0, seed=0, spread=0.05, rounds=41, **facts):
 # ---------------------------------------------------------------- arithmetic
 
 
-@pytest.mark.parametrize("op, n, factor", [("all_sum_reduce", 4, 1.5), ("all_gather", 4, 0.75), ("reduce_scatter", 2, 0.5),
-                                           ("all_to_all", 8, 0.875), ("broadcast", 8, 1), ("sum_reduce", 3, 1),
-                                           ("all_sum_reduce", 1, 0)])
+@pytest.mark.parametrize(
+    "op, n, factor",
+    [
+        ("all_sum_reduce", 4, 1.5),
+        ("all_gather", 4, 0.75),
+        ("reduce_scatter", 2, 0.5),
+        ("all_to_all", 8, 0.875),
+        ("broadcast", 8, 1),
+        ("sum_reduce", 3, 1),
+        ("all_sum_reduce", 1, 0),
+    ],
+)
 def test_factors_of_the_bus_bandwidth(op, n, factor):
     assert table.TRAFFIC[op](n) == pytest.approx(factor)
 
@@ -55,7 +64,9 @@ def test_rows_have_the_columns_of_all_cases():
     assert first["x memcpy"] == pytest.approx((2, 2, 2)) and first["x mpi4py"] == pytest.approx((4, 4, 4))
     assert second["x mpi4py"] is None and list(first) == list(second)
     t = peer.times["distdl"] * 1e6
-    assert [first[k] for k in ("min µs", "median µs", "p90 µs")] == pytest.approx([t.min(), np.median(t), np.percentile(t, 90)])
+    assert [first[k] for k in ("min µs", "median µs", "p90 µs")] == pytest.approx(
+        [t.min(), np.median(t), np.percentile(t, 90)]
+    )
     assert first["alg GB/s"] == pytest.approx(1e3 / np.median(t))
     assert "4.00 [4.00, 4.00]" in table.text([first, second])
 
@@ -97,9 +108,19 @@ def test_interval_covers_the_median():
 # ---------------------------------------------------------------- compare
 
 
-@pytest.mark.parametrize("scales, verdict", [
-    ((1.0, 1.0, 1.0), "same"), ((1.3, 1.0, 1.0), "same"), ((1.3, 1.3, 1.0), "slower"), ((1.3, 1.3, 1.3), "slower"),
-    ((1.05, 1.05, 1.05), "same"), ((0.7, 0.7, 1.0), "faster"), ((0.7, 1.0, 1.0), "same"), ((1.3, 0.7, 1.0), "same")])
+@pytest.mark.parametrize(
+    "scales, verdict",
+    [
+        ((1.0, 1.0, 1.0), "same"),
+        ((1.3, 1.0, 1.0), "same"),
+        ((1.3, 1.3, 1.0), "slower"),
+        ((1.3, 1.3, 1.3), "slower"),
+        ((1.05, 1.05, 1.05), "same"),
+        ((0.7, 0.7, 1.0), "faster"),
+        ((0.7, 1.0, 1.0), "same"),
+        ((1.3, 0.7, 1.0), "same"),
+    ],
+)
 def test_verdict_needs_two_launches_of_three(scales, verdict):
     new = [[result(s, seed=i)] for i, s in enumerate(scales)]
     old = [[result(1.0, seed=10 + i)] for i in range(3)]
@@ -124,7 +145,10 @@ def test_a_slower_machine_is_no_slower_library():
 def written(path, scale, seed):
     r = result(scale, seed=seed)
     environment = {"ranks": 2, "cores": 2, "processor": "x", "load": [0.0], "oversubscribed": False, "torch": "2"}
-    found = [{"group": r.name, "extra_info": {**r.facts(), "candidate": k}, "stats": {"data": list(t)}} for k, t in r.times.items()]
+    found = [
+        {"group": r.name, "extra_info": {**r.facts(), "candidate": k}, "stats": {"data": list(t)}}
+        for k, t in r.times.items()
+    ]
     path.write_text(json.dumps({"machine_info": environment, "benchmarks": found}))
     return str(path)
 
@@ -143,11 +167,24 @@ def test_exit_code_of_compare(tmp_path, capsys):
 
 def test_scaling_efficiencies():
     times = {1: 4.0, 2: 2.0, 4: 2.0}
-    found = [Result("halo", "", n, scaling=kind, times={"distdl": [t]}) for n, t in times.items() for kind in ("strong", "weak")]
+    found = [
+        Result("halo", "", n, scaling=kind, times={"distdl": [t]})
+        for n, t in times.items()
+        for kind in ("strong", "weak")
+    ]
     by = {(row["scaling"], row["ranks"]): row["efficiency"] for row in report.scaling(found)}
-    assert by == {("strong", 1): 1, ("strong", 2): 1, ("strong", 4): 0.5, ("weak", 1): 1, ("weak", 2): 2, ("weak", 4): 2}
+    assert by == {
+        ("strong", 1): 1,
+        ("strong", 2): 1,
+        ("strong", 4): 0.5,
+        ("weak", 1): 1,
+        ("weak", 2): 2,
+        ("weak", 4): 2,
+    }
     by = {(row["scaling"], row["ranks"]): row["efficiency"] for row in report.scaling(found[2:])}
-    assert by == {("strong", 2): 1, ("strong", 4): 0.5, ("weak", 2): 1, ("weak", 4): 1}, "against the fewest ranks there are"
+    assert by == {("strong", 2): 1, ("strong", 4): 0.5, ("weak", 2): 1, ("weak", 4): 1}, (
+        "against the fewest ranks there are"
+    )
     assert {row["efficiency"] for row in report.scaling(found[:2])} == {None}
 
 
@@ -166,10 +203,13 @@ def test_what_the_suite_refuses(tmp_path, capsys):
     """Before any rank starts, and without a traceback."""
     rows = tmp_path / "rows.json"
     rows.write_text('{"rows": []}')
-    for call, told in ((lambda: report.main([str(rows)]), "neither the suite's file nor"),
-                       (lambda: report.main([str(tmp_path / "none.json")]), "No such file"),
-                       (lambda: suite.main(["-n", "2,x"]), "at least 1"), (lambda: suite.main(["--rounds", "0"]), "at least 1"),
-                       (lambda: suite.main(["--peer", f"distdl={tmp_path}"]), "a checkout of microsoft/distdl")):
+    for call, told in (
+        (lambda: report.main([str(rows)]), "neither the suite's file nor"),
+        (lambda: report.main([str(tmp_path / "none.json")]), "No such file"),
+        (lambda: suite.main(["-n", "2,x"]), "at least 1"),
+        (lambda: suite.main(["--rounds", "0"]), "at least 1"),
+        (lambda: suite.main(["--peer", f"distdl={tmp_path}"]), "a checkout of microsoft/distdl"),
+    ):
         with pytest.raises(SystemExit):
             call()
         assert told in capsys.readouterr().err
@@ -180,9 +220,13 @@ def test_options(capsys):
     for wrong in (["-n", "0"], ["--rounds", "0"], ["nonsense"], ["--shape", "3,4"]):
         with pytest.raises(SystemExit):
             read(wrong)
-    for wrong, told in (("shift --grid 2", "--grid: shift has no such option"), ("--width 1", "--width: of which operator"),
-                        ("halo --to 2,1 --kernel 3", "--to, --kernel: halo has no such option"),
-                        ("shift --shape 3,4", "takes one number, the bytes"), ("halo --json none/x.json", "no such folder")):
+    for wrong, told in (
+        ("shift --grid 2", "--grid: shift has no such option"),
+        ("--width 1", "--width: of which operator"),
+        ("halo --to 2,1 --kernel 3", "--to, --kernel: halo has no such option"),
+        ("shift --shape 3,4", "takes one number, the bytes"),
+        ("halo --json none/x.json", "no such folder"),
+    ):
         with pytest.raises(SystemExit):
             read(wrong.split())
         assert told in capsys.readouterr().err
@@ -198,8 +242,28 @@ def test_bfloat16_and_complex_sizes():
 def test_one_operator_on_two_ranks(tmp_path):
     """The table, and a file that the report reads."""
     path = tmp_path / "halo.json"
-    done = subprocess.run([sys.executable, "-m", "distdl", "bench", "halo", "-n", "2", "--shape", "8,6", "--rounds", "2",
-                           "--json", str(path)], capture_output=True, text=True, timeout=120, cwd=ROOT, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "distdl",
+            "bench",
+            "halo",
+            "-n",
+            "2",
+            "--shape",
+            "8,6",
+            "--rounds",
+            "2",
+            "--json",
+            str(path),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("x memcpy") == 1 and "8 x 6 over 2 x 1, width 1" in done.stdout
     environment, (found,) = report.read(path)

@@ -55,7 +55,10 @@ def test_the_watchdogs_report():
     Host.board.enter("halo_exchange over P", "train.py:31 in step")
     Host.board.missing = [0, 4]
     text = report(Host, 12.3)
-    assert "rank 2 of 5 is stuck for 12 s in halo_exchange over P at train.py:31 in step; still missing: rank 0, rank 4" in text
+    assert (
+        "rank 2 of 5 is stuck for 12 s in halo_exchange over P at train.py:31 in step; still missing: rank 0, rank 4"
+        in text
+    )
     assert "test_the_watchdogs_report" in text, "the stack"
     assert "  rank 1 is on another node" in text and "  rank 4 is outside of any movement" in text
 

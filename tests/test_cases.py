@@ -1,5 +1,5 @@
-"""Faults that users of such libraries have reported, by number, and the tests that hold the right results; `make check` runs those
-of tests/mpi again with every movement checked."""
+"""Faults that users of such libraries have reported, by number, and the tests that hold the right results; `make check`
+runs those of tests/mpi again with every movement checked."""
 
 import ast
 from pathlib import Path
@@ -43,16 +43,20 @@ TESTS = """
 33  mpi/test_norm.py::test_case_33_batch_norm_training mpi/test_norm.py::test_case_33_running_statistics
 34  mpi/test_norm.py::test_case_34_layer_norm_over_uneven_splits mpi/test_reduce.py::test_case_34_means_count_elements
 35  mpi/test_loss.py::test_case_35_cross_entropy mpi/test_embedding.py::test_options
-36  mpi/test_dropout_init.py::test_same_mask_on_any_partition mpi/test_dropout_init.py::test_same_parameters_on_any_partition
+36  mpi/test_dropout_init.py::test_same_mask_on_any_partition
+36  mpi/test_dropout_init.py::test_same_parameters_on_any_partition
 37  mpi/test_agreement.py::test_blocks_do_not_fit mpi/test_agreement.py::test_dtype mpi/test_agreement.py::test_operator
 37  mpi/test_vmap.py::test_batch_sizes_differ mpi/test_checking.py::test_shape_and_dtype_without_negotiation
 37  mpi/test_checking.py::test_operator mpi/test_checking.py::test_batches
 38  mpi/test_ties.py::test_unused_output_on_one_rank mpi/test_checking.py::test_output_unused_on_one_rank
 38  mpi/test_agreement.py::test_requires_grad_is_joined mpi/test_agreement.py::test_placeholder_without_grad
-38  mpi/test_agreement.py::test_requires_grad_inside_torch_func mpi/test_checking.py::test_zero_volume_input_without_grad
-38  mpi/test_ties.py::test_one_rank_alone_is_nonlinear mpi/test_checking.py::test_second_derivatives_with_an_unequal_loss
+38  mpi/test_agreement.py::test_requires_grad_inside_torch_func
+38  mpi/test_checking.py::test_zero_volume_input_without_grad
+38  mpi/test_ties.py::test_one_rank_alone_is_nonlinear
+38  mpi/test_checking.py::test_second_derivatives_with_an_unequal_loss
 39  mpi/test_reported_faults.py::test_case_39_groups_in_an_order_that_differs_by_rank
-39  mpi/test_reported_faults.py::test_case_39_box_plans_of_overlapping_groups test_faults.py::test_groups_in_another_order
+39  mpi/test_reported_faults.py::test_case_39_box_plans_of_overlapping_groups
+39  test_faults.py::test_groups_in_another_order
 40  test_faults.py::test_exception_on_one_rank test_faults.py::test_killed_rank
 """
 
@@ -62,5 +66,9 @@ def test_every_case_has_its_tests():
     assert {number for number, _ in rows} == set(range(1, 41))
     for number, names in rows:
         for file, _, name in (n.partition("::") for n in names):
-            defined = {node.name for node in ast.walk(ast.parse((HERE / file).read_text())) if isinstance(node, ast.FunctionDef)}
+            defined = {
+                node.name
+                for node in ast.walk(ast.parse((HERE / file).read_text()))
+                if isinstance(node, ast.FunctionDef)
+            }
             assert name in defined, f"case {number}: {file} has no {name}"

@@ -30,14 +30,22 @@ needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="needs mpi4py and an M
 
 def spread(layouts, ranks, dtype="float32"):
     """The reports of ``ranks`` that hold blocks of ``layouts``."""
-    return {r: Report("x", "{}", f"token {r}", {k: (dtype, L.shape, L.box(r)) for k, L in layouts.items()}) for r in range(ranks)}
+    return {
+        r: Report("x", "{}", f"token {r}", {k: (dtype, L.shape, L.box(r)) for k, L in layouts.items()})
+        for r in range(ranks)
+    }
 
 
 def test_every_byte_of_every_box_has_its_place():
     """Random grids of four ranks: what they write, one after the other, is what safetensors reads back."""
     draw = random.Random(3)
     for case in range(150):
-        grids = [g for n in (0, 1, 2, 3) for g in itertools.product((1, 2, 3, 4), repeat=n) if torch.tensor(g or 1).prod() <= 4]
+        grids = [
+            g
+            for n in (0, 1, 2, 3)
+            for g in itertools.product((1, 2, 3, 4), repeat=n)
+            if torch.tensor(g or 1).prod() <= 4
+        ]
         tensors, layouts = {}, {}
         for name in "abc":
             grid = draw.choice(grids)
@@ -54,7 +62,10 @@ def test_every_byte_of_every_box_has_its_place():
             entry, box = entries[name], layouts[name].box(rank)
             if entry.writers.get(box) != rank:
                 continue
-            data, (size, offsets) = layouts[name].shard(tensors[name], rank).contiguous().numpy().tobytes(), runs(box, entry.shape)
+            data, (size, offsets) = (
+                layouts[name].shard(tensors[name], rank).contiguous().numpy().tobytes(),
+                runs(box, entry.shape),
+            )
             for i, offset in enumerate(offsets):
                 start = len(head) + entry.begin + 4 * offset
                 written[start : start + 4 * size] = data[4 * i * size : 4 * (i + 1) * size]
@@ -73,7 +84,9 @@ def test_runs_are_as_long_as_they_can_be():
 
 def test_copies_are_written_in_turn():
     """Eight tensors that four ranks hold: each writes two of them."""
-    entries = plan({r: Report("x", "{}", "", {f"w{i}": ("float32", (2,), ((0, 2),)) for i in range(8)}) for r in range(4)})
+    entries = plan(
+        {r: Report("x", "{}", "", {f"w{i}": ("float32", (2,), ((0, 2),)) for i in range(8)}) for r in range(4)}
+    )
     writers = [w for e in entries.values() for w in e.writers.values()]
     assert sorted(writers) == sorted([0, 1, 2, 3] * 2)
 
@@ -86,13 +99,20 @@ def test_every_dtype(tmp_path):
         for y in (found[k], expected[k]):
             assert y.dtype == x.dtype and torch.equal(y.reshape(-1).view(torch.uint8), x.reshape(-1).view(torch.uint8))
     conj, strided = torch.randn(3, 2, dtype=torch.complex64).conj(), torch.randn(4, 3).T
-    checkpoint.save(tmp_path / "x", {"conj": conj, "neg": conj.imag, "strided": strided, "grad": strided.requires_grad_()})
+    checkpoint.save(
+        tmp_path / "x", {"conj": conj, "neg": conj.imag, "strided": strided, "grad": strided.requires_grad_()}
+    )
     found = load_file(tmp_path / "x")
-    assert torch.equal(found["conj"], conj) and torch.equal(found["neg"], conj.imag) and torch.equal(found["strided"], strided)
+    assert (
+        torch.equal(found["conj"], conj)
+        and torch.equal(found["neg"], conj.imag)
+        and torch.equal(found["strided"], strided)
+    )
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path):
-    """The system refuses to make the file as large as it must be: an error before anything is written, no file of ours stays."""
+    """The system refuses to make the file as large as it must be: an error before anything is written, no file of ours
+    stays."""
     path = tmp_path / "x"
     checkpoint.save(path, {"w": torch.ones(3)}, metadata={"step": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -146,16 +166,26 @@ def test_temporary_files_by_their_exact_names(tmp_path):
     (tmp_path / ".run.0123456789abcdef.saving").touch()
     checkpoint.save(tmp_path / "run", {"w": torch.ones(3)})
     best.wait()
-    assert load_file(tmp_path / "run.best")["w"].tolist() == [2, 2, 2] and load_file(tmp_path / "run")["w"].tolist() == [1, 1, 1]
+    assert load_file(tmp_path / "run.best")["w"].tolist() == [2, 2, 2] and load_file(tmp_path / "run")[
+        "w"
+    ].tolist() == [1, 1, 1]
     same.wait()
     assert load_file(tmp_path / "run")["w"].tolist() == [3, 3, 3]
     assert sorted(os.listdir(tmp_path)) == sorted([*others, "run", "run.best"])
 
 
-@pytest.mark.parametrize("x", [
-    torch.arange(6.0)[::2][2:], torch.arange(6.0).as_strided((1,), (3,), 4), torch.arange(24.0).reshape(2, 3, 4)[1:, 2:, 3:],
-    torch.arange(12.0).reshape(3, 4)[1:2, ::2], torch.arange(6).bfloat16().as_strided((1, 1), (5, 2), 3), torch.ones(3, 0)[:, ::2],
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.arange(6.0)[::2][2:],
+        torch.arange(6.0).as_strided((1,), (3,), 4),
+        torch.arange(24.0).reshape(2, 3, 4)[1:, 2:, 3:],
+        torch.arange(12.0).reshape(3, 4)[1:2, ::2],
+        torch.arange(6).bfloat16().as_strided((1, 1), (5, 2), 3),
+        torch.ones(3, 0)[:, ::2],
+    ],
+    ids=str,
+)
 def test_any_strides(tmp_path, x):
     """One element may have any stride, and is called contiguous."""
     checkpoint.save(tmp_path / "x", {"w": x})
@@ -163,15 +193,18 @@ def test_any_strides(tmp_path, x):
 
 
 def test_what_would_make_an_unreadable_file(tmp_path):
-    """Names that are no text, what JSON cannot write (by its key), paths that are none: an error, and the old file stays."""
+    """Names that are no text, what JSON cannot write (by its key), paths that are none: an error, and the old file
+    stays."""
     path, w = tmp_path / "x", {"w": torch.ones(3)}
     checkpoint.save(path, w)
     before = path.read_bytes()
     for arguments, words in (
-            (({"a\ud800": torch.ones(1)},), r"'a\ud800' is no valid text"),
-            ((w, {}, {"a": [{"lr": torch.ones(())}]}), "metadata['a'][0]['lr']"),
-            ((w, {}, {"a": {(1, 2): 3}}), "a key of metadata['a']"), ((w, {}, {"f": print}), "metadata['f'], a builtin"),
-            ((w, {}, {"big": "x" * 100_000_000}), "the header would have")):  # fmt: skip
+        (({"a\ud800": torch.ones(1)},), r"'a\ud800' is no valid text"),
+        ((w, {}, {"a": [{"lr": torch.ones(())}]}), "metadata['a'][0]['lr']"),
+        ((w, {}, {"a": {(1, 2): 3}}), "a key of metadata['a']"),
+        ((w, {}, {"f": print}), "metadata['f'], a builtin"),
+        ((w, {}, {"big": "x" * 100_000_000}), "the header would have"),
+    ):
         with pytest.raises(dd.errors.CheckpointError) as caught:
             checkpoint.save(path, *arguments)
         assert words in str(caught.value), str(caught.value)[:500]
@@ -182,9 +215,9 @@ def test_what_would_make_an_unreadable_file(tmp_path):
         with pytest.raises(dd.errors.CheckpointError):
             checkpoint.load(bad)
     assert path.read_bytes() == before and sorted(os.listdir(tmp_path)) == ["fifo", "x"]
-    checkpoint.save(str(path).encode(), {"é€ \0\n\"": torch.ones(1)}, metadata={"\ud800": "\udfff"})
+    checkpoint.save(str(path).encode(), {'é€ \0\n"': torch.ones(1)}, metadata={"\ud800": "\udfff"})
     found, metadata = checkpoint.load(path)
-    assert found.keys() == load_file(path).keys() == {"é€ \0\n\""} and metadata == {"\ud800": "\udfff"}
+    assert found.keys() == load_file(path).keys() == {'é€ \0\n"'} and metadata == {"\ud800": "\udfff"}
 
 
 # ---------------------------------------------------------------- checksums
@@ -209,7 +242,9 @@ def test_parts_of_any_grid_add_up(monkeypatch, size):
             block = checkpoint.writing.bytes_of(L.shard(x, rank))
             if block:
                 n, offsets = runs(L.box(rank), L.shape)
-                found.append(checkpoint.sums.parts(block, n * x.itemsize, [at * x.itemsize for at in offsets], len(data)))
+                found.append(
+                    checkpoint.sums.parts(block, n * x.itemsize, [at * x.itemsize for at in offsets], len(data))
+                )
         expected = "".join(f"{zlib.crc32(data[at : at + size]):08x}" for at in range(0, len(data), size))
         assert checkpoint.sums.whole(found, len(data)) == expected
 
@@ -240,7 +275,9 @@ def test_damage_anywhere_is_an_error(tmp_path, monkeypatch):
     checkpoint.save(path, tensors, metadata={"step": 7, "note": "é"})
     before = path.read_bytes()
     start = 8 + int.from_bytes(before[:8], "little")
-    owners = [name for name in sorted(tensors, key=lambda k: (-tensors[k].itemsize, k)) for _ in range(tensors[name].nbytes)]
+    owners = [
+        name for name in sorted(tensors, key=lambda k: (-tensors[k].itemsize, k)) for _ in range(tensors[name].nbytes)
+    ]
     assert len(owners) == len(before) - start
     for at, data in damaged(path, before):
         path.write_bytes(data)
@@ -260,7 +297,8 @@ def test_damage_anywhere_is_an_error(tmp_path, monkeypatch):
 
 
 def test_files_without_checksums_load_as_before(tmp_path):
-    """Of distdl 0.1.0, of safetensors, and of another program that copied a file of ours with its metadata and other values."""
+    """Of distdl 0.1.0, of safetensors, and of another program that copied a file of ours with its metadata and other
+    values."""
     path, x = tmp_path / "x", torch.arange(6.0)
     table = {"__metadata__": {"format": "pt", "distdl": '{"step": 3}', "distdl.save": "0"},
              "w": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24]}}  # fmt: skip
@@ -306,8 +344,12 @@ def test_without_safetensors_files_can_be_written(tmp_path, monkeypatch):
 def test_hyperparameters_come_back(tmp_path):
     """Also as tensors and tuples; and SGD without momentum, which has no state."""
     model = torch.nn.Linear(2, 3)
-    for kind, options in ((torch.optim.Adam, {"lr": torch.tensor(0.25), "betas": (0.5, 0.75)}), (torch.optim.SGD, {"lr": 0.25}),
-                          (torch.optim.RMSprop, {"lr": 0.25, "centered": True}), (torch.optim.Adagrad, {"lr": 0.25})):  # fmt: skip
+    for kind, options in (
+        (torch.optim.Adam, {"lr": torch.tensor(0.25), "betas": (0.5, 0.75)}),
+        (torch.optim.SGD, {"lr": 0.25}),
+        (torch.optim.RMSprop, {"lr": 0.25, "centered": True}),
+        (torch.optim.Adagrad, {"lr": 0.25}),
+    ):
         optimizer = kind([{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.125}], **options)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
@@ -317,7 +359,9 @@ def test_hyperparameters_come_back(tmp_path):
         assert checkpoint.restore(tmp_path / "x", model, other) == {}
         old, new = optimizer.state_dict(), other.state_dict()
         assert old["param_groups"] == new["param_groups"] and type(new["param_groups"][0]["lr"]) is type(options["lr"])
-        torch.optim.lr_scheduler.ExponentialLR(other, 0.5, last_epoch=0)  # one that goes on: it asks for the initial rates
+        torch.optim.lr_scheduler.ExponentialLR(
+            other, 0.5, last_epoch=0
+        )  # one that goes on: it asks for the initial rates
         assert old["state"].keys() == new["state"].keys()
         for i, values in old["state"].items():
             assert values.keys() <= new["state"][i].keys() | {k for k, v in values.items() if v is None}
@@ -326,7 +370,8 @@ def test_hyperparameters_come_back(tmp_path):
 
 @pytest.mark.parametrize("saved, now", [(True, False), (False, True), (True, True)])
 def test_a_devices_generator(tmp_path, monkeypatch, saved, now):
-    """It comes back also where nothing has run on the device yet; a file of a run without a device has none, and is no error."""
+    """It comes back also where nothing has run on the device yet; a file of a run without a device has none, and is no
+    error."""
     model, found = torch.nn.Linear(1, 1), []
     row = torch.arange(16, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -402,6 +447,8 @@ def test_killed_while_saving(tmp_path, kind, who):
         left = len(list(tmp_path.glob(".*.saving")))
         tensors, metadata = checkpoint.load(path)
         assert metadata["step"] >= 1
-        assert all(x.shape == (1000, 2000) and bool((x == metadata["step"]).all()) for x in tensors.values()), "a torn file"
+        assert all(x.shape == (1000, 2000) and bool((x == metadata["step"]).all()) for x in tensors.values()), (
+            "a torn file"
+        )
     checkpoint.save(path, {"w": torch.ones(1)})
     assert not list(tmp_path.glob(".*.saving"))

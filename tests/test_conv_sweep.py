@@ -1,7 +1,7 @@
 """Every one-dimensional convolution and pooling configuration, all ranks in one process.
 
-The library's own layers run for each rank in turn, with the halo exchange replaced by the same plan's simulation, and their
-gradients go back through the simulated transpose. No MPI.
+The library's own layers run for each rank in turn, with the halo exchange replaced by the same plan's simulation, and
+their gradients go back through the simulated transpose. No MPI.
 """
 
 import itertools
@@ -26,7 +26,8 @@ class Found(Exception):
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """Run a layer as any rank: ``as_rank(r, windows)`` makes this process rank r, whose halo exchange yields windows[r]."""
+    """Run a layer as any rank: ``as_rank(r, windows)`` makes this process rank r, whose halo exchange yields
+    windows[r]."""
     before = partition._rank_of["source"]
     windows = {}
 
@@ -81,16 +82,35 @@ def run(as_rank, cases):
         generator = torch.Generator().manual_seed(n * 100 + k)
         x, w = (torch.randn(size, dtype=torch.float64, generator=generator) for size in ((1, 2, n), (2, 2, k)))
         L = dd.Layout(dd.Partition((1, 1, p)), x.shape)
-        if not compare(as_rank, lambda x, w: F.dist_conv(x, w, L, stride=s, dilation=d, padding=pad),
-                       lambda x, w: tf.conv1d(x, w, None, s, pad, d), L, x, w):
+        if not compare(
+            as_rank,
+            lambda x, w: F.dist_conv(x, w, L, stride=s, dilation=d, padding=pad),
+            lambda x, w: tf.conv1d(x, w, None, s, pad, d),
+            L,
+            x,
+            w,
+        ):
             wrong.append(("conv", p, n, k, s, d, pad))
-        if 2 * pad <= k and d == 1 and not compare(as_rank, lambda x: F.dist_avg_pool(x, L, k, s, pad),
-                                                   lambda x: tf.avg_pool1d(x, k, s, pad), L, x):
+        if (
+            2 * pad <= k
+            and d == 1
+            and not compare(
+                as_rank, lambda x: F.dist_avg_pool(x, L, k, s, pad), lambda x: tf.avg_pool1d(x, k, s, pad), L, x
+            )
+        ):
             wrong.append(("avg_pool", p, n, k, s, d, pad))
-        # Where a dilated window sees padding only, serial torch's index lies outside its channel; there is nothing to equal.
-        seen = all(any(0 <= o * s - pad + d * j < n for j in range(k)) for o in range((n + 2 * pad - d * (k - 1) - 1) // s + 1))
-        if 2 * pad <= k and seen and not compare(as_rank, lambda x: F.dist_max_pool(x, L, k, s, pad, d),
-                                        lambda x: tf.max_pool1d(x, k, s, pad, d), L, x):
+        # Where a dilated window sees padding only, serial torch's index lies outside its channel; there is nothing to
+        # equal.
+        seen = all(
+            any(0 <= o * s - pad + d * j < n for j in range(k)) for o in range((n + 2 * pad - d * (k - 1) - 1) // s + 1)
+        )
+        if (
+            2 * pad <= k
+            and seen
+            and not compare(
+                as_rank, lambda x: F.dist_max_pool(x, L, k, s, pad, d), lambda x: tf.max_pool1d(x, k, s, pad, d), L, x
+            )
+        ):
             wrong.append(("max_pool", p, n, k, s, d, pad))
     return wrong
 

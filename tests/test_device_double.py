@@ -1,4 +1,5 @@
-"""What the executor does for tensors of a device, on a double of one: fused and widened copies, staging, side streams."""
+"""What the executor does for tensors of a device, on a double of one: fused and widened copies, staging, side
+streams."""
 
 import random
 from types import SimpleNamespace
@@ -40,13 +41,16 @@ def moved(plan, xs, how=0):
 
 @pytest.mark.parametrize("large", [-1, 40, 2**20])
 def test_random_movements(large, monkeypatch):
-    """Values as on the host, however boxes are copied: in words, by one kernel, or large ones in words and small ones fused."""
+    """Values as on the host, however boxes are copied: in words, by one kernel, or large ones in words and small ones
+    fused."""
     for i, (name, kind) in enumerate((n, k) for n in BUILDERS for k in KINDS):
         seed = seed_of(name, kind, "device")
         case, dtype = draw(name, kind, random.Random(seed), 4), DTYPES[(i + large) % len(DTYPES)]
         for plan in (case.map.plan, case.map.plan.T):
-            xs = [(torch.arange(torch.Size(s).numel()) % 5 + k).to(dtype).reshape(s)
-                  for k, s in enumerate(plan.held.local_shape(r) for r in plan.held.partition.ranks)]
+            xs = [
+                (torch.arange(torch.Size(s).numel()) % 5 + k).to(dtype).reshape(s)
+                for k, s in enumerate(plan.held.local_shape(r) for r in plan.held.partition.ranks)
+            ]
             wanted = plan.simulate(xs)
             with monkeypatch.context() as patch:
                 fake_device.install(patch, large)
@@ -68,13 +72,17 @@ def program_of(plan, xs, rank=0):
 
 
 def test_one_kernel_copies_the_small_boxes(monkeypatch):
-    """One before sending and one after receiving; sums are added one after the other, in their order, and large boxes go alone."""
+    """One before sending and one after receiving; sums are added one after the other, in their order, and large boxes
+    go alone."""
     fake_device.install(monkeypatch)
     plan, L = halo()
     x = on_device(torch.ones(L.local_shape(0)))
     program = program_of(plan, [x])
     assert not program.early and not program.packs and not program.late and program.fused_early and program.fused_late
-    assert all(type(y) is Elsewhere for y in moved(plan, [torch.ones(L.local_shape(r)) for r in range(4)])) and Boxes.kernels == 8
+    assert (
+        all(type(y) is Elsewhere for y in moved(plan, [torch.ones(L.local_shape(r)) for r in range(4)]))
+        and Boxes.kernels == 8
+    )
     back = program_of(plan.T, [on_device(torch.ones(plan.view(0).out_shape))])
     assert back.fused_early and back.fused_late is None and back.late
     pair = program_of(plan, [x, x])
@@ -103,7 +111,9 @@ def test_every_box_is_copied_once(monkeypatch):
         program = programs._program((plan,), [()], [x.stride()], [x.dtype], NullTransport(0, 8), x.device)
         fused.fuse(program, [x])
         alone = [[to for to, _ in program.early] + program.packs, [to for to, _ in program.late]]
-        together = [[copy[2] for copy in boxes.copies] if boxes else [] for boxes in (program.fused_early, program.fused_late)]
+        together = [
+            [copy[2] for copy in boxes.copies] if boxes else [] for boxes in (program.fused_early, program.fused_late)
+        ]
         return [[part.size for part in parts] for parts in alone], together
 
     whole, none = copied(kernel=False)
@@ -132,12 +142,19 @@ def test_a_single_box_needs_no_kernel(monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(moved(plan, xs), plan.simulate(xs)))
 
 
-WORDS = {torch.uint8: (1, 16), torch.bfloat16: (2, 8), torch.float32: (4, 4), torch.float64: (8, 2), torch.complex128: (16, 1)}
+WORDS = {
+    torch.uint8: (1, 16),
+    torch.bfloat16: (2, 8),
+    torch.float32: (4, 4),
+    torch.float64: (8, 2),
+    torch.complex128: (16, 1),
+}
 
 
 @pytest.mark.parametrize("dtype", WORDS, ids=str)
 def test_large_boxes_are_copied_in_the_widest_words(dtype, monkeypatch):
-    """16 bytes where sizes, strides, offsets and the address allow; fewer, or single elements, where one of them does not."""
+    """16 bytes where sizes, strides, offsets and the address allow; fewer, or single elements, where one of them does
+    not."""
     fake_device.install(monkeypatch, large=-1)
     itemsize, most = WORDS[dtype]
     plan, L = halo((8, 8, 32), (1, 1, 0))
@@ -158,7 +175,9 @@ def test_large_boxes_are_copied_in_the_widest_words(dtype, monkeypatch):
     assert words(at(0)) == {16} and words(at(most)) == {16}
     if most > 1:
         assert words(at(1)) == {itemsize} and words(at(most // 2)) == {8 if most > 1 else 16}
-    assert words(on_device(torch.ones(*shape, 2).to(dtype))[..., 0].as_subclass(Elsewhere)) == {itemsize}, "not side by side"
+    assert words(on_device(torch.ones(*shape, 2).to(dtype))[..., 0].as_subclass(Elsewhere)) == {itemsize}, (
+        "not side by side"
+    )
     odd = torch.ones(*shape[:-1], shape[-1] + 1).to(dtype)[..., :-1].as_subclass(Elsewhere)
     assert words(odd) == {itemsize}, "rows of an odd length"
 
@@ -173,7 +192,9 @@ def test_one_kernel_copies_words(last, width, word, monkeypatch):
     assert program.fused_early.itemsize == program.fused_late.itemsize == word
     wanted = plan.simulate(xs)
     assert all(torch.equal(a, b) for a, b in zip(moved(plan, xs), wanted))
-    off = torch.rand(4, last + 4)[:, 1 : last + 1].as_subclass(Elsewhere)  # rows that begin one element after a word does
+    off = torch.rand(4, last + 4)[:, 1 : last + 1].as_subclass(
+        Elsewhere
+    )  # rows that begin one element after a word does
     assert program_of(plan, [off]).fused_early.itemsize == 4
 
 
@@ -234,7 +255,8 @@ def test_memory_that_the_engine_cannot_read_is_staged(monkeypatch):
 
 
 def test_split_phase_runs_on_a_side_stream(monkeypatch):
-    """It waits for what came before, and whoever takes the result waits for it; memory is kept until both streams are done."""
+    """It waits for what came before, and whoever takes the result waits for it; memory is kept until both streams are
+    done."""
     fake_device.install(monkeypatch)
     plan, L = halo()
     x, transport = on_device(torch.rand(L.local_shape(0))), NullTransport(0, 4)
@@ -247,7 +269,9 @@ def test_split_phase_runs_on_a_side_stream(monkeypatch):
         ys = pending.finish()
     assert notes == [("enter", side), ("leave", side), ("current", "waits until was here", "side")] and len(ys) == 2
     notes.clear()
-    with fake_device.Cuda.stream(side):  # as autograd runs the adjoint: memory of the side stream may have been in use on others
+    with fake_device.Cuda.stream(
+        side
+    ):  # as autograd runs the adjoint: memory of the side stream may have been in use on others
         world = SimpleNamespace(transport=lambda x, ranks: transport, host=transport)
         dispatch.engine_for([SimpleNamespace(world=world, ranks=(0,))], ys[:1], False)
     assert notes == [("enter", side), ("side", "waits for", "current"), ("leave", side)]
@@ -258,13 +282,20 @@ def test_split_phase_runs_on_a_side_stream(monkeypatch):
     notes.clear()
     with fake_device.Cuda.stream(other), pending.joining():  # waited for on another stream than it was started from
         pending.finish()
-    assert notes[3:] == [("other", "waits until was here", "side"), ("recorded", side), ("recorded", other), ("leave", other)]
+    assert notes[3:] == [
+        ("other", "waits until was here", "side"),
+        ("recorded", side),
+        ("recorded", other),
+        ("leave", other),
+    ]
     notes.clear()
     exchange.start((plan,), [x], transport)
     assert notes[-1] == ("recorded", side), "what nobody waited for is kept until the side stream is done"
     assert exchange.start((plan,), [x], transport).beside.stream is side, "one for each device"
     monkeypatch.setattr(exchange.LocalTransport, "device_types", ("cpu", "cuda"))
-    assert type(exchange.start((plan,), [x], transport)) is exchange.Pending, "where the engine itself waits on the host"
+    assert type(exchange.start((plan,), [x], transport)) is exchange.Pending, (
+        "where the engine itself waits on the host"
+    )
     monkeypatch.setattr(exchange.LocalTransport, "device_types", ("cuda",))
     assert type(exchange.start((plan,), [torch.rand(L.local_shape(0))], transport)) is exchange.Pending
 
@@ -283,7 +314,8 @@ def test_a_bucket_of_several_streams(monkeypatch):
 
 
 def test_nothing_else_is_copied_first(monkeypatch):
-    """On a device what stays is no move of host memory, and scratch memory comes from torch's pool, for each call anew."""
+    """On a device what stays is no move of host memory, and scratch memory comes from torch's pool, for each call
+    anew."""
     fake_device.install(monkeypatch)
     gather = dd.maps.all_gather(dd.Layout(dd.Partition((4,)), (8,))).plan
     assert program_of(gather, [torch.ones(2)]).moves and not program_of(gather, [on_device(torch.ones(2))]).moves

@@ -1,7 +1,7 @@
 """Run every ```python block of README.md and docs/*.md, so that they stay true.
 
-A block whose first line is ``# ranks: 2`` runs on two ranks, others in one process. Each has a namespace of its own. A ```text
-block that follows one directly is what it prints, rank by rank. All blocks of one world size share one launch::
+A block whose first line is ``# ranks: 2`` runs on two ranks, others in one process. Each has a namespace of its own. A
+```text block that follows one directly is what it prints, rank by rank. All blocks of one world size share one launch::
 
     python -m distdl run -n 2 tests/test_docs.py            # the blocks for two ranks
     python -m distdl run -n 2 tests/test_docs.py tour.md    # of one page
@@ -38,7 +38,8 @@ FROM_TORCH = (
 
 @dataclass(frozen=True)
 class Block:
-    """Some code of a page; ``line`` is that of its first line, ``printed`` what it should print (``None``: the page is silent)."""
+    """Some code of a page; ``line`` is that of its first line, ``printed`` what it should print (``None``: the page is
+    silent)."""
 
     path: str
     line: int
@@ -105,7 +106,9 @@ def test_links_between_pages():
 def test_tests_that_prove():
     """Every test file and page that a page names exists."""
     for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md"]:
-        for name in re.findall(r"`((?:tests|bench|docs|distdl|notebooks)/[\w/]+(?:\.\w+)?)`", page.read_text(encoding="utf-8")):
+        for name in re.findall(
+            r"`((?:tests|bench|docs|distdl|notebooks)/[\w/]+(?:\.\w+)?)`", page.read_text(encoding="utf-8")
+        ):
             assert (ROOT / name).exists(), (page.name, name)
 
 
@@ -125,7 +128,9 @@ def test_reference_renders(monkeypatch):
     assert not missing
 
 
-NOTEBOOKS = [path for path in sorted((ROOT / "notebooks").glob("*.py")) if path.read_text(encoding="utf-8").startswith("# ---")]
+NOTEBOOKS = [
+    path for path in sorted((ROOT / "notebooks").glob("*.py")) if path.read_text(encoding="utf-8").startswith("# ---")
+]
 
 
 def test_every_notebook_has_its_script():
@@ -135,7 +140,11 @@ def test_every_notebook_has_its_script():
 @pytest.mark.parametrize("script", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_holds_its_script(script):
     """Its script's cells and their outputs, without an error."""
-    cells = [c for c in json.loads(script.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+    cells = [
+        c
+        for c in json.loads(script.with_suffix(".ipynb").read_text(encoding="utf-8"))["cells"]
+        if c["cell_type"] == "code"
+    ]
     assert all(o["output_type"] != "error" for c in cells for o in c["outputs"])
     assert all(c["execution_count"] for c in cells)
     parts = re.split(r"^# %%(.*)\n", script.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -147,7 +156,8 @@ QUICK = ("operators_and_adjoints",)  # the others train whole models: `make test
 
 
 @pytest.mark.parametrize(
-    "script", [pytest.param(p, id=p.stem, marks=() if p.stem in QUICK else pytest.mark.slow) for p in NOTEBOOKS])
+    "script", [pytest.param(p, id=p.stem, marks=() if p.stem in QUICK else pytest.mark.slow) for p in NOTEBOOKS]
+)
 def test_notebook_runs(script):
     """Its script, with less training."""
     pytest.importorskip("matplotlib")
@@ -159,7 +169,8 @@ def test_notebook_runs(script):
 
 
 def run_block(block: Block, world) -> str | None:
-    """Run a block; returns what is wrong with it. An exception is reported with the page's own line and ends the job."""
+    """Run a block; returns what is wrong with it. An exception is reported with the page's own line and ends the
+    job."""
     from distdl.testing import gather_objects
 
     printed, where = io.StringIO(), f"{block.path}:{block.line}"
@@ -169,7 +180,9 @@ def run_block(block: Block, world) -> str | None:
             warnings.simplefilter("error")
             for text in FROM_TORCH:
                 warnings.filterwarnings("ignore", text)
-            module = sys.modules["__docs__"] = types.ModuleType("__docs__")  # as a script's: its functions can be pickled
+            module = sys.modules["__docs__"] = types.ModuleType(
+                "__docs__"
+            )  # as a script's: its functions can be pickled
             exec(compile(code, str(ROOT / block.path), "exec"), module.__dict__)
     except BaseException:
         sys.stderr.write(f"{where}: the block failed on rank {world.rank}\n{traceback.format_exc()}")

@@ -9,24 +9,52 @@ from one_process import every_rank
 
 import distdl as dd
 from distdl import errors
-from distdl.errors import AgreementError, CheckpointError, DistdlError, PartitionError, RankError, ShapeError, TransportError
+from distdl.errors import (
+    AgreementError,
+    CheckpointError,
+    DistdlError,
+    PartitionError,
+    RankError,
+    ShapeError,
+    TransportError,
+)
 
 PACKAGE = Path(dd.__file__).parent
 PARTS = ("op", "partitions", "expected", "actual", "rank", "next_step")
-GRIDS = {"P", "P_src", "P_dst", "Q", "L", "layout", "layouts", "in_layout", "partition", "partitions", "plan", "plans", "maps"}
+GRIDS = {
+    "P",
+    "P_src",
+    "P_dst",
+    "Q",
+    "L",
+    "layout",
+    "layouts",
+    "in_layout",
+    "partition",
+    "partitions",
+    "plan",
+    "plans",
+    "maps",
+}
 NO_GRID = "agree.py", "partition_of"  # what it is given is no partition: that is the error
 
 
 def raised():
-    """(file, line, names of the functions around it, names that are known there, the call's parts) of every error made here."""
+    """(file, line, names of the functions around it, names that are known there, the call's parts) of every error made
+    here."""
 
     def walk(node, functions, known):
         if isinstance(node, ast.FunctionDef):
             functions = (*functions, node.name)
-            known = known | {n.id if isinstance(n, ast.Name) else n.arg for n in ast.walk(node)
-                             if isinstance(n, ast.arg) or (isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))}
+            known = known | {
+                n.id if isinstance(n, ast.Name) else n.arg
+                for n in ast.walk(node)
+                if isinstance(n, ast.arg) or (isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            }
         elif isinstance(node, ast.ClassDef):
-            known = known | {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"}
+            known = known | {
+                n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"
+            }
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in errors.__all__:
             yield str(path.relative_to(PACKAGE)), node.lineno, functions, known, {k.arg for k in node.keywords}
         for child in ast.iter_child_nodes(node):
@@ -62,15 +90,20 @@ def test_parts_and_rank():
     for kind in (PartitionError, ShapeError, AgreementError, CheckpointError, TransportError):
         grids = dd.Partition((2, 2)), dd.Partition((1,))
         error = kind("broken", op="f", partitions=grids, expected=1, actual=2, rank=3, next_step="mend it")
-        assert str(error) == ("f: broken; expected 1, got 2; on rank 3; partitions: Partition((2, 2)) -> Partition((1,)); "
-                              "next step: mend it")  # fmt: skip
+        assert str(error) == (
+            "f: broken; expected 1, got 2; on rank 3; partitions: Partition((2, 2)) -> Partition((1,)); "
+            "next step: mend it"
+        )
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is kind and str(again) == str(error) and again.args == error.args
         assert [getattr(again, part) for part in PARTS] == [getattr(error, part) for part in PARTS]
-    failed = RankError("rank 1 of 2 failed", op="launch", expected=1, actual=2, rank=1, next_step="mend it",
-                       traceback="Trace\nback")
+    failed = RankError(
+        "rank 1 of 2 failed", op="launch", expected=1, actual=2, rank=1, next_step="mend it", traceback="Trace\nback"
+    )
     again = pickle.loads(pickle.dumps(failed))
     assert str(again) == str(failed) and str(failed).endswith("next step: mend it\n\nTrace\nback") and again.rank == 1
-    assert str(ShapeError("broken")) == "broken" and str(ShapeError("broken", actual=1)) == "broken; expected None, got 1"
+    assert (
+        str(ShapeError("broken")) == "broken" and str(ShapeError("broken", actual=1)) == "broken; expected None, got 1"
+    )
     with pytest.raises(ValueError, match="broken"):
         raise ShapeError("broken")

@@ -121,7 +121,9 @@ def test_other_boxes_are_packed_once():
     assert [[part.size for part in parts] for parts in (both.packs, [to for to, _ in both.late])] == [[(3, 2, 2)]] * 2
     assert not any(within(a, x) for _, a, _ in transport.sends)
     assert all(within(a, y) for _, a, _ in transport.receives) and program.late == []
-    assert len({a for _, a, _ in transport.sends}) == 3 and all(a % 64 == transport.sends[0][1] % 64 for _, a, _ in transport.sends)
+    assert len({a for _, a, _ in transport.sends}) == 3 and all(
+        a % 64 == transport.sends[0][1] % 64 for _, a, _ in transport.sends
+    )
     summing = to_columns.T
     program = program_of(summing, torch.ones(8, 2))
     assert len(program.late) == 2 and len(program.moves) + len(program.early) == 1
@@ -148,9 +150,13 @@ def test_an_engine_that_packs_single_boxes(name, kind, monkeypatch):
                     (program,) = view.programs.values()
                     added = [view.adds and not (i == 0 and covered(view)) for i in range(len(view.received))]
                     assert {peer: leaf for peer, leaf, _, _ in program.sends} == {
-                        m.peer: -1 if len(m.boxes) > 1 else 0 for m in view.sends}
+                        m.peer: -1 if len(m.boxes) > 1 else 0 for m in view.sends
+                    }
                     assert {peer: leaf for peer, leaf, _, _ in program.receives} == {
-                        m.peer: -1 if len(m.boxes) > 1 or add else 0 for m, add in zip(view.received, added) if m.peer != r}
+                        m.peer: -1 if len(m.boxes) > 1 or add else 0
+                        for m, add in zip(view.received, added)
+                        if m.peer != r
+                    }
             for r in plan.ranks:
                 plan.view(r).programs.clear()
 
@@ -204,11 +210,15 @@ def test_what_stays_is_copied_in_the_cheapest_way():
     columns = program_of(Plan(Side.of(ROWS), Side.of(COLUMNS)), x)
     assert len(columns.early) == 1 and not columns.moves
     scatter = program_of(dd.maps.reduce_scatter(ROWS).plan, torch.ones(8, 8))
-    assert not scatter.moves and not scatter.early and len(scatter.late) == 3, "rank 0's part arrives in place, the rest is added"
+    assert not scatter.moves and not scatter.early and len(scatter.late) == 3, (
+        "rank 0's part arrives in place, the rest is added"
+    )
     assert [source is None for _, source in scatter.late] == [False, True, True] and scatter.staging == 128
     assert scatter.likes[0].shape == (2, 8) and scatter.likes[0].dtype == torch.float32 and scatter.zeroed == []
     assert scatter.receives[0][1] == 0
-    assert program_of(dd.HaloSpec(ROWS, 1, boundary="zeros").plan(), x).zeroed == [0], "a window with gaps starts as zeros"
+    assert program_of(dd.HaloSpec(ROWS, 1, boundary="zeros").plan(), x).zeroed == [0], (
+        "a window with gaps starts as zeros"
+    )
 
 
 @pytest.mark.parametrize("size, small", [(1, True), (5000, False)])
@@ -337,7 +347,9 @@ def test_only_the_gaps_of_large_windows_are_zeroed(widths, monkeypatch):
         view.programs.clear()
         monkeypatch.setattr(programs, "_SMALL", small)
         program = program_of(plan, xs[0], 0)
-        assert (program.zeroed, bool(program.blanks)) == (([0], False) if nbytes < small and gaps(view) else ([], bool(gaps(view))))
+        assert (program.zeroed, bool(program.blanks)) == (
+            ([0], False) if nbytes < small and gaps(view) else ([], bool(gaps(view)))
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex64, torch.complex128])
@@ -350,12 +362,17 @@ def test_boxes_in_words(shape, dtype, monkeypatch):
     def in_words(plans, leads, strides, dtypes, transport, device):
         program = make(plans, leads, strides, dtypes, transport, device)
         fused.widen(program, current)
-        widened.extend(p for p in (*program.packs, *(p for pair in (*program.early, *program.late) for p in pair if p)) if p.words)
+        widened.extend(
+            p for p in (*program.packs, *(p for pair in (*program.early, *program.late) for p in pair if p)) if p.words
+        )
         return program
 
     X = (torch.arange(torch.Size(shape).numel()) % 97).to(dtype).reshape(shape)
-    for plan in (dd.HaloSpec(L, (1, 1, 0)).plan(), dd.maps.repartition(L, dd.Partition((1, 1, 4))).plan,
-                 dd.maps.all_gather(L, 1).plan):
+    for plan in (
+        dd.HaloSpec(L, (1, 1, 0)).plan(),
+        dd.maps.repartition(L, dd.Partition((1, 1, 4))).plan,
+        dd.maps.all_gather(L, 1).plan,
+    ):
         xs = [L.shard(X, r).clone() for r in range(4)]
         wanted = plan.simulate(xs)
         for r in range(4):
@@ -395,8 +412,10 @@ def _flags(tensor):
     return []
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE") or not os.path.exists("/sys/kernel/mm/transparent_hugepage"),
-                    reason="needs a Linux with large pages")
+@pytest.mark.skipif(
+    not hasattr(mmap, "MADV_HUGEPAGE") or not os.path.exists("/sys/kernel/mm/transparent_hugepage"),
+    reason="needs a Linux with large pages",
+)
 @pytest.mark.parametrize("rows, large", [(2**22, True), (2**22 - 4, False)])
 def test_large_results_ask_for_large_pages(rows, large, monkeypatch):
     """Results of 32 MiB and more, and only where nobody has switched it off."""

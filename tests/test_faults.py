@@ -21,8 +21,10 @@ import distdl.functional as F
 rank, size = dd.world().rank, dd.world().size
 P = dd.Partition((size,))
 x = torch.ones(4, requires_grad=True)
-F.all_sum_reduce(x, P)  # all are here
 open(f"pid{rank}", "w").write(str(os.getpid()))
+while not all(os.path.exists(f"pid{r}") for r in range(size)):  # imports take as long as the machine is busy: no fault
+    time.sleep(0.01)
+F.all_sum_reduce(x, P)  # all are here
 def now():
     open("fault", "w").close()
 """
@@ -35,8 +37,15 @@ def job(tmp_path):
     def run(body, n=2, sent=None, within=20, head=HEAD, **variables):
         path = tmp_path / "program.py"
         path.write_text(head + textwrap.dedent(body))
-        started = subprocess.Popen(command("run", "-n", n, path), cwd=tmp_path, stdin=subprocess.DEVNULL, text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **variables})  # fmt: skip
+        started = subprocess.Popen(
+            command("run", "-n", n, path),
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **variables},
+        )
         if sent is not None:
             until = time.monotonic() + 60
             while not (tmp_path / "fault").exists() and time.monotonic() < until:
@@ -54,8 +63,13 @@ def job(tmp_path):
         pids = [path.read_text() for path in tmp_path.glob("pid*")]
         assert len(pids) == n
         assert gone(pids)
-        boards = [b for folder in ("/dev/shm", "/tmp") if os.path.isdir(folder) for b in Path(folder).glob("distdl-board-*")
-                  if b.stat().st_mtime < ended - 5 and b.stat().st_uid == os.getuid()]  # fmt: skip
+        boards = [
+            b
+            for folder in ("/dev/shm", "/tmp")
+            if os.path.isdir(folder)
+            for b in Path(folder).glob("distdl-board-*")
+            if b.stat().st_mtime < ended - 5 and b.stat().st_uid == os.getuid()
+        ]
         assert not boards
         return started.returncode, err.replace("\0", "").rstrip().splitlines()  # Open MPI writes a stray zero
 
@@ -105,7 +119,9 @@ FAULTS = {  # what rank 1 does while the others wait for it, and how the last li
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("where", [w if w in ("backward", "at exit") else pytest.param(w, marks=pytest.mark.slow) for w in FAULTS])
+@pytest.mark.parametrize(
+    "where", [w if w in ("backward", "at exit") else pytest.param(w, marks=pytest.mark.slow) for w in FAULTS]
+)
 def test_exception_on_one_rank(job, where):
     body, last = FAULTS[where]
     code, lines = job(body, 3 if where == "backward" else 2)
@@ -116,11 +132,14 @@ def test_exception_on_one_rank(job, where):
 def test_a_sum_of_different_sizes(job):
     """MPI says that a message was cut off; the library says what to look for."""
     code, lines = job("now()\nF.all_sum_reduce(torch.zeros(3 + rank), P)")
-    assert code == 1 and any("TransportError: all_reduce" in line and "same shape and dtype" in line for line in lines), lines[-8:]
+    assert code == 1 and any(
+        "TransportError: all_reduce" in line and "same shape and dtype" in line for line in lines
+    ), lines[-8:]
 
 
 def test_killed_rank(job):
-    """kill -9, as by the system when memory runs out, while that rank waits for a message: no Python code runs any more."""
+    """kill -9, as by the system when memory runs out, while that rank waits for a message: no Python code runs any
+    more."""
     code, lines = job("""
         def kill():
             now()
@@ -155,9 +174,14 @@ def test_watchdog(job):
     code, lines = job(STUCK, 3, DISTDL_WATCHDOG_S="2")
     text = "\n".join(lines)
     assert code == 1
-    assert "is stuck for" in text and "in all_sum_reduce over Partition((3,))" in text and "program.py:18 in step" in text
+    assert (
+        "is stuck for" in text and "in all_sum_reduce over Partition((3,))" in text and "program.py:18 in step" in text
+    )
     assert "still missing" in text and "def step(): return F.all_sum_reduce(x, P)" in text
-    assert "rank 1 has left the program, last completed shift over Partition((3,))" in text and "is inside all_sum_reduce" in text
+    assert (
+        "rank 1 has left the program, last completed shift over Partition((3,))" in text
+        and "is inside all_sum_reduce" in text
+    )
     assert lines[-1].startswith(("[rank 0]   rank ", "[rank 2]   rank "))
 
 
@@ -179,21 +203,30 @@ def test_checking_by_the_environment(job):
     """A rank that left is reported at once, whatever the time limit."""
     code, lines = job(STUCK, 3, DISTDL_CHECK="1", DISTDL_CHECK_TIMEOUT="60")
     assert code == 1
-    for words in ("AbsenceError: all_sum_reduce: rank 1 has left the program", "last completed shift over Partition((3,)) at ",
-                  "program.py:14", "ranks 0, 2 are in all_sum_reduce", "program.py:18 in step"):  # fmt: skip
+    for words in (
+        "AbsenceError: all_sum_reduce: rank 1 has left the program",
+        "last completed shift over Partition((3,)) at ",
+        "program.py:14",
+        "ranks 0, 2 are in all_sum_reduce",
+        "program.py:18 in step",
+    ):
         assert words in lines[-1]
 
 
 @pytest.mark.slow
 def test_groups_in_another_order(job):
-    """Case 39: a ring of four in two groups of pairs; odd ranks begin with the other group, so that each waits for the next."""
-    code, lines = job("""
-        pairs = [dd.Partition((2,), (0, 1)), dd.Partition((2,), (2, 3)), dd.Partition((2,), (1, 2)), dd.Partition((2,), (3, 0))]
+    """Case 39: a ring of four in two groups of pairs; odd ranks begin with the other group, so that each waits for the
+    next."""
+    code, lines = job(
+        """
+        pairs = [dd.Partition((2,), ranks) for ranks in [(0, 1), (2, 3), (1, 2), (3, 0)]]
         if rank == 0: now()
         with dd.checking(timeout=3):
             for Q in pairs if rank % 2 else pairs[::-1]:
                 if rank in Q.ranks: F.all_sum_reduce(x, Q)
-        """, 4)  # fmt: skip
+        """,
+        4,
+    )
     assert code == 1 and "AbsenceError: all_sum_reduce: rank " in lines[-1] and "did not come within 3 s" in lines[-1]
     assert "is inside all_sum_reduce over Partition((2,)" in lines[-1]
 
@@ -219,7 +252,9 @@ def test_who_does_not_come_to_the_first_use_is_named(job, how):
     """The first use is collective over all ranks, also where the movement is not."""
     code, lines = job("", 3, head=FIRST_USE, within=120, **how)
     assert code == 1
-    assert "rank 2 did not come to the first use of distdl" in lines[-1] and "program.py:10 in <module>" in lines[-1], lines[-8:]
+    assert "rank 2 did not come to the first use of distdl" in lines[-1] and "program.py:10 in <module>" in lines[-1], (
+        lines[-8:]
+    )
 
 
 @pytest.mark.slow
@@ -240,7 +275,8 @@ class Rows(torch.utils.data.Dataset):
 class Moving(Rows):
     def __getitem__(self, i): return F.shift(torch.ones(1), P, 0)
 if __name__ == "__main__":
-    load = lambda data: list(torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context=sys.argv[1]))
+    options = dict(batch_size=2, num_workers=1, multiprocessing_context=sys.argv[1])
+    load = lambda data: list(torch.utils.data.DataLoader(data, **options))
     (x,) = load(Rows())
     try: load(Moving())
     except dd.errors.TransportError as error: said = "this process is no rank, and moves nothing" in str(error)

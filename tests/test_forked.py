@@ -1,4 +1,5 @@
-"""Derivatives on ranks that differ, as forks of this process: nobody waits in vain, no message is left, and values are right."""
+"""Derivatives on ranks that differ, as forks of this process: nobody waits in vain, no message is left, and values are
+right."""
 
 import importlib
 import multiprocessing
@@ -29,13 +30,29 @@ PARTS = {  # of rank 0 and of rank 1: what each makes of its x, and its loss of 
     "nothing": ((lambda x: (x.exp(), x * x), lambda a, b: (0 * a).sum() + b[:0].sum()),
                 (lambda x: (x, x), lambda a, b: (a * b * b).sum())),
 }  # fmt: skip
-PAIR_ROUTES = ("grad", "jvp.grad", "vjp.grad", "grad.jvp", "double backward", "third backward", "backward in the cotangent", "ggg",
-               "jgg", "gjg", "gjj", "vmap.jvp.grad", "vmap(v).vjp.grad", "grad of jvp.grad in v", "grad of vjp.grad in v")
+PAIR_ROUTES = (
+    "grad",
+    "jvp.grad",
+    "vjp.grad",
+    "grad.jvp",
+    "double backward",
+    "third backward",
+    "backward in the cotangent",
+    "ggg",
+    "jgg",
+    "gjg",
+    "gjj",
+    "vmap.jvp.grad",
+    "vmap(v).vjp.grad",
+    "grad of jvp.grad in v",
+    "grad of vjp.grad in v",
+)
 
 
 @pytest.mark.parametrize("parts", PARTS)
 def test_two_tensors_at_once(parts):
-    """A pytree goes as one set of messages in every derivative, also where one of its tensors, or one rank, is linear."""
+    """A pytree goes as one set of messages in every derivative, also where one of its tensors, or one rank, is
+    linear."""
     pair = PARTS[parts]
     X, Y, W = (randn((2, 3), k) / 2 for k in (1, 2, 3))
     P = dd.Partition((2,))
@@ -52,12 +69,17 @@ def test_two_tensors_at_once(parts):
 
     for r, found in enumerate(every_rank(2, program)):
         for route in PAIR_ROUTES:
-            assert torch.allclose(found[route], expected("block", wanted[route], r), rtol=1e-11, atol=1e-11), (parts, route, r)
+            assert torch.allclose(found[route], expected("block", wanted[route], r), rtol=1e-11, atol=1e-11), (
+                parts,
+                route,
+                r,
+            )
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_batches_of_ties(size):
-    """Second derivatives under vmap: of the point and the direction, in any place of the operand, also a batch of one."""
+    """Second derivatives under vmap: of the point and the direction, in any place of the operand, also a batch of
+    one."""
     X, Y, C = randn((2, size, 3), 1), randn((2, size, 3), 2), randn((2, 3), 3)
     P = dd.Partition((2,))
     losses = (lambda y: (y**3).sum(), lambda y: 2 * y.sum())
@@ -67,9 +89,12 @@ def test_batches_of_ties(size):
         pull = lambda x, v: vjp(grad(f), x)[1](v)[0]
         found = {}
         for name, h in (("jvp", push), ("vjp", pull)):
-            found |= {f"{name} both": vmap(h)(x, v), f"{name} direction": vmap(lambda v, h=h: h(c, v))(v),
-                      f"{name} last axis": vmap(h, (1, 0), 1)(x.T.contiguous(), v).T,
-                      f"{name} slope": grad(lambda v, h=h: (vmap(lambda u: h(c, u))(v) * x).sum())(v)}
+            found |= {
+                f"{name} both": vmap(h)(x, v),
+                f"{name} direction": vmap(lambda v, h=h: h(c, v))(v),
+                f"{name} last axis": vmap(h, (1, 0), 1)(x.T.contiguous(), v).T,
+                f"{name} slope": grad(lambda v, h=h: (vmap(lambda u: h(c, u))(v) * x).sum())(v),
+            }
         return found
 
     def program():
@@ -78,8 +103,12 @@ def test_batches_of_ties(size):
 
     x, v = X.transpose(0, 1), Y.transpose(0, 1)
     push = lambda x, v: jvp(grad(lambda X: sum(losses[r](X[1 - r].sin()) for r in range(2))), (x,), (v,))[1]
-    wanted = {"both": vmap(push)(x, v), "direction": vmap(lambda v: push(C, v))(v), "last axis": vmap(push)(x, v),
-              "slope": grad(lambda v: (vmap(lambda u: push(C, u))(v) * x).sum())(v)}
+    wanted = {
+        "both": vmap(push)(x, v),
+        "direction": vmap(lambda v: push(C, v))(v),
+        "last axis": vmap(push)(x, v),
+        "slope": grad(lambda v: (vmap(lambda u: push(C, u))(v) * x).sum())(v),
+    }
     for r, found in enumerate(every_rank(2, program)):
         for name, got in found.items():
             assert torch.allclose(got, wanted[name[4:]][:, r], rtol=1e-11, atol=1e-11), (name, r)
@@ -87,16 +116,21 @@ def test_batches_of_ties(size):
 
 @pytest.mark.parametrize("turn", [0, 1])
 def test_one_rank_alone_is_nonlinear(turn):
-    """Derivatives of order two and three, on ranks whose local functions differ; each route with another movement in each turn."""
+    """Derivatives of order two and three, on ranks whose local functions differ; each route with another movement in
+    each turn."""
     X, Y, W = (randn((2, 3), k) / 2 for k in (1, 2, 3))
-    chosen = {route: (MOVEMENTS[(i + 3 * turn) % len(MOVEMENTS)], SETTINGS[(i + turn) % 4]) for i, route in enumerate(ROUTES)}
+    chosen = {
+        route: (MOVEMENTS[(i + 3 * turn) % len(MOVEMENTS)], SETTINGS[(i + turn) % 4]) for i, route in enumerate(ROUTES)
+    }
     # First: the forks inherit what torch loads for it.
     wanted = {route: ROUTES[route][1](serial(*how), X, Y, W) for route, how in chosen.items()}
 
     def program():
         r = rank()
-        return {route: ROUTES[route][1](local(the_maps()[name], settings[r]), X[r], Y[r], W[r]).detach()
-                for route, (name, settings) in chosen.items()}
+        return {
+            route: ROUTES[route][1](local(the_maps()[name], settings[r]), X[r], Y[r], W[r]).detach()
+            for route, (name, settings) in chosen.items()
+        }
 
     both = every_rank(2, program)
     for route, (kind, _) in ROUTES.items():
@@ -104,20 +138,28 @@ def test_one_rank_alone_is_nonlinear(turn):
         if kind == "sum":
             found = [sum(found)] * 2
         for r in range(2):
-            assert torch.allclose(found[r], expected(kind, wanted[route], r), rtol=1e-11, atol=1e-11), (route, chosen[route], r)
+            assert torch.allclose(found[r], expected(kind, wanted[route], r), rtol=1e-11, atol=1e-11), (
+                route,
+                chosen[route],
+                r,
+            )
 
 
 def _moves(found, alone):
     os.environ["DISTDL_ALONE"] = str(int(alone))
     try:
-        ring = dd.HaloSpec(dd.Layout(dd.Partition((1,)), (2,)), 1, boundary="circular")  # not the identity: something moves
+        ring = dd.HaloSpec(
+            dd.Layout(dd.Partition((1,)), (2,)), 1, boundary="circular"
+        )  # not the identity: something moves
         found.put(F.halo_exchange(torch.ones(2), ring).tolist())
     except dd.errors.TransportError as error:
         found.put(str(error))
 
 
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("how", ["fork", *(pytest.param(how, marks=pytest.mark.slow) for how in ("spawn", "forkserver"))])
+@pytest.mark.parametrize(
+    "how", ["fork", *(pytest.param(how, marks=pytest.mark.slow) for how in ("spawn", "forkserver"))]
+)
 def test_a_child_of_multiprocessing_is_no_rank(how, alone, monkeypatch):
     """It might be one of several that take themselves for ranks: it says so, or is told to be alone. Without MPI."""
     monkeypatch.setattr(worlds, "_worlds", {})
@@ -127,7 +169,11 @@ def test_a_child_of_multiprocessing_is_no_rank(how, alone, monkeypatch):
     child.start()
     told = found.get()
     child.join()
-    assert told == [1.0] * 4 if alone else "this process is no rank, and moves nothing" in told and "DISTDL_ALONE=1" in told
+    assert (
+        told == [1.0] * 4
+        if alone
+        else "this process is no rank, and moves nothing" in told and "DISTDL_ALONE=1" in told
+    )
 
 
 @pytest.mark.parametrize("told", [
@@ -142,7 +188,9 @@ def test_a_rank_of_a_launcher_is_no_world_of_one(told, monkeypatch):
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     worlds._compare(4)
-    with pytest.raises(dd.errors.TransportError, match=r"processes were started .* MPI's world has 1: .*python -m distdl run -n"):
+    with pytest.raises(
+        dd.errors.TransportError, match=r"processes were started .* MPI's world has 1: .*python -m distdl run -n"
+    ):
         worlds._compare(1)
     monkeypatch.setenv("DISTDL_ALONE", "1")
     assert type(worlds._host_transport(None, "default")).__name__ == "LocalTransport"

@@ -35,7 +35,11 @@ def test_table(rank):
     x = torch.arange(float(torch.Size(shape).numel())).reshape(shape).transpose(0, 2).contiguous().transpose(0, 2)
     program = programs._program((plan,), [()], [x.stride()], [x.dtype], LocalTransport(rank, 8), x.device)
     assert all(fused.small(part) for part in (*program.packs, *(to for to, _ in program.late)))
-    whole, staged, out = x.transpose(0, 2).reshape(-1), torch.zeros(program.staging // 4), torch.zeros(plan.view(rank).out_shape)
+    whole, staged, out = (
+        x.transpose(0, 2).reshape(-1),
+        torch.zeros(program.staging // 4),
+        torch.zeros(plan.view(rank).out_shape),
+    )
     wanted, y = torch.zeros(program.staging, dtype=torch.uint8), torch.zeros(plan.view(rank).out_shape)
     for part in program.packs:
         part.staged(wanted).copy_(part.of(x))

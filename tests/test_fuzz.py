@@ -1,6 +1,7 @@
 """Fuzz, all ranks in one process: random movements x kinds of partitions x pairs of transforms against serial torch.
 
-Every case passes at least one message between ranks; the slow run has more than 5,000 of them, and prints how many each cell had.
+Every case passes at least one message between ranks; the slow run has more than 5,000 of them, and prints how many each
+cell had.
 """
 
 import random
@@ -14,7 +15,10 @@ from hypothesis import strategies as st
 
 import distdl as dd
 
-EACH, EXAMPLES = 20, 26  # how many cases a cell needs, and how many are drawn: one in eight has no elements, and no message
+EACH, EXAMPLES = (
+    20,
+    26,
+)  # how many cases a cell needs, and how many are drawn: one in eight has no elements, and no message
 
 
 def check(name, kind, pair, rng, zero=False) -> bool:

@@ -1,5 +1,5 @@
-"""A job on CUDA devices ends by itself, also after a captured graph, and beside torch.distributed's NCCL. One launch each, so it is
-no test of tests/gpu, which is itself a launch."""
+"""A job on CUDA devices ends by itself, also after a captured graph, and beside torch.distributed's NCCL. One launch
+each, so it is no test of tests/gpu, which is itself a launch."""
 
 import os
 import subprocess
@@ -43,6 +43,11 @@ def test_the_process_ends(destroy, tmp_path):
     program = tmp_path / "end.py"
     program.write_text(textwrap.dedent(END.format(destroy=destroy)))
     n, port = min(2, torch.cuda.device_count()), {"TEST_PORT": str(29600 + destroy)}
-    done = subprocess.run([sys.executable, "-m", "distdl", "run", "-n", str(n), str(program)], env=os.environ | port, timeout=120,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "distdl", "run", "-n", str(n), str(program)],
+        env=os.environ | port,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and done.stdout.count("done") == n, done.stdout + done.stderr

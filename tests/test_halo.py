@@ -1,4 +1,5 @@
-"""Halo specifications, all ranks in one process, against torch.nn.functional.pad and slicing, and windows against torch's own."""
+"""Halo specifications, all ranks in one process, against torch.nn.functional.pad and slicing, and windows against
+torch's own."""
 
 import itertools
 
@@ -25,7 +26,11 @@ def pad(X, d, lo, hi, boundary):
         around = torch.cat([X] * (2 * times + 1), d)
         return around.narrow(d, times * X.shape[d] - lo, X.shape[d] + lo + hi)
     flat = X.movedim(d, -1)
-    return tF.pad(flat.reshape(1, -1, flat.shape[-1]), (lo, hi), mode=MODES[boundary]).reshape(*flat.shape[:-1], -1).movedim(-1, d)
+    return (
+        tF.pad(flat.reshape(1, -1, flat.shape[-1]), (lo, hi), mode=MODES[boundary])
+        .reshape(*flat.shape[:-1], -1)
+        .movedim(-1, d)
+    )
 
 
 def blocks(n, p, splits):
@@ -106,8 +111,10 @@ def test_strips_and_blocks_make_up_the_windows(case):
         box = spec.window_box(r)
         fills = [n for d in reversed(range(len(shape))) for n in (sides[d][0] - box[d][0], box[d][1] - sides[d][3])]
         assert torch.equal(tF.pad(y, fills), window)
-        assert 0 in y.shape or sum(s[r].numel() for s in strips.values()) + np.prod([b - a for _, a, b, _ in sides]) == y.numel()
-
+        assert (
+            0 in y.shape
+            or sum(s[r].numel() for s in strips.values()) + np.prod([b - a for _, a, b, _ in sides]) == y.numel()
+        )
 
 
 @settings(max_examples=400, deadline=None)
@@ -136,7 +143,9 @@ def test_window_against_unfold(case):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 15), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2), st.integers(1, 2), st.integers(1, 4))
+@given(
+    st.integers(1, 15), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2), st.integers(1, 2), st.integers(1, 4)
+)
 def test_ceil_mode(n, k, s, padding, d, p):
     if 2 * padding > k or n + 2 * padding < d * (k - 1) + 1:
         return
@@ -152,7 +161,12 @@ def test_window_in_two_dims_with_pairs_and_defaults():
     P = dd.Partition((1, 1, 2, 2))
     spec = dd.HaloSpec.window(P, (1, 1, 9, 8), 3, stride=(2, 1), padding=((1, 0), 1))
     assert spec.out_layout.shape == (1, 1, 4, 8) and spec.boundary == ("zeros",) * 4
-    assert spec.window_box(0) == ((0, 1), (0, 1), (-1, 4), (-1, 5)) and spec.window_box(3) == ((0, 1), (0, 1), (3, 8), (3, 9))
+    assert spec.window_box(0) == ((0, 1), (0, 1), (-1, 4), (-1, 5)) and spec.window_box(3) == (
+        (0, 1),
+        (0, 1),
+        (3, 8),
+        (3, 9),
+    )
     assert spec.window_box(9) is None and spec.out_box == spec.window_box(0)
     unsplit = dd.Layout(P, (1, 1, 9, 8), (None, None, (2, 7), (1, 7)))
     assert dd.HaloSpec.window(unsplit, None, 3, padding=1).out_layout == unsplit, "splits stay where the size does"
@@ -168,15 +182,26 @@ def test_needs():
     assert torch.equal(torch.cat([y.flip(0) for y in got]), X.flip(0))
 
 
-@pytest.mark.parametrize("make", [
-    lambda P: dd.HaloSpec(P, (6,), -1), lambda P: dd.HaloSpec(P, (6,), 1, -2), lambda P: dd.HaloSpec(P, (6,), 1, boundary="wrap"),
-    lambda P: dd.HaloSpec(P, (6,), (1, 1)), lambda P: dd.HaloSpec(P, (6,), 6, boundary="reflect"),
-    lambda P: dd.HaloSpec(P, (6,), 1.5),
-    lambda P: dd.HaloSpec(dd.Layout(P, (6,)), (6,), 1, 1), lambda P: dd.HaloSpec(P, (6, 6), 1), lambda P: dd.HaloSpec(P, (6,)),
-    lambda P: dd.HaloSpec(P, (1,), 1, boundary="reflect"),
-    lambda P: dd.HaloSpec.window(P, (6,), 7), lambda P: dd.HaloSpec.window(P, (6,), 0), lambda P: dd.HaloSpec.window(P, (6,), 3, 0),
-    lambda P: dd.HaloSpec.window(P, (6,), 3, padding=-1), lambda P: dd.HaloSpec.window(P, (6,), (3, 3)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda P: dd.HaloSpec(P, (6,), -1),
+        lambda P: dd.HaloSpec(P, (6,), 1, -2),
+        lambda P: dd.HaloSpec(P, (6,), 1, boundary="wrap"),
+        lambda P: dd.HaloSpec(P, (6,), (1, 1)),
+        lambda P: dd.HaloSpec(P, (6,), 6, boundary="reflect"),
+        lambda P: dd.HaloSpec(P, (6,), 1.5),
+        lambda P: dd.HaloSpec(dd.Layout(P, (6,)), (6,), 1, 1),
+        lambda P: dd.HaloSpec(P, (6, 6), 1),
+        lambda P: dd.HaloSpec(P, (6,)),
+        lambda P: dd.HaloSpec(P, (1,), 1, boundary="reflect"),
+        lambda P: dd.HaloSpec.window(P, (6,), 7),
+        lambda P: dd.HaloSpec.window(P, (6,), 0),
+        lambda P: dd.HaloSpec.window(P, (6,), 3, 0),
+        lambda P: dd.HaloSpec.window(P, (6,), 3, padding=-1),
+        lambda P: dd.HaloSpec.window(P, (6,), (3, 3)),
+    ],
+)
 def test_errors(make):
     with pytest.raises(PartitionError) as caught:
         make(dd.Partition((2,)))
@@ -192,17 +217,24 @@ def test_spellings():
     spec = dd.HaloSpec(P, (5, 4), (1, 2), (1, 2))
     assert spec == dd.HaloSpec(L, (1, 2)) == dd.HaloSpec(L, left=(1, 2)) == dd.HaloSpec(L, (1, 2), (1, 2))
     assert spec == dd.HaloSpec(P, (5, 4), (1, 2))
-    assert dd.HaloSpec(L, (5, 4), (1, 2)) == dd.HaloSpec(P, (5, 4), (5, 4), (1, 2)), "widths that look like the shape are widths"
+    assert dd.HaloSpec(L, (5, 4), (1, 2)) == dd.HaloSpec(P, (5, 4), (5, 4), (1, 2)), (
+        "widths that look like the shape are widths"
+    )
     assert spec.in_layout == spec.out_layout == L
     assert dd.HaloSpec(L, 1, 2) == dd.HaloSpec(L, (1, 1), (2, 2))
 
 
-@pytest.mark.parametrize("ranks, widths", [
-    (2, [(0, 2), (2, 0)]), (3, [(0, 2), (2, 1), (3, 0)]), (4, [(0, 3), (1, 2), (2, 1), (3, 0)]),
-])
+@pytest.mark.parametrize(
+    "ranks, widths",
+    [
+        (2, [(0, 2), (2, 0)]),
+        (3, [(0, 2), (2, 1), (3, 0)]),
+        (4, [(0, 3), (1, 2), (2, 1), (3, 0)]),
+    ],
+)
 def test_neon_tables(ranks, widths):
-    """Halo widths (left, right) of neon's configuration: 28 pixels, a kernel of 5, stride 1, no padding. The output's 24 pixels lie
-    in balanced blocks as the input's 28 do, so the halos are uneven."""
+    """Halo widths (left, right) of neon's configuration: 28 pixels, a kernel of 5, stride 1, no padding. The output's
+    24 pixels lie in balanced blocks as the input's 28 do, so the halos are uneven."""
     spec = dd.HaloSpec.window(dd.Partition((1, 1, ranks)), (1, 1, 28), (5,))
     blocks, windows = spec.in_layout.blocks(2), spec.windows[2]
     assert [(start - lo, hi - stop) for (start, stop), (lo, hi) in zip(blocks, windows)] == widths

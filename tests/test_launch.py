@@ -19,8 +19,9 @@ from distdl.launch import environment, find_launcher, find_mpi
 pytestmark = pytest.mark.skipif(find_mpi() is None, reason="needs mpi4py and an MPI library")
 
 
-# `python -m distdl` without the two seconds in which the package imports torch: the command line needs only some of its modules.
-# What runs on the ranks imports the whole package. The tests of documents and of benchmarks begin with the real command.
+# `python -m distdl` without the two seconds in which the package imports torch: the command line needs only some of its
+# modules. What runs on the ranks imports the whole package. The tests of documents and of benchmarks begin with the
+# real command.
 LIGHT = f"""
 import sys, types
 sys.modules["distdl"] = package = types.ModuleType("distdl")
@@ -36,7 +37,9 @@ def command(*args):
 
 def run(*args, **options):
     """Run the command line; returns (exit code, stdout, stderr)."""
-    done = subprocess.run(command(*args), capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, **options)
+    done = subprocess.run(
+        command(*args), capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, **options
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -218,11 +221,14 @@ world.Barrier()
 if world.rank == 1: time.sleep(600)
 world.Barrier()
 """
-FROM_PYTHON = LIGHT.replace("from distdl.__main__ import main\nsys.exit(main())", """
+FROM_PYTHON = LIGHT.replace(
+    "from distdl.__main__ import main\nsys.exit(main())",
+    """
 from distdl.launch import launch
 def wait(source): exec(source)
 launch(wait, 2)(open("program.py").read())
-""")
+""",
+)
 KINDS = ("starter", "launcher", "proxy", "rank 0", "rank 1")  # rank 0 waits inside MPI, rank 1 sleeps
 ENDING = ("SIGTERM", "SIGKILL", "SIGHUP", "SIGINT", "SIGQUIT", "SIGABRT")
 USUAL = (("run", "starter", "SIGHUP"), ("run", "launcher", "SIGKILL"), ("run", "rank 0", "SIGINT"),
@@ -262,7 +268,9 @@ def test_a_signal_to_any_process_ends_all(how, who, name, tmp_path):
         masks = re.findall(r"Sig(?:Ign|Cgt):\s*(\w+)", Path(f"/proc/{target}/status").read_text())
         if who == "proxy" and any(int(mask, 16) >> (sent - 1) & 1 for mask in masks):
             pytest.skip("this signal does not end it")
-        folder = next(Path(word) for word in Path(f"/proc/{ranks[0]}/cmdline").read_text().split("\0") if "distdl-" in word)
+        folder = next(
+            Path(word) for word in Path(f"/proc/{ranks[0]}/cmdline").read_text().split("\0") if "distdl-" in word
+        )
         os.kill(target, sent)
         code = job.wait(20)
         assert code != 0
@@ -273,8 +281,10 @@ def test_a_signal_to_any_process_ends_all(how, who, name, tmp_path):
             assert code == 128 + sent
         elif find_mpi().vendor == "Open MPI":  # others have a last word of their own
             interrupted = sent == signal.SIGINT
-            cause = {"starter": "KeyboardInterrupt" if interrupted else "the process that started this job is gone",
-                     "launcher": "ended without a report"}.get(who, "interrupted" if interrupted else "ended without a report")
+            cause = {
+                "starter": "KeyboardInterrupt" if interrupted else "the process that started this job is gone",
+                "launcher": "ended without a report",
+            }.get(who, "interrupted" if interrupted else "ended without a report")
             assert cause in said.splitlines()[-1]
     finally:
         for pid in (job.pid, launcher, *others):
@@ -287,7 +297,8 @@ def test_a_signal_to_any_process_ends_all(how, who, name, tmp_path):
 def test_who_does_not_come_to_the_start_is_named(script, tmp_path):
     """Rank 1 is stuck before MPI: the others wait inside MPI's start, where they can say nothing."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, time\nif {os.environ.get('PMIX_RANK'), os.environ.get('PMI_RANK')} & {'1'}: time.sleep(12)\n")
+        "import os, time\nif {os.environ.get('PMIX_RANK'), os.environ.get('PMI_RANK')} & {'1'}: time.sleep(12)\n"
+    )
     code, _, err = run("run", "-n", 3, script("world.Barrier()"), env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert code == 0
     assert "distdl: ranks 0, 2 waited 10 s for MPI to start; not there, or on another node: rank 1\n" in err
@@ -370,18 +381,32 @@ def test_users_variables_stay(monkeypatch):
 
 def test_an_outer_launchers_variables_are_taken_away(monkeypatch):
     """Those of torchrun and srun, which would tell each rank that it is another; by which try this is stays."""
-    outer = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x",
-             "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "DISTDL_ALONE": "1", "DISTDL_RANK": "1 0 2 x"}  # fmt: skip
+    outer = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_PROCID": "0",
+        "DISTDL_ALONE": "1",
+        "DISTDL_RANK": "1 0 2 x",
+    }
     for name, value in {**outer, "TORCHELASTIC_RESTART_COUNT": "2", "LOCAL_FILES": "mine"}.items():
         monkeypatch.setenv(name, value)
     found = environment(2)
     assert not outer.keys() & found.keys()
     assert (found["TORCHELASTIC_RESTART_COUNT"], found["LOCAL_FILES"]) == ("2", "mine")
     monkeypatch.delenv("RANK")
-    assert environment(1)["MASTER_PORT"] == environment(1)["DISTDL_ALONE"] == "1"  # no torchrun: what the user has set stays
+    assert (
+        environment(1)["MASTER_PORT"] == environment(1)["DISTDL_ALONE"] == "1"
+    )  # no torchrun: what the user has set stays
 
 
 def test_importing_launch_loads_neither_mpi_nor_torch():
     source = Path(sys.modules["distdl.launch"].__file__)
-    code = f"import runpy, sys; runpy.run_path({str(source)!r}); print([m for m in ('torch', 'mpi4py') if m in sys.modules])"
+    code = (
+        f"import runpy, sys; runpy.run_path({str(source)!r}); print([m for m in ('torch', 'mpi4py') if m "
+        "in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

@@ -68,10 +68,13 @@ def spread(x, how):
     return torch.stack([x, x], -1)[..., 0] if how == "apart" else x
 
 
-@pytest.mark.parametrize("shape, how", [((4, 6), "dense"), ((4, 6), "rows"), ((4, 6), "apart"), ((2, 3), "rows"), ((2, 6), "gaps")])
+@pytest.mark.parametrize(
+    "shape, how", [((4, 6), "dense"), ((4, 6), "rows"), ((4, 6), "apart"), ((2, 3), "rows"), ((2, 6), "gaps")]
+)
 @pytest.mark.parametrize("dims", [0, 1, (0, 1)])
 def test_equal_blocks_are_one_collective(dims, shape, how):
-    """In the order of the blocks, staged only where memory is not as the engine needs it; also batched, and of every dtype."""
+    """In the order of the blocks, staged only where memory is not as the engine needs it; also batched, and of every
+    dtype."""
     P = dd.Partition((2, 3), (3, 5, 1, 0, 4, 2))
     L = dd.Layout(P, shape)
     X = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
@@ -80,8 +83,13 @@ def test_equal_blocks_are_one_collective(dims, shape, how):
         A = dd.maps.all_gather(L, dims)
         y = (1 + rank()) * spread(torch.arange(float(torch.Size(A.out_shape).numel())).reshape(A.out_shape), how)
         with dd.testing.count_messages() as sent:
-            found = [A(spread(L.shard(X), how)), A.T(y), A(spread(L.shard(X).int(), how)),
-                     vmap(A)(spread(torch.stack([L.shard(X), -L.shard(X)]), how)), A.T(y.bfloat16())]
+            found = [
+                A(spread(L.shard(X), how)),
+                A.T(y),
+                A(spread(L.shard(X).int(), how)),
+                vmap(A)(spread(torch.stack([L.shard(X), -L.shard(X)]), how)),
+                A.T(y.bfloat16()),
+            ]
         return [f.tolist() for f in found], [(k, who, n) for k, who, n in sent if k != "agree"]
 
     def by_messages():
@@ -114,17 +122,32 @@ def test_collectives_stage_no_more_than_they_must():
         rows, columns = dd.Layout(dd.Partition((3, 1)), (6, 4)), dd.Layout(dd.Partition((1, 3)), (4, 6))
         x, y = rows.shard(torch.ones(6, 4)), torch.ones(6, 4)
         P, Q = dd.maps.all_gather(rows, 0), dd.maps.all_gather(columns, 1)
-        return [scratch(P, x), scratch(P, spread(x, "apart")), scratch(P.T, y), scratch(P.T, spread(y, "apart")),
-                scratch(Q, columns.shard(torch.ones(4, 6)).contiguous()), scratch(Q, columns.shard(torch.ones(4, 6))),
-                scratch(Q.T, torch.ones(4, 6))]
+        return [
+            scratch(P, x),
+            scratch(P, spread(x, "apart")),
+            scratch(P.T, y),
+            scratch(P.T, spread(y, "apart")),
+            scratch(Q, columns.shard(torch.ones(4, 6)).contiguous()),
+            scratch(Q, columns.shard(torch.ones(4, 6))),
+            scratch(Q.T, torch.ones(4, 6)),
+        ]
 
     gather, scatter = "all_gather", "reduce_scatter"
     for found in returned(every_rank(3, program, rounds=2, collectives=ALL)):
-        assert found == [(gather, 0), (gather, 64), (scatter, 0), (scatter, 128), (gather, 128), (gather, 192), (scatter, 128)]
+        assert found == [
+            (gather, 0),
+            (gather, 64),
+            (scatter, 0),
+            (scatter, 128),
+            (gather, 128),
+            (gather, 192),
+            (scatter, 128),
+        ]
 
 
 def test_what_is_no_collective_goes_as_messages():
-    """An engine without the collective, two tensors at once, an empty batch, one rank alone, and halves whose sum is widened."""
+    """An engine without the collective, two tensors at once, an empty batch, one rank alone, and halves whose sum is
+    widened."""
     L = dd.Layout(line(), (6,))
 
     def all_of(call, n=3, **transport):
@@ -168,10 +191,29 @@ def test_a_map_on_every_rank():
 
     def program():
         A = dd.maps.repartition(dd.Layout(dd.Partition((2,), (2, 0)), (5,)), dd.Layout(line(), (5,), ((0, 1, 4),)))
-        x = torch.arange(5.0)[:3] if rank() == 2 else torch.arange(3.0, 5.0) if rank() == 0 else torch.full((2, 2), torch.nan)
+        x = (
+            torch.arange(5.0)[:3]
+            if rank() == 2
+            else torch.arange(3.0, 5.0)
+            if rank() == 0
+            else torch.full((2, 2), torch.nan)
+        )
         y = A(x)
-        return (A.in_shape, A.out_shape, A.active, A.T.active, A.ranks, A.plans == (A.plan,), A.T.T is A, A.T.T == A, y.tolist(),
-                A.is_identity, A.T.steps[0].transposed, str(A), str(A.T))
+        return (
+            A.in_shape,
+            A.out_shape,
+            A.active,
+            A.T.active,
+            A.ranks,
+            A.plans == (A.plan,),
+            A.T.T is A,
+            A.T.T == A,
+            y.tolist(),
+            A.is_identity,
+            A.T.steps[0].transposed,
+            str(A),
+            str(A.T),
+        )
 
     a, b, c = returned(every_rank(3, program))
     assert a[:5] == ((2,), (0,), True, True, (0, 1, 2)) and a[8] == []
@@ -262,15 +304,22 @@ def test_what_dims_may_be():
         dd.maps.all_sum_reduce(L, None, 1.0)
     assert A.plan.view(0).out_shape == (3, 1) and dd.maps.all_sum_reduce(L, None, -1).plan == A.plan
     B = dd.maps.gathering(P, (4, 7), {1: 1, 0: 0}, {0: (1, 3), 1: (0, 3, 4)})
-    assert B.plan.view(5).in_shape == (3, 4) and B.plan.view(0).in_shape == (1, 0) and B.plan.view(0).out_shape == (4, 7)
+    assert (
+        B.plan.view(5).in_shape == (3, 4) and B.plan.view(0).in_shape == (1, 0) and B.plan.view(0).out_shape == (4, 7)
+    )
     assert dd.maps.gathering(P, (4, 7), {0: 1}).plan.view(2).in_shape == (1, 7)
 
 
 def test_shift_and_permute_to_the_edge():
-    """Where nothing arrives are zeros of the own shape, on either end; permuted scalars, vectors, and shapes by rank."""
+    """Where nothing arrives are zeros of the own shape, on either end; permuted scalars, vectors, and shapes by
+    rank."""
     L = dd.Layout(line(), (6,), ((1, 2, 3),))
-    for offset, wanted in ((-1, [[1, 2], [3, 4, 5], [0, 0, 0]]), (1, [[0], [0], [1, 2]]), (-2, [[3, 4, 5], [0, 0], [0, 0, 0]]),
-                           (3, [[0], [0, 0], [0, 0, 0]])):  # fmt: skip
+    for offset, wanted in (
+        (-1, [[1, 2], [3, 4, 5], [0, 0, 0]]),
+        (1, [[0], [0], [1, 2]]),
+        (-2, [[3, 4, 5], [0, 0], [0, 0, 0]]),
+        (3, [[0], [0, 0], [0, 0, 0]]),
+    ):
         got = dd.maps.shift(L, 0, offset, False).simulate([torch.arange(6)[a:b] for a, b in L.blocks(0)])
         assert [y.tolist() for y in got] == wanted
     swap = ((0, 2), (2, 0))
@@ -305,7 +354,9 @@ def test_chains():
     assert [y for y, _ in returned(every_rank(3, program))] == [[0.0, 1.0, 2.0, 3.0]] * 3
     assert [g for _, g in every_rank(3, program)] == [[3.0, 3.0], [3.0], [3.0]]
     L, M = dd.Layout(line(), (4,)), dd.Layout(line(), (4,), ((0, 4, 0),))
-    shards = (dd.maps.all_gather(M) @ dd.maps.repartition(L, M)).simulate([torch.arange(4.0)[a:b] for a, b in L.blocks(0)])
+    shards = (dd.maps.all_gather(M) @ dd.maps.repartition(L, M)).simulate(
+        [torch.arange(4.0)[a:b] for a, b in L.blocks(0)]
+    )
     assert [y.tolist() for y in shards] == [[0.0, 1.0, 2.0, 3.0]] * 3
 
 
@@ -355,9 +406,13 @@ def test_nothing_and_tie():
     with pytest.raises(ShapeError, match="has elements"):
         F.nothing((2,), x)
     for others in ((x,), (z.real, z), (torch.ones(1), x), (torch.ones(1), torch.ones(1), x)):
-        assert F.nothing((0,), torch.ones(3), *others).requires_grad and not F.nothing((0,), torch.ones(3)).requires_grad
+        assert (
+            F.nothing((0,), torch.ones(3), *others).requires_grad and not F.nothing((0,), torch.ones(3)).requires_grad
+        )
     empty = F.nothing((0, 2), x, z)
-    assert empty.shape == (0, 2) and empty.requires_grad and F.nothing((0,), x, dtype=torch.float64).dtype == torch.float64
+    assert (
+        empty.shape == (0, 2) and empty.requires_grad and F.nothing((0,), x, dtype=torch.float64).dtype == torch.float64
+    )
     value = torch.tensor(3.0)
     assert F.tie(value) is value and F.tie(value, torch.tensor(1)) is value
     tied = F.tie(value, x, z)
@@ -443,7 +498,8 @@ def around():
 
 
 class Observer:
-    """In place of the one that checks: notes of each movement whether a graph holds its adjoint, and whether it is being traced."""
+    """In place of the one that checks: notes of each movement whether a graph holds its adjoint, and whether it is
+    being traced."""
 
     tracing = False
 
@@ -495,7 +551,9 @@ def test_traces():
         else:
             for place in range(2):
                 with pytest.raises(AgreementError, match="no derivative of its own"):
-                    jvp(lambda t, k=place: torch.ops.distdl.move([x, t][:: 1 if k else -1], move.args[1])[0], (x,), (x,))
+                    jvp(
+                        lambda t, k=place: torch.ops.distdl.move([x, t][:: 1 if k else -1], move.args[1])[0], (x,), (x,)
+                    )
     with torch.no_grad():
         assert torch.ops.distdl.move([x.clone().requires_grad_()], move.args[1])[0].tolist() == [1.0] * 5
     own = dd.linear_map(lambda x: 2 * x, lambda x: 2 * x, (3,), (3,))
@@ -513,7 +571,9 @@ def test_traces_under_vmap(dims):
         args = [a[0] if d is None else a.T if d else a for a, d in zip(args, dims)]
         found = vmap(graph, in_dims=dims)(*args)
         each = [tuple(a if d is None else a.select(d, k) for a, d in zip(args, dims)) for k in range(4)]
-        return [f.tolist() for f in found], [torch.stack(rows).tolist() for rows in zip(*(F.all_gather(pair, L) for pair in each))]
+        return [f.tolist() for f in found], [
+            torch.stack(rows).tolist() for rows in zip(*(F.all_gather(pair, L) for pair in each))
+        ]
 
     for found, wanted in returned(every_rank(3, program, rounds=3)):
         assert found == wanted
@@ -552,7 +612,9 @@ def test_what_can_have_a_gradient():
 def test_tensors_of_one_movement_lie_on_one_device():
     for n in (1, 2):
         xs = [torch.ones(2), *(torch.ones(2, device="meta") for _ in range(n))]
-        assert refused(lambda xs=xs: F.all_gather(xs, dd.Layout(line(), (6,)))).actual == ", ".join(["cpu"] + ["meta"] * n)
+        assert refused(lambda xs=xs: F.all_gather(xs, dd.Layout(line(), (6,)))).actual == ", ".join(
+            ["cpu"] + ["meta"] * n
+        )
 
 
 class Guarded(torch.Tensor):
@@ -654,8 +716,15 @@ def test_a_pytree_is_one_set_of_messages():
         with dd.testing.count_messages() as sent:
             trees = F.all_gather({"a": torch.full((1, 1), float(rank())), "b": [torch.full((1, 1), rank())]}, L, 0)
             sums = F.all_sum_reduce((torch.ones(2), torch.ones(1, 2), torch.full((1,), 2, dtype=torch.int64)), line())
-        return (trees["a"].flatten().tolist(), trees["b"][0].flatten().tolist(), [s.tolist() for s in sums], sent.sends,
-                len(sent.of("all_reduce")), sent.bytes, [b for k, _, b in sent if k == "all_reduce"])
+        return (
+            trees["a"].flatten().tolist(),
+            trees["b"][0].flatten().tolist(),
+            [s.tolist() for s in sums],
+            sent.sends,
+            len(sent.of("all_reduce")),
+            sent.bytes,
+            [b for k, _, b in sent if k == "all_reduce"],
+        )
 
     for found in returned(every_rank(3, program, rounds=3)):
         assert found == ([0.0, 1.0, 2.0], [0, 1, 2], [[3.0, 3.0], [[3.0, 3.0]], [6]], 2, 2, 2 * (64 + 8) + 24, [16, 8])
@@ -666,8 +735,13 @@ def test_half_precision_is_summed_in_single(dtype):
     def program():
         x = torch.full((1,), 1.0 if rank() else 256.0, dtype=dtype)
         P = dd.Partition((5,))
-        return (F.all_sum_reduce(x, P), F.sum_reduce(x, P, dd.Partition((1,), (2,)), shape=(1,)), dd.maps.all_sum_reduce(P, (1,)),
-                F.all_sum_reduce((x, x.double()), P), F.reduce_scatter((x.expand(5), x.expand(5).double()), P))
+        return (
+            F.all_sum_reduce(x, P),
+            F.sum_reduce(x, P, dd.Partition((1,), (2,)), shape=(1,)),
+            dd.maps.all_sum_reduce(P, (1,)),
+            F.all_sum_reduce((x, x.double()), P),
+            F.reduce_scatter((x.expand(5), x.expand(5).double()), P),
+        )
 
     results = returned(every_rank(5, program, rounds=4))
     assert [y.item() for y, *_ in results] == [260.0] * 5 and results[2][1].item() == 260.0
@@ -678,7 +752,8 @@ def test_half_precision_is_summed_in_single(dtype):
     assert [y.item() for y in simulated] == [260.0] * 5 and simulated[0].dtype == dtype
 
 
-# a number from which the next one that the type has is 2 away: with 1 added twice, one after the other, it stays as it is
+# a number from which the next one that the type has is 2 away: with 1 added twice, one after the other, it stays as it
+# is
 LACKING = {"float8_e4m3fn": 16, "float8_e4m3fnuz": 16, "float8_e5m2": 8, "float8_e5m2fnuz": 8, "float8_e8m0fnu": 2,
            "complex32": 2048, "uint16": 40000, "uint32": 2**31, "uint64": 2**40}  # fmt: skip
 
@@ -716,7 +791,8 @@ def test_all_reduces(how):
 
 
 def test_lazy_tensors_and_odd_strides():
-    """Conjugates, negatives, expanded and transposed inputs, with more strides than are remembered, and large messages."""
+    """Conjugates, negatives, expanded and transposed inputs, with more strides than are remembered, and large
+    messages."""
 
     def program():
         L = dd.Layout(dd.Partition((3, 1)), (6, 4))
@@ -836,7 +912,9 @@ def test_the_older_vmap_is_refused():
         gather = dd.maps.all_gather(dd.Layout(line(2), (4,)))
         with pytest.raises(dd.errors.DistdlError, match=r"torch\.func\.vmap"):
             torch.autograd.functional.jacobian(gather, torch.ones(2), vectorize=True, strategy="forward-mode")
-        return caught.value.next_step is not None, "all_gather" in str(caught.value) or "reduce_scatter" in str(caught.value)
+        return caught.value.next_step is not None, "all_gather" in str(caught.value) or "reduce_scatter" in str(
+            caught.value
+        )
 
     assert returned(every_rank(2, program)) == [(True, True)] * 2
 

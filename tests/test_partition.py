@@ -51,14 +51,26 @@ def test_take_and_along():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: dd.Partition((0, 2)), lambda: dd.Partition((2,), (1, 1)), lambda: dd.Partition((2,), (0,)),
-             lambda: dd.Partition((2,), (0, -1)), lambda: dd.Partition((2.5,)), lambda: dd.Partition(3),
-             lambda: dd.Partition((2,), 3),
-             lambda: dd.Partition((2, 2)).take(2, 0), lambda: dd.Partition((2, 2)).take(0, 2), lambda: dd.Partition((2,)).along(1),
-             lambda: dd.Layout(dd.Partition((2,)), (3, 3)), lambda: dd.Layout(dd.Partition((2,)), (-1,)),
-             lambda: dd.Layout(dd.Partition((2,)), (4,), ((1, 2),)), lambda: dd.Layout(dd.Partition((2,)), (4,), ((5, -1),)),
-             lambda: dd.Layout(dd.Partition((2,)), (4,), ((1, 1, 2),)), lambda: dd.Layout(dd.Partition((2,)), (4,), (None, None)),
-             ])  # fmt: skip
+    "make",
+    [
+        lambda: dd.Partition((0, 2)),
+        lambda: dd.Partition((2,), (1, 1)),
+        lambda: dd.Partition((2,), (0,)),
+        lambda: dd.Partition((2,), (0, -1)),
+        lambda: dd.Partition((2.5,)),
+        lambda: dd.Partition(3),
+        lambda: dd.Partition((2,), 3),
+        lambda: dd.Partition((2, 2)).take(2, 0),
+        lambda: dd.Partition((2, 2)).take(0, 2),
+        lambda: dd.Partition((2,)).along(1),
+        lambda: dd.Layout(dd.Partition((2,)), (3, 3)),
+        lambda: dd.Layout(dd.Partition((2,)), (-1,)),
+        lambda: dd.Layout(dd.Partition((2,)), (4,), ((1, 2),)),
+        lambda: dd.Layout(dd.Partition((2,)), (4,), ((5, -1),)),
+        lambda: dd.Layout(dd.Partition((2,)), (4,), ((1, 1, 2),)),
+        lambda: dd.Layout(dd.Partition((2,)), (4,), (None, None)),
+    ],
+)
 def test_errors(make):
     with pytest.raises(PartitionError) as caught:
         make()
@@ -67,17 +79,29 @@ def test_errors(make):
 
 
 def test_a_rank_is_an_integer():
-    """Coordinates where a rank is expected are an error, not a rank outside: each method, before and after its cache is warm."""
+    """Coordinates where a rank is expected are an error, not a rank outside: each method, before and after its cache is
+    warm."""
     P = dd.Partition((2, 2))
     L, line = dd.Layout(P, (5, 3)), dd.Layout(dd.Partition((4,)), (10,))
     spec, plan = dd.HaloSpec(L, 1), dd.maps.repartition(L, dd.Partition((4, 1))).plan
     calls = {
-        "index": P.index, "along": lambda r: P.along(0, r), "P.box": lambda r: P.box((5, 3), r),
-        "P.local_shape": lambda r: P.local_shape((5, 3), r), "box": L.box, "local_shape": L.local_shape, "slices": L.slices,
-        "shard": lambda r: L.shard(torch.ones(5, 3), r), "line": line.local_shape, "window": spec.window_box, "view": plan.view,
-        "messages": plan.messages, "volume": plan.volume, "side": plan.held.local_shape, "runs": plan.held.runs,
+        "index": P.index,
+        "along": lambda r: P.along(0, r),
+        "P.box": lambda r: P.box((5, 3), r),
+        "P.local_shape": lambda r: P.local_shape((5, 3), r),
+        "box": L.box,
+        "local_shape": L.local_shape,
+        "slices": L.slices,
+        "shard": lambda r: L.shard(torch.ones(5, 3), r),
+        "line": line.local_shape,
+        "window": spec.window_box,
+        "view": plan.view,
+        "messages": plan.messages,
+        "volume": plan.volume,
+        "side": plan.held.local_shape,
+        "runs": plan.held.runs,
         "root": lambda r: dd.maps.gather(L, r),
-    }  # fmt: skip
+    }
     cached = "view", "messages", "volume", "root"  # by the rank itself: 1.0 is 1 there, a list no key
     for name, call in calls.items():
         call(0), call(1)
@@ -150,7 +174,8 @@ def layouts(draw, max_ranks=12):
 
 @given(layouts())
 def test_blocks_cover_exactly_once(L):
-    """Brute force: every element has one owner; boxes, shapes, slices and shards agree; empty blocks lie at the end (case 20)."""
+    """Brute force: every element has one owner; boxes, shapes, slices and shards agree; empty blocks lie at the end
+    (case 20)."""
     owners = torch.zeros(L.shape, dtype=torch.int64)
     X = torch.arange(owners.numel()).reshape(L.shape)
     for r in L.partition.ranks:

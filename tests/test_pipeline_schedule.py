@@ -15,9 +15,12 @@ TABLES += [("interleaved", p, m, v) for p, m in SIZES for v in (1, 2, 3) if m % 
 
 @pytest.mark.parametrize("kind, p, m, v", TABLES)
 def test_theory(kind, p, m, v):
-    """Every task once; time and idle share of GPipe's and Megatron's papers, whatever a backward costs; micro-batches kept."""
+    """Every task once; time and idle share of GPipe's and Megatron's papers, whatever a backward costs; micro-batches
+    kept."""
     table = schedule(kind, p, m, v)
-    assert sorted(itertools.chain(*table)) == sorted(Task(k, s, i) for k in "FB" for s in range(v * p) for i in range(m))
+    assert sorted(itertools.chain(*table)) == sorted(
+        Task(k, s, i) for k in "FB" for s in range(v * p) for i in range(m)
+    )
     for b in (1, 2, Fraction(5, 3)):
         found = simulate(table, 1, b)
         steps = v * m + p - 1
@@ -30,7 +33,8 @@ def test_theory(kind, p, m, v):
 
 
 def blocking(table):
-    """Run the executor's own order with transfers that block on both ends; returns the tasks left when nothing moves any more."""
+    """Run the executor's own order with transfers that block on both ends; returns the tasks left when nothing moves
+    any more."""
     order, p = simulate(table).order, len(table)
     last = max(t.stage for t in order)
     queues = {d: [] for d in range(p)}
@@ -80,7 +84,9 @@ def test_order_respects_lists_and_dependences(kind, p, m, v):
 def test_a_circle_is_an_error():
     """Device 0 wants the backward of micro-batch 1 before it runs the forward that it waits for."""
     table = [[("F", 0, 0), ("B", 0, 1), ("F", 0, 1), ("B", 0, 0)], [("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("B", 1, 1)]]
-    with pytest.raises(PartitionError, match=r"never ends.*device 0 waits before \('B', 0, 1\); device 1 .* \('F', 1, 1\)"):
+    with pytest.raises(
+        PartitionError, match=r"never ends.*device 0 waits before \('B', 0, 1\); device 1 .* \('F', 1, 1\)"
+    ):
         simulate(table)
 
 

@@ -95,8 +95,13 @@ def test_transpose_is_the_matrix_transpose(pair):
     assert torch.equal(matrix(plan.T), matrix(plan).T)
 
 
-HALOS = st.tuples(st.sampled_from(["none", "zeros", "circular", "reflect", "replicate"]), st.integers(1, 4), st.integers(2, 7),
-                  st.integers(0, 9), st.integers(0, 9))  # fmt: skip
+HALOS = st.tuples(
+    st.sampled_from(["none", "zeros", "circular", "reflect", "replicate"]),
+    st.integers(1, 4),
+    st.integers(2, 7),
+    st.integers(0, 9),
+    st.integers(0, 9),
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -144,15 +149,27 @@ def test_identity_is_what_the_matrix_says():
     part = Axis(0, (((0, 2, 1),), ((2, 3, 0),), ((3, 5, 0),)), (3, 1, 2))  # the first rank's block leaves a gap
     twice = Axis(0, (((0, 1, 0), (1, 2, 1)), ((2, 3, 0),), ()), (2, 1, 0))
     sides = [
-        Side.of(dd.Layout(P, (5,))), Side.of(dd.Layout(P, (5,), ((0, 5, 0),))), Side.of(dd.Layout(P, (2,))),
-        Side.of(dd.Layout(Q, (3, 5))), Side.of(dd.Layout(dd.Partition(()), ())), Side(P, (whole(2),)), Side(P, (keys, whole(2))),
-        Side(P, (key(0, (0, 0, 2)), whole(2))), Side(P, (key(0, (0, None, 2)), whole(2))), Side(P, (part,)), Side(P, (keys, part)),
-        Side(Q, (split(((0, 2), (2, 3)), 0),)), Side(Q, (split(((0, 2), (2, 3)), 0), key(1, (0, 1)))), Side(P, (twice,)),
-        Side(Q, (split(((0, 2), (2, 3)), 0), split(((0, 1), (0, 1)), 1))), Side(dd.Partition((1,)), (whole(3),)),
-        Side(P, (split(((0, 2), (1, 3), (3, 4)), 0),)), Side(dd.Partition((1, 1)), (whole(3),)),
+        Side.of(dd.Layout(P, (5,))),
+        Side.of(dd.Layout(P, (5,), ((0, 5, 0),))),
+        Side.of(dd.Layout(P, (2,))),
+        Side.of(dd.Layout(Q, (3, 5))),
+        Side.of(dd.Layout(dd.Partition(()), ())),
+        Side(P, (whole(2),)),
+        Side(P, (keys, whole(2))),
+        Side(P, (key(0, (0, 0, 2)), whole(2))),
+        Side(P, (key(0, (0, None, 2)), whole(2))),
+        Side(P, (part,)),
+        Side(P, (keys, part)),
+        Side(Q, (split(((0, 2), (2, 3)), 0),)),
+        Side(Q, (split(((0, 2), (2, 3)), 0), key(1, (0, 1)))),
+        Side(P, (twice,)),
+        Side(Q, (split(((0, 2), (2, 3)), 0), split(((0, 1), (0, 1)), 1))),
+        Side(dd.Partition((1,)), (whole(3),)),
+        Side(P, (split(((0, 2), (1, 3), (3, 4)), 0),)),
+        Side(dd.Partition((1, 1)), (whole(3),)),
         Side(P, (split(((0, 2), (1, 1), (2, 4)), 0),)),
         Side(dd.Partition((1,)), (Axis(None, (((0, 1, 0), (1, 2, 0)),), None), whole(2))),  # under two keys: twice
-    ]  # fmt: skip
+    ]
     found = []
     for side in sides:
         A = matrix(Plan(side, side))
@@ -171,7 +188,12 @@ def test_what_a_plan_says_of_itself():
     assert Plan(Side.of(dd.Layout(dd.Partition((2,), (16, 9)), (4,))), plan.held).ranks[-2:] == (9, 16)
     assert len(plan.digest) == 16 and plan.digest == Plan(Side.of(L), Side.of(M)).digest != plan.T.digest
     assert plan.view(0).in_shape == (0, 3) and plan.view(4).out_shape == (0, 2) and plan.view(7).in_shape == (0, 3)
-    assert plan.messages(4) == 2 and plan.volume(4) == 9 and plan.volume(1) == 6 and plan.messages(0) == plan.volume(0) == 0
+    assert (
+        plan.messages(4) == 2
+        and plan.volume(4) == 9
+        and plan.volume(1) == 6
+        and plan.messages(0) == plan.volume(0) == 0
+    )
     assert [m.peer for m in plan.view(4).sends] == [0, 3] and [m.peer for m in plan.view(0).received] == [4, 1]
     late = Plan(Side.of(dd.Layout(L.partition, (5, 3), ((2, 3), None))), Side.of(M))
     assert [m.peer for m in late.view(0).received] == [1, 4], "largest first"
@@ -187,21 +209,29 @@ def test_how_arrivals_combine():
         return [(plan.view(r).adds, covered(plan.view(r))) for r in P.ranks]
 
     assert combine(Plan(L, everyone)) == [(False, True)] * 2  # all-gather
-    assert combine(Plan(everyone, L)) == combine(Plan(everyone, everyone)) == [(True, True)] * 2  # reduce-scatter, all-reduce
+    assert (
+        combine(Plan(everyone, L)) == combine(Plan(everyone, everyone)) == [(True, True)] * 2
+    )  # reduce-scatter, all-reduce
     assert combine(Plan(L, L)) == [(False, True)] * 2
     halo = dd.HaloSpec(P, (5,), 1, boundary="zeros").plan()
     assert combine(halo) == [(False, False)] * 2 and combine(halo.T) == [(True, True)] * 2
-    around = dd.HaloSpec(P, (5,), 7, boundary="circular").plan()  # several boxes in one message, which name elements twice
+    around = dd.HaloSpec(
+        P, (5,), 7, boundary="circular"
+    ).plan()  # several boxes in one message, which name elements twice
     assert combine(around) == [(False, True)] * 2 and combine(around.T) == [(True, False)] * 2
     again = Side(P, (Axis(0, (((0, 1, 0), (0, 1, 1)), ((0, 2, 0),)), (2, 2)),))  # two boxes, as large as the output
     summed = Plan(again, Side(dd.Partition((1,)), (whole(2),)))
     assert (summed.view(0).adds, covered(summed.view(0))) == (True, False)
     assert summed.simulate([torch.ones(2), torch.ones(2)])[0].tolist() == [3.0, 1.0]
     back = Plan(Side(dd.Partition((3,)), (split(((0, 1), (5, 6), (0, 1)), 0),)), Side(dd.Partition((1,)), (whole(6),)))
-    assert back.view(0).adds and back.simulate([torch.ones(1)] * 3)[0].tolist() == [2.0, 0, 0, 0, 0, 1.0], "in any order"
+    assert back.view(0).adds and back.simulate([torch.ones(1)] * 3)[0].tolist() == [2.0, 0, 0, 0, 0, 1.0], (
+        "in any order"
+    )
     nobody = Side(P, (key(0, (None, None)), whole(3)))
     assert combine(Plan(Side(P, (key(0, (0, 1)), whole(3))), nobody)) == [(False, False)] * 2
-    assert combine(dd.maps.all_sum_reduce(dd.Partition((1, 2)), (5,), (0,)).plan) == [(False, True)] * 2, "over a dim of one rank"
+    assert combine(dd.maps.all_sum_reduce(dd.Partition((1, 2)), (5,), (0,)).plan) == [(False, True)] * 2, (
+        "over a dim of one rank"
+    )
     empty = Side.of(dd.Layout(P, (0,)))
     assert combine(Plan(empty, empty)) == [(False, True)] * 2
     apart = Side(dd.Partition((3,)), (split(((0, 3), (1, 4), (0, 4)), 0),))  # blocks that overlap are no all-reduce
@@ -215,7 +245,9 @@ def test_tensors_under_two_keys():
     assert torch.equal(matrix(plan), 2 * torch.eye(2).double()) and plan.volume(0) == 4
     sources = Side(dd.Partition((2,)), (key(0, (0, 1)), whole(2)))
     total = Plan(sources, Side(dd.Partition((1,), (2,)), (two, whole(2))))
-    assert torch.equal(matrix(total), torch.eye(2).double().repeat(1, 2)) and torch.equal(matrix(total.T), matrix(total).T)
+    assert torch.equal(matrix(total), torch.eye(2).double().repeat(1, 2)) and torch.equal(
+        matrix(total.T), matrix(total).T
+    )
 
 
 def check_combining(plan):
@@ -254,7 +286,10 @@ def test_arrivals_are_counted_right():
         for _ in range(2):  # two dims cut along one grid dim: boxes on a diagonal, anywhere
             starts = [rng.randint(0, 4) for _ in range(3)]
             held.append([(a, a + rng.randint(0, 3)) for a in starts])
-        side = Side(P, tuple(Axis(0, tuple(((a, b, 0),) for a, b in blocks), tuple(b - a for a, b in blocks)) for blocks in held))
+        side = Side(
+            P,
+            tuple(Axis(0, tuple(((a, b, 0),) for a, b in blocks), tuple(b - a for a, b in blocks)) for blocks in held),
+        )
         check_combining(Plan(side, Side(dd.Partition((1,)), (whole(7), whole(7)))))
 
 
@@ -339,30 +374,44 @@ def test_gathered():
         plan = dd.maps.all_gather(L, dims).plan
         assert gathered(plan) == tuple(sorted(dims)) and gathered(plan.T) is None, dims
     assert gathered(dd.maps.reduce_scatter(L, 1).plan.T) == (1,)
-    assert gathered(dd.maps.gathering(P, (2, 5, 6), {2: 1}).plan) == (1,), "copies of other ranks have keys of their own"
+    assert gathered(dd.maps.gathering(P, (2, 5, 6), {2: 1}).plan) == (1,), (
+        "copies of other ranks have keys of their own"
+    )
     assert gathered(dd.maps.gathering(P, (6, 4), {1: 0, 0: 1}).plan) == (0, 1)
-    assert gathered(dd.maps.gathering(dd.Partition((1, 3)), (6,), {0: 1}).plan) == (1,), "a dim of one rank needs no key"
+    assert gathered(dd.maps.gathering(dd.Partition((1, 3)), (6,), {0: 1}).plan) == (1,), (
+        "a dim of one rank needs no key"
+    )
     uneven, empty = dd.Layout(P, (5, 6)), dd.Layout(P, (4, 2))
     assert gathered(dd.maps.all_gather(uneven, 0).plan) is None and gathered(dd.maps.all_gather(uneven, 1).plan) == (1,)
     assert gathered(dd.maps.all_gather(empty, 1).plan) is None and gathered(dd.maps.all_gather(empty, 0).plan) == (0,)
     backwards = dd.Layout(dd.Partition((3,), ranks=(2, 0, 1)), (6,))
     assert gathered(dd.maps.all_gather(backwards).plan) == (0,)
     line = dd.Partition((3,))
-    for A in (dd.maps.repartition(L, dd.Partition((3, 2))), dd.maps.halo_exchange(dd.HaloSpec(L, 1)),
-              dd.maps.shift(line, 0, shape=(2,)), dd.maps.all_sum_reduce(line, (2,)),
-              dd.maps.broadcast(dd.Partition((1,)), line, (2,)), dd.maps.scatter(L, 0),
-              dd.maps.gather(L, 0), dd.maps.repartition(L, dd.Layout(P, (4, 6), ((1, 3), None)))):
+    for A in (
+        dd.maps.repartition(L, dd.Partition((3, 2))),
+        dd.maps.halo_exchange(dd.HaloSpec(L, 1)),
+        dd.maps.shift(line, 0, shape=(2,)),
+        dd.maps.all_sum_reduce(line, (2,)),
+        dd.maps.broadcast(dd.Partition((1,)), line, (2,)),
+        dd.maps.scatter(L, 0),
+        dd.maps.gather(L, 0),
+        dd.maps.repartition(L, dd.Layout(P, (4, 6), ((1, 3), None))),
+    ):
         assert gathered(A.plan) is None and gathered(A.plan.T) is None, A
     blocks = (((0, 2),), ((2, 4),))
     held, whole_4 = split(tuple(b[0] for b in blocks), 0), whole(4)
     columns = dd.Partition((2, 2))
-    assert gathered(Plan(Side(columns, (held,)), Side(columns, (whole_4,)))) is None, "copies along the other dim would be added"
+    assert gathered(Plan(Side(columns, (held,)), Side(columns, (whole_4,)))) is None, (
+        "copies along the other dim would be added"
+    )
     row = dd.Partition((2, 1))
     assert gathered(Plan(Side(row, (held,)), Side(row, (whole_4,)))) == (0,), "there is no other"
     keyed = key(1, (0, 1))
     assert gathered(Plan(Side(columns, (keyed, held)), Side(columns, (keyed, whole_4)))) == (0,)
     assert gathered(Plan(Side(columns, (key(1, (0, 0)), held)), Side(columns, (key(1, (0, 0)), whole_4)))) is None
-    assert gathered(Plan(Side(columns, (keyed, held)), Side(dd.Partition((2, 2), (0, 1, 3, 2)), (keyed, whole_4)))) is None
+    assert (
+        gathered(Plan(Side(columns, (keyed, held)), Side(dd.Partition((2, 2), (0, 1, 3, 2)), (keyed, whole_4)))) is None
+    )
     assert gathered(Plan(Side(columns, (keyed, held)), Side(columns, (keyed, whole(5))))) is None
     twice = Plan(Side(columns, (keyed, held, held)), Side(columns, (keyed, whole_4, whole_4)))
     assert gathered(twice) is None, "two tensor dims along one grid dim are no row of blocks"
@@ -370,12 +419,17 @@ def test_gathered():
 
 def test_piles():
     """Whether an element may arrive three times or more: only then a sum of halves needs a wider dtype."""
+
     def piles(plan):
         return [recognise.piles(plan.view(r)) for r in plan.ranks]
 
     for n in (2, 3):
         P = dd.Partition((n,))
-        assert piles(dd.maps.all_sum_reduce(P, (2,)).plan) == piles(dd.maps.reduce_scatter(dd.Layout(P, (6,))).plan) == [n > 2] * n
+        assert (
+            piles(dd.maps.all_sum_reduce(P, (2,)).plan)
+            == piles(dd.maps.reduce_scatter(dd.Layout(P, (6,))).plan)
+            == [n > 2] * n
+        )
         assert piles(dd.maps.all_sum_reduce(P, ()).plan) == [n > 2] * n, "scalars too"
     line = dd.Layout(dd.Partition((3,)), (12,))
     assert piles(dd.maps.halo_exchange(dd.HaloSpec(line, 1)).plan.T) == [False] * 3, "ghosts of two sides do not meet"
@@ -436,4 +490,6 @@ def test_arrivals_of_one_size_come_in_grid_order():
     assert [[m.peer for m in plan.view(r).received] for r in range(3)] == [list(range(7)), [7, 8], [9]]
     for width in range(1, 9):  # a window over the blocks after this one
         window = dd.HaloSpec(fine, 0, 2 * width).plan()
-        assert all([m.peer for m in window.view(r).received] == list(range(r, r + width + 1)) for r in range(10 - width))
+        assert all(
+            [m.peer for m in window.view(r).received] == list(range(r, r + width + 1)) for r in range(10 - width)
+        )

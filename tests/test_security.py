@@ -1,4 +1,5 @@
-"""Who may run what: functions go to processes started for them, by private files and no shell; plans are plain values."""
+"""Who may run what: functions go to processes started for them, by private files and no shell; plans are plain
+values."""
 
 import ast
 import importlib
@@ -30,8 +31,21 @@ def calls():
 
 
 def test_nothing_is_run_by_a_shell_or_from_text():
-    forbidden = {"eval", "exec", "compile", "os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput",
-                 "torch.load", "marshal.loads", "marshal.load", "shelve.open", "yaml.load", "__import__"}  # fmt: skip
+    forbidden = {
+        "eval",
+        "exec",
+        "compile",
+        "os.system",
+        "os.popen",
+        "subprocess.getoutput",
+        "subprocess.getstatusoutput",
+        "torch.load",
+        "marshal.loads",
+        "marshal.load",
+        "shelve.open",
+        "yaml.load",
+        "__import__",
+    }
     for file, name, node in calls():
         assert name not in forbidden, f"{file}:{node.lineno} calls {name}"
         for keyword in node.keywords:
@@ -47,9 +61,15 @@ def test_pickles_are_read_where_their_writer_is_known():
     messages = {"signature.py", "watching/lookout.py", "watching/observer.py"}
     assert readers == {"launch.py", "_rank.py", "world.py", *messages}
     imported = {path.name for path in PACKAGE.rglob("*.py") if "socket" in path.read_text()}
-    assert imported == {"rendezvous.py"}, "the library opens no connection of its own; that file looks for a port that is free"
-    opened = {(file, name) for file, name, _ in calls() if name.endswith((".listen", ".connect", ".accept", ".sendall", ".recv"))
-              and "socket" in (PACKAGE / file).read_text()}
+    assert imported == {"rendezvous.py"}, (
+        "the library opens no connection of its own; that file looks for a port that is free"
+    )
+    opened = {
+        (file, name)
+        for file, name, _ in calls()
+        if name.endswith((".listen", ".connect", ".accept", ".sendall", ".recv"))
+        and "socket" in (PACKAGE / file).read_text()
+    }
     assert not opened
 
 
@@ -57,8 +77,14 @@ class Plain(pickle.Unpickler):
     """Loads values of distdl's own plain classes, and refuses everything else."""
 
     def find_class(self, module, name):
-        if (module, name) not in {("distdl.partition", "Partition"), ("distdl.partition", "Layout"), ("distdl.plan", "Plan"),
-                                  ("distdl.plan", "Side"), ("distdl.plan", "Axis"), ("distdl.halo", "HaloSpec")}:  # fmt: skip
+        if (module, name) not in {
+            ("distdl.partition", "Partition"),
+            ("distdl.partition", "Layout"),
+            ("distdl.plan", "Plan"),
+            ("distdl.plan", "Side"),
+            ("distdl.plan", "Axis"),
+            ("distdl.halo", "HaloSpec"),
+        }:
             raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
         return super().find_class(module, name)
 
@@ -71,7 +97,9 @@ def test_a_plan_is_a_plain_value():
         hash(value)
         data = pickle.dumps(value)
         assert Plain(io.BytesIO(data)).load() == value
-        assert not {op.name for op, _, _ in pickletools.genops(data)} & {"REDUCE", "INST", "OBJ"}, "only NEWOBJ, without arguments"
+        assert not {op.name for op, _, _ in pickletools.genops(data)} & {"REDUCE", "INST", "OBJ"}, (
+            "only NEWOBJ, without arguments"
+        )
     with pytest.raises(pickle.UnpicklingError, match="no plain value"):
         Plain(io.BytesIO(pickle.dumps(print))).load()
 
@@ -112,7 +140,11 @@ def test_words_are_not_expanded(tmp_path):
 def test_the_folder_of_a_launch_is_private():
     def look():
         folder = Path(sys.argv[1])
-        return stat.S_IMODE(folder.stat().st_mode), folder.stat().st_uid == os.getuid(), sorted(p.name for p in folder.iterdir())
+        return (
+            stat.S_IMODE(folder.stat().st_mode),
+            folder.stat().st_uid == os.getuid(),
+            sorted(p.name for p in folder.iterdir()),
+        )
 
     assert dd.launch(look, 1)() == [(0o700, True, ["job", "roll"])]
 
@@ -130,7 +162,11 @@ def test_no_rank_listens_on_a_network():
 
         P = dd.Partition((dd.world().size,))
         assert F.all_sum_reduce(torch.ones(1), P).item() == P.size
-        links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
+        links = [
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.islink(f"/proc/self/fd/{fd}")
+        ]
         mine = {link[8:-1] for link in links if link.startswith("socket:[")}
         rows = [row.split() for file in ("tcp", "tcp6") for row in Path("/proc/net", file).read_text().splitlines()[1:]]
         loopback = ("0100007F:", "00000000000000000000000001000000:")

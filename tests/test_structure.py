@@ -66,7 +66,8 @@ except dd.errors.TransportError as error:
     assert first == "World(rank 0 of 1, name='default', LocalTransport)" and second.startswith("True pip install")
 
 
-# A module may import those of the lines above its own; inside functional/, nn/, engine/ and watching/ also its siblings.
+# A module may import those of the lines above its own; inside functional/, nn/, engine/ and watching/ also its
+# siblings.
 ORDER = [set(line.split()) for line in """
     errors _rank _names
     partition
@@ -118,7 +119,8 @@ def test_imports_run_one_way(path):
 
 
 def test_one_autograd_function():
-    """DESIGN: one torch.autograd.Function is all movements; another recomputes under torch.func, as no checkpoint can."""
+    """DESIGN: one torch.autograd.Function is all movements; another recomputes under torch.func, as no checkpoint
+    can."""
     classes = [(p.name, node) for p in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(p.read_text()))
                if isinstance(node, ast.ClassDef)]  # fmt: skip
     bases = "autograd.Function", "SingleLevelFunction"
@@ -136,11 +138,22 @@ def test_public_names():
 def test_every_name_is_public_or_private():
     """A submodule never stands where a user means a function: ``F.linear`` says ``F.dist_linear``."""
     for module in (dd, F, dd.nn):
-        others = {n for n in vars(module) if not n.startswith("_")} - set(module.__all__) - set(getattr(module, "_SUBMODULES", ()))
+        others = (
+            {n for n in vars(module) if not n.startswith("_")}
+            - set(module.__all__)
+            - set(getattr(module, "_SUBMODULES", ()))
+        )
         others -= {"bench", "demo"}  # programs: a test may have imported them
         assert not others, f"{module.__name__}: {others}"
-    for module, name, meant in ((F, "linear", "dist_linear"), (F, "norm", "dist_norm"), (F, "loss", "dist_mse_loss|dist_l1_loss"),
-                                (F, "conv", "dist_conv"), (dd.nn, "layers", ""), (F, "relu", ""), (dd, "layout", "Layout")):
+    for module, name, meant in (
+        (F, "linear", "dist_linear"),
+        (F, "norm", "dist_norm"),
+        (F, "loss", "dist_mse_loss|dist_l1_loss"),
+        (F, "conv", "dist_conv"),
+        (dd.nn, "layers", ""),
+        (F, "relu", ""),
+        (dd, "layout", "Layout"),
+    ):
         assert not hasattr(module, name)
         with pytest.raises(AttributeError, match=f"has no attribute '{name}'.*({meant})"):
             getattr(module, name)
@@ -157,7 +170,8 @@ from distdl import plan
 from distdl.engine import exchange
 from distdl.functional.loss import dist_mse_loss
 import distdl.functional as F
-assert m.dist_linear is F.dist_linear and norm.__name__ == "distdl.functional.norm" and plan.Plan and not hasattr(F, "linear")
+assert m.dist_linear is F.dist_linear and norm.__name__ == "distdl.functional.norm"
+assert plan.Plan and not hasattr(F, "linear")
 print("imported")
 """
     assert run(code) == "imported"
@@ -184,7 +198,9 @@ def test_executor_through_counting_and_null_transports():
     posted.clear()
     exchange.Pending((plan,), [torch.stack([x] * 3)], Counting(1, 4)).finish()
     assert posted[0][0] == [(0, 48), (2, 48), (3, 48)]
-    alone = dd.maps.Plan(dd.maps.Side.of(dd.Layout(dd.Partition((1,)), (3,))), dd.maps.Side.of(dd.Layout(dd.Partition((1,)), (3,))))
+    alone = dd.maps.Plan(
+        dd.maps.Side.of(dd.Layout(dd.Partition((1,)), (3,))), dd.maps.Side.of(dd.Layout(dd.Partition((1,)), (3,)))
+    )
     posted.clear()
     exchange.Pending((alone,), [torch.ones(3)], Counting(0, 1)).finish()
     assert not posted

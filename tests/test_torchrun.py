@@ -1,4 +1,5 @@
-"""torchrun as the supervisor of MPI ranks: a job that fails is started again, here on fewer ranks, and goes on where it was."""
+"""torchrun as the supervisor of MPI ranks: a job that fails is started again, here on fewer ranks, and goes on where it
+was."""
 
 import os
 import subprocess
@@ -43,8 +44,20 @@ def test_restart_on_fewer_ranks(tmp_path):
     program, saved = tmp_path / "train.py", tmp_path / "state.pt"
     program.write_text(PROGRAM)
     job = f"exec {sys.executable} -m distdl run -n $((3 - TORCHELASTIC_RESTART_COUNT)) {program} {saved}"
-    supervise = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--max-restarts", "2",
-                 "--no-python", "sh", "-c", job]  # fmt: skip
+    supervise = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "2",
+        "--no-python",
+        "sh",
+        "-c",
+        job,
+    ]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(supervise, check=False, capture_output=True, text=True, env=environment, timeout=280)

@@ -31,9 +31,14 @@ def test_text():
 
 @pytest.mark.parametrize(
     ("boundary", "first", "last"),
-    [("none", "[0  1  2] 3", "2 [3  4]"), ("zeros", ". [0  1  2] 3", "2 [3  4] ."), ("circular", "4 [0  1  2] 3", "2 [3  4] 0"),
-     ("reflect", "1 [0  1  2] 3", "2 [3  4] 3"), ("replicate", "0 [0  1  2] 3", "2 [3  4] 4")],
-)  # fmt: skip
+    [
+        ("none", "[0  1  2] 3", "2 [3  4]"),
+        ("zeros", ". [0  1  2] 3", "2 [3  4] ."),
+        ("circular", "4 [0  1  2] 3", "2 [3  4] 0"),
+        ("reflect", "1 [0  1  2] 3", "2 [3  4] 3"),
+        ("replicate", "0 [0  1  2] 3", "2 [3  4] 4"),
+    ],
+)
 def test_halo_text(boundary, first, last):
     rows = viz.text(dd.HaloSpec(dd.Partition((2,)), (5,), 1, boundary=boundary)).splitlines()
     assert [row.split(":")[1].strip() for row in rows] == [first, last]
@@ -85,5 +90,7 @@ def test_spy():
 def test_without_matplotlib(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    assert viz.draw(ROWS) is None and viz.spy(dd.HaloSpec(dd.Partition((1,)), (2,), 1, boundary="circular").plan()) is None
+    assert (
+        viz.draw(ROWS) is None and viz.spy(dd.HaloSpec(dd.Partition((1,)), (2,), 1, boundary="circular").plan()) is None
+    )
     assert capsys.readouterr().out == "0 0\n0 0\n1 1\n2 2\n. 1\n1 .\n. 1\n1 .\n"

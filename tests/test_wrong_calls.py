@@ -1,4 +1,5 @@
-"""Wrong calls: one clear error that names the call, what was expected and what came, never Python's own from deep inside."""
+"""Wrong calls: one clear error that names the call, what was expected and what came, never Python's own from deep
+inside."""
 
 import copy
 import inspect
@@ -15,7 +16,18 @@ from distdl.errors import DistdlError
 
 P = dd.Partition((1, 1))
 L = dd.Layout(P, (2, 3))
-WRONG = (None, [1], "text", np.ones(3), (1.5, 2), 0.5, {}, object(), dd.Partition((1,)), dd.Layout(dd.Partition((1,)), (3,)))
+WRONG = (
+    None,
+    [1],
+    "text",
+    np.ones(3),
+    (1.5, 2),
+    0.5,
+    {},
+    object(),
+    dd.Partition((1,)),
+    dd.Layout(dd.Partition((1,)), (3,)),
+)
 MODULES = (F, dd.nn, dd.init, dd.checkpoint)
 FUNCTIONS = [getattr(m, n) for m in MODULES for n in m.__all__ if callable(getattr(m, n))]
 
@@ -54,9 +66,13 @@ def test_arguments_of_another_kind(function, known):
 
 def test_right_values_of_every_kind_pass():
     for name, values in {
-            "momentum": (None, 0.1, 1),
-            "num_features": (3, np.int64(3), torch.tensor(3)), "P": (P, L), "eps": (1, 1e-5, np.float32(1), torch.tensor(0.1)),
-            "normalized_shape": (3, (3,), [np.int64(3)], torch.Size((3,))), "device": ("cpu", 0, torch.device("meta"))}.items():
+        "momentum": (None, 0.1, 1),
+        "num_features": (3, np.int64(3), torch.tensor(3)),
+        "P": (P, L),
+        "eps": (1, 1e-5, np.float32(1), torch.tensor(0.1)),
+        "normalized_shape": (3, (3,), [np.int64(3)], torch.Size((3,))),
+        "device": ("cpu", 0, torch.device("meta")),
+    }.items():
         assert all(_KINDS[name][1](value) for value in values), name
 
 

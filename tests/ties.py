@@ -1,6 +1,7 @@
 """Functions of two ranks of which one alone is nonlinear, the ways to differentiate them, and their serial twins.
 
-Two ranks with a vector of three each; the movement is a matrix M for the serial twin, and the function is loss(A mid(Aᵀ A pre(x))).
+Two ranks with a vector of three each; the movement is a matrix M for the serial twin, and the function is loss(A mid(Aᵀ
+A pre(x))).
 """
 
 from __future__ import annotations
@@ -45,7 +46,13 @@ def rows(name):
     }[name]
 
 
-FUNCTIONS = {"cube": lambda x: x**3 / 3, "sine": torch.sin, "linear": lambda x: 2 * x, "same": lambda x: x, "zero": lambda x: 0 * x}
+FUNCTIONS = {
+    "cube": lambda x: x**3 / 3,
+    "sine": torch.sin,
+    "linear": lambda x: 2 * x,
+    "same": lambda x: x,
+    "zero": lambda x: 0 * x,
+}
 LOSSES = {
     "nonlinear": lambda y: (y.sin() * y.exp()).sum(),
     "linear": lambda y: (y * randn(y.shape, 8)).sum(),
@@ -94,8 +101,9 @@ def eager_adjoint_of_adjoint(f, x, v, w):
     return torch.autograd.grad((h * w).sum(), u)[0]
 
 
-# route -> (what it gives, (f, x, v, w) -> result). "block": a rank's part of the serial result; "sum": ranks' results add up;
-# "jacobian": local torch.func bases, whose k-th vectors are taken on both ranks at once, so that the ranks' columns add up.
+# route -> (what it gives, (f, x, v, w) -> result). "block": a rank's part of the serial result; "sum": ranks' results
+# add up; "jacobian": local torch.func bases, whose k-th vectors are taken on both ranks at once, so that the ranks'
+# columns add up.
 ROUTES = {
     "grad": ("block", lambda f, x, v, w: grad(f)(x)),
     "jvp": ("sum", lambda f, x, v, w: J(f, v)(x)),

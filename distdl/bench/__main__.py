@@ -17,11 +17,22 @@ from .table import report, rows
 from .timing import environment
 
 OPS = ("halo", "repartition", *cases.COLLECTIVES, "linear", "conv", *cases.NORMS)
-SHAPES = {"halo": (1024, 1024), "repartition": (1024, 1024), "linear": (512, 512, 512), "conv": (1, 16, 128, 128),
-          "layer_norm": (512, 512), "rms_norm": (512, 512)}
-USES = {"halo": ("shape", "grid", "width", "boundary"), "repartition": ("shape", "grid", "to"), "linear": ("shape", "grid"),
-        "conv": ("shape", "grid", "kernel", "channels"), **dict.fromkeys(cases.NORMS, ("shape", "grid")),
-        **dict.fromkeys(cases.COLLECTIVES, ("shape",))}  # which of an operator's options it has
+SHAPES = {
+    "halo": (1024, 1024),
+    "repartition": (1024, 1024),
+    "linear": (512, 512, 512),
+    "conv": (1, 16, 128, 128),
+    "layer_norm": (512, 512),
+    "rms_norm": (512, 512),
+}
+USES = {
+    "halo": ("shape", "grid", "width", "boundary"),
+    "repartition": ("shape", "grid", "to"),
+    "linear": ("shape", "grid"),
+    "conv": ("shape", "grid", "kernel", "channels"),
+    **dict.fromkeys(cases.NORMS, ("shape", "grid")),
+    **dict.fromkeys(cases.COLLECTIVES, ("shape",)),
+}  # which of an operator's options it has
 DEFAULTS = {"width": 1, "boundary": "none", "kernel": 3, "channels": 16}
 
 
@@ -32,11 +43,17 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    top = argparse.ArgumentParser("python -m distdl bench", description="time operators on your own shapes, in pairs with a limit")
+    top = argparse.ArgumentParser(
+        "python -m distdl bench", description="time operators on your own shapes, in pairs with a limit"
+    )
     top.add_argument("op", nargs="?", choices=OPS, help="default: all of them, on small shapes")
     top.add_argument("-n", type=int, default=2, help="number of ranks (default: 2)")
-    top.add_argument("--shape", type=numbers, help="global shape, as 512,512; linear: tokens, out, in; a collective: the bytes")
-    top.add_argument("--grid", type=numbers, help="the partition; default: as square as it goes (repartition: dim 0 only)")
+    top.add_argument(
+        "--shape", type=numbers, help="global shape, as 512,512; linear: tokens, out, in; a collective: the bytes"
+    )
+    top.add_argument(
+        "--grid", type=numbers, help="the partition; default: as square as it goes (repartition: dim 0 only)"
+    )
     top.add_argument("--to", type=numbers, help="repartition: the partition of the result (default: dim 1 only)")
     top.add_argument("--width", type=int, help="halo: its width (default: 1)")
     top.add_argument("--boundary", help="halo: none (the default), zeros, circular, ...")
@@ -57,7 +74,9 @@ def read(argv=None) -> argparse.Namespace:
     given = [name for name in dict.fromkeys(sum(USES.values(), ())) if getattr(options, name) is not None]
     foreign = [f"--{name}" for name in given if name not in USES.get(options.op, ())]
     if foreign:
-        top.error(f"{', '.join(foreign)}: " + (f"{options.op} has no such option" if options.op else "of which operator?"))
+        top.error(
+            f"{', '.join(foreign)}: " + (f"{options.op} has no such option" if options.op else "of which operator?")
+        )
     if options.op in cases.COLLECTIVES and options.shape and len(options.shape) != 1:
         top.error(f"--shape {','.join(map(str, options.shape))}: a collective takes one number, the bytes")
     for name, value in DEFAULTS.items():
@@ -77,8 +96,13 @@ def case(op: str, n: int, options) -> cases.Case:
     ndim = len(shape)
     if op == "repartition":
         if ndim < 2:
-            raise ShapeError("a repartition needs two dims", op="bench", expected="--shape of two numbers or more", actual=shape,
-                             next_step="for example --shape 4096,4096")
+            raise ShapeError(
+                "a repartition needs two dims",
+                op="bench",
+                expected="--shape of two numbers or more",
+                actual=shape,
+                next_step="for example --shape 4096,4096",
+            )
         grid, to = options.grid or (n,) + (1,) * (ndim - 1), options.to or (1, n) + (1,) * (ndim - 2)
         A, B = (dd.Layout(dd.Partition(g), shape) for g in (grid, to))
         return cases.repartition(A, B, f"{cases.size(grid)} to {cases.size(to)}", dtype=dtype)
@@ -87,8 +111,13 @@ def case(op: str, n: int, options) -> cases.Case:
         return cases.halo(shape, grid, width=options.width, boundary=options.boundary, dtype=dtype)
     if op == "linear":
         if ndim != 3:
-            raise ShapeError("a linear layer has three sizes", op="bench", expected="--shape of tokens, out, in", actual=shape,
-                             next_step="for example --shape 4096,4096,1024")
+            raise ShapeError(
+                "a linear layer has three sizes",
+                op="bench",
+                expected="--shape of tokens, out, in",
+                actual=shape,
+                next_step="for example --shape 4096,4096,1024",
+            )
         tokens, out, features = shape
         return cases.linear(tokens, out, features, options.grid or (1, n, 1), dtype=dtype)
     spatial = (1,) * (ndim - 2)
@@ -96,7 +125,9 @@ def case(op: str, n: int, options) -> cases.Case:
         grid = options.grid or (1, 1, n, *spatial[1:])
         return cases.conv(shape, grid, options.channels, options.kernel, padding=options.kernel // 2, dtype=dtype)
     last = op in ("layer_norm", "rms_norm")
-    return cases.norm(op, shape, options.grid or ((1,) * (ndim - 1) + (n,) if last else (1, 1, n, *spatial[1:])), dtype=dtype)
+    return cases.norm(
+        op, shape, options.grid or ((1,) * (ndim - 1) + (n,) if last else (1, 1, n, *spatial[1:])), dtype=dtype
+    )
 
 
 def main(argv=None) -> int:
@@ -112,7 +143,9 @@ def main(argv=None) -> int:
         report(rows(found), title, None, comm.size)
         if options.json:
             samples = [{**r.facts(), "times": {k: t.tolist() for k, t in r.times.items()}} for r in found]
-            options.json.write_text(json.dumps({"environment": environment(comm.size), "results": samples}, indent=1) + "\n")
+            options.json.write_text(
+                json.dumps({"environment": environment(comm.size), "results": samples}, indent=1) + "\n"
+            )
     return 0
 
 

@@ -1,7 +1,7 @@
 """The operators as cases: operands, our call, and the limit that nothing can beat.
 
-A movement's limit is one copy of what it leaves on this rank, into fresh memory as our result is. A layer's is ("share") the
-serial layer on this rank's share, without messages.
+A movement's limit is one copy of what it leaves on this rank, into fresh memory as our result is. A layer's is
+("share") the serial layer on this rank's share, without messages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def short(dtype: torch.dtype) -> str:
 def size(shape) -> str:
     """A shape as text: 512², 64³, 3 x 5."""
     powers = {2: "²", 3: "³"}
-    return f"{shape[0]}{powers[len(shape)]}" if len(shape) in powers and len(set(shape)) == 1 else " x ".join(map(str, shape))
+    return (
+        f"{shape[0]}{powers[len(shape)]}"
+        if len(shape) in powers and len(set(shape)) == 1
+        else " x ".join(map(str, shape))
+    )
 
 
 def calls_for(nbytes: int) -> int:
@@ -87,9 +91,12 @@ def halo(shape, grid, *, width=1, boundary="none", dtype=torch.float32, scaling=
     A, x = dd.maps.halo_exchange(spec), drawn(L.local_shape(), dtype)
     sent = max(A.plan.volume(r) for r in L.partition.ranks) * dtype.itemsize
     what = f"{size(shape)} over {size(grid)}, width {width}" + (f", {boundary}" if boundary != "none" else "")
-    return Case(Result("halo", what, L.partition.size, short(dtype), sent, scaling=scaling),
-                {"distdl": lambda: F.halo_exchange(x, spec), "memcpy": copy_of(F.halo_exchange(x, spec))},
-                {"x": x, "layout": L, "widths": widths, "boundary": boundary, "map": A}, calls_for(x.nbytes))
+    return Case(
+        Result("halo", what, L.partition.size, short(dtype), sent, scaling=scaling),
+        {"distdl": lambda: F.halo_exchange(x, spec), "memcpy": copy_of(F.halo_exchange(x, spec))},
+        {"x": x, "layout": L, "widths": widths, "boundary": boundary, "map": A},
+        calls_for(x.nbytes),
+    )
 
 
 def repartition(A: dd.Layout, B: dd.Layout, what: str, *, dtype=torch.float32, scaling="") -> Case:
@@ -97,14 +104,25 @@ def repartition(A: dd.Layout, B: dd.Layout, what: str, *, dtype=torch.float32, s
     x, move = drawn(A.local_shape(), dtype), dd.maps.repartition(A, B)
     largest = max(math.prod(L.local_shape(r)) for L in (A, B) for r in L.partition.ranks)
     sent = max(move.plan.volume(r) for r in move.ranks)
-    return Case(Result("repartition", f"{size(A.shape)} {what}", dd.world().size, short(dtype), largest * dtype.itemsize,
-                       sent / largest, scaling=scaling),
-                {"distdl": lambda: F.repartition(x, A, B), "memcpy": copy_of(F.repartition(x, A, B))},
-                {"x": x, "A": A, "B": B, "map": move}, calls_for(largest * dtype.itemsize))
+    return Case(
+        Result(
+            "repartition",
+            f"{size(A.shape)} {what}",
+            dd.world().size,
+            short(dtype),
+            largest * dtype.itemsize,
+            sent / largest,
+            scaling=scaling,
+        ),
+        {"distdl": lambda: F.repartition(x, A, B), "memcpy": copy_of(F.repartition(x, A, B))},
+        {"x": x, "A": A, "B": B, "map": move},
+        calls_for(largest * dtype.itemsize),
+    )
 
 
 def collective(op: str, nbytes: int, n: int, *, dtype=torch.float32) -> Case:
-    """A collective of n ranks. S as in nccl-tests: the tensor of each rank; the whole for gathers, scatters and reduce_scatter."""
+    """A collective of n ranks. S as in nccl-tests: the tensor of each rank; the whole for gathers, scatters and
+    reduce_scatter."""
     P, one = dd.Partition((n,)), dd.Partition((1,))
     count = max(n if op in ("all_gather", "reduce_scatter", "gather", "scatter") else 1, nbytes // dtype.itemsize)
     L, root, rank = dd.Layout(P, (count,)), dd.world().rank == 0, dd.world().rank
@@ -121,12 +139,24 @@ def collective(op: str, nbytes: int, n: int, *, dtype=torch.float32) -> Case:
     }[op]
     limit = copy_of(whole if op != "scatter" else part)  # what the busiest rank leaves behind
     nbytes = count * dtype.itemsize
-    return Case(Result(op, _bytes(nbytes), n, short(dtype), nbytes, TRAFFIC[op](n)),
-                {"distdl": lambda: call(x), "memcpy": limit if rank < n else lambda: None},
-                {"x": x, "n": n, "count": count, "layout": L}, calls_for(nbytes))
+    return Case(
+        Result(op, _bytes(nbytes), n, short(dtype), nbytes, TRAFFIC[op](n)),
+        {"distdl": lambda: call(x), "memcpy": limit if rank < n else lambda: None},
+        {"x": x, "n": n, "count": count, "layout": L},
+        calls_for(nbytes),
+    )
 
 
-COLLECTIVES = ("all_sum_reduce", "all_gather", "reduce_scatter", "broadcast", "sum_reduce", "scatter", "gather", "shift")
+COLLECTIVES = (
+    "all_sum_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "sum_reduce",
+    "scatter",
+    "gather",
+    "shift",
+)
 
 
 def _bytes(n: int) -> str:
@@ -166,11 +196,20 @@ def conv(shape, grid, out_channels, kernel, *, stride=1, padding=0, dtype=torch.
     x, b = leaf(L.local_shape(), dtype), leaf((out_channels,), dtype, 2)
     w = leaf((out_channels, shape[1], *(kernel,) * n), dtype, 1)
     what = f"{size(shape)} over {size(grid)}, {size((kernel,) * n)}, stride {stride}, {out_channels} channels"
-    return layer("conv", what, lambda: F.dist_conv(x, w, L, b, stride=stride, padding=padding, params="invariant"),
-                 lambda: serial(x, w, b, stride, padding), (x, w, b), dtype=dtype, scaling=scaling)
+    return layer(
+        "conv",
+        what,
+        lambda: F.dist_conv(x, w, L, b, stride=stride, padding=padding, params="invariant"),
+        lambda: serial(x, w, b, stride, padding),
+        (x, w, b),
+        dtype=dtype,
+        scaling=scaling,
+    )
 
 
-def linear(tokens: int, out: int, features: int, grid, x_layout="invariant", y_layout="invariant", *, dtype=torch.float32) -> Case:
+def linear(
+    tokens: int, out: int, features: int, grid, x_layout="invariant", y_layout="invariant", *, dtype=torch.float32
+) -> Case:
     """x (tokens, in) times (out, in) over ``grid`` = (tokens, out, in); forward + backward."""
     P = dd.Partition(grid)
     shape = (tokens, out, features)
@@ -182,9 +221,14 @@ def linear(tokens: int, out: int, features: int, grid, x_layout="invariant", y_l
     full = leaf((t, i), dtype, 3)
     what = f"{size(shape)} over {size(grid)}, x {x_layout}, y {y_layout}"
     L = dd.Layout(P, shape)
-    return layer("linear", what,
-                 lambda: F.dist_linear(x, w, L, b, x_layout=x_layout, y_layout=y_layout, x_dim=0, y_dim=0, params="invariant"),
-                 lambda: local.linear(full, w, b), (x, w, b, full), dtype=dtype)
+    return layer(
+        "linear",
+        what,
+        lambda: F.dist_linear(x, w, L, b, x_layout=x_layout, y_layout=y_layout, x_dim=0, y_dim=0, params="invariant"),
+        lambda: local.linear(full, w, b),
+        (x, w, b, full),
+        dtype=dtype,
+    )
 
 
 def norm(kind: str, shape, grid, *, dtype=torch.float32) -> Case:
@@ -194,16 +238,31 @@ def norm(kind: str, shape, grid, *, dtype=torch.float32) -> Case:
     g, b = leaf((c,), dtype, 1), leaf((c,), dtype, 2)
     h, k = (leaf(L.local_shape()[-1:], dtype, s) for s in (3, 4))
     ours, share, leaves = {
-        "batch_norm": (lambda: F.dist_batch_norm(x, L, None, None, g, b, True, params="invariant")[0],
-                       lambda: local.batch_norm(x, None, None, g, b, True), (x, g, b)),
-        "group_norm": (lambda: F.dist_group_norm(x, L, 4, g, b, params="invariant"),
-                       lambda: local.group_norm(x, 4, g, b), (x, g, b)),
-        "instance_norm": (lambda: F.dist_instance_norm(x, L, g, b, params="invariant"),
-                          lambda: local.instance_norm(x, None, None, g, b), (x, g, b)),
-        "layer_norm": (lambda: F.dist_layer_norm(x, L, shape[-1], h, k, params="invariant"),
-                       lambda: local.layer_norm(x, h.shape, h, k), (x, h, k)),
-        "rms_norm": (lambda: F.dist_rms_norm(x, L, shape[-1], h, params="invariant"),
-                     lambda: local.rms_norm(x, h.shape, h), (x, h)),
+        "batch_norm": (
+            lambda: F.dist_batch_norm(x, L, None, None, g, b, True, params="invariant")[0],
+            lambda: local.batch_norm(x, None, None, g, b, True),
+            (x, g, b),
+        ),
+        "group_norm": (
+            lambda: F.dist_group_norm(x, L, 4, g, b, params="invariant"),
+            lambda: local.group_norm(x, 4, g, b),
+            (x, g, b),
+        ),
+        "instance_norm": (
+            lambda: F.dist_instance_norm(x, L, g, b, params="invariant"),
+            lambda: local.instance_norm(x, None, None, g, b),
+            (x, g, b),
+        ),
+        "layer_norm": (
+            lambda: F.dist_layer_norm(x, L, shape[-1], h, k, params="invariant"),
+            lambda: local.layer_norm(x, h.shape, h, k),
+            (x, h, k),
+        ),
+        "rms_norm": (
+            lambda: F.dist_rms_norm(x, L, shape[-1], h, params="invariant"),
+            lambda: local.rms_norm(x, h.shape, h),
+            (x, h),
+        ),
     }[kind]
     return layer(kind, f"{size(shape)} over {size(grid)}", ours, share, leaves, dtype=dtype)
 

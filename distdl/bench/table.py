@@ -1,9 +1,9 @@
 """Results and their table: bytes, min, median and p90, bandwidths, ratios to the limit and to peers, overlap.
 
-Bandwidths follow nccl-tests (doc/PERFORMANCE.md there): algorithm bandwidth = S / t, bus bandwidth = that times a factor that
-makes it comparable with what the hardware moves: 2(n-1)/n for all-reduce, (n-1)/n for all-gather, reduce-scatter, gather, scatter
-and all-to-all, 1 for broadcast, reduce and point-to-point. Overlap follows the OSU micro-benchmarks: the share of a movement's
-time that disappears behind a computation of its own length.
+Bandwidths follow nccl-tests (doc/PERFORMANCE.md there): algorithm bandwidth = S / t, bus bandwidth = that times a
+factor that makes it comparable with what the hardware moves: 2(n-1)/n for all-reduce, (n-1)/n for all-gather,
+reduce-scatter, gather, scatter and all-to-all, 1 for broadcast, reduce and point-to-point. Overlap follows the OSU
+micro-benchmarks: the share of a movement's time that disappears behind a computation of its own length.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def bandwidths(nbytes: float, seconds: float, traffic: float) -> tuple[float, fl
 
 
 def overlap(blocking, compute, both) -> float:
-    """Percent of the movement's time hidden behind the computation: 100 (1 - (both - compute) / blocking), within 0 and 100."""
+    """Percent of the movement's time hidden behind the computation: 100 (1 - (both - compute) / blocking), within 0 and
+    100."""
     hidden = 1 - (np.median(both) - np.median(compute)) / np.median(blocking)
     return float(100 * min(1.0, max(0.0, hidden)))
 
@@ -75,9 +76,16 @@ def rows(results) -> list[dict]:
         times = {name: np.asarray(t) for name, t in result.times.items()}
         for subject in result.subjects:
             t = times[subject]
-            row = {"op": result.op if subject == "distdl" else f"{result.op}: {subject}", "case": result.what,
-                   "dtype": result.dtype, "ranks": result.ranks, "bytes": result.nbytes or None, "min µs": t.min() * 1e6,
-                   "median µs": float(np.median(t)) * 1e6, "p90 µs": float(np.percentile(t, 90)) * 1e6}
+            row = {
+                "op": result.op if subject == "distdl" else f"{result.op}: {subject}",
+                "case": result.what,
+                "dtype": result.dtype,
+                "ranks": result.ranks,
+                "bytes": result.nbytes or None,
+                "min µs": t.min() * 1e6,
+                "median µs": float(np.median(t)) * 1e6,
+                "p90 µs": float(np.percentile(t, 90)) * 1e6,
+            }
             if result.nbytes:
                 row["alg GB/s"], row["bus GB/s"] = bandwidths(result.nbytes, float(np.median(t)), result.traffic)
             if "split" in times and subject == "distdl":
@@ -100,8 +108,10 @@ def text(found: list[dict]) -> str:
     keys = list(found[0])
     lines = [keys, *[[cell(row[k]) for k in keys] for row in found]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(keys))]
-    return "\n".join("  ".join(cell.rjust(w) if i > 1 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths)))
-                     for line in lines)
+    return "\n".join(
+        "  ".join(cell.rjust(w) if i > 1 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths)))
+        for line in lines
+    )
 
 
 def cell(value) -> str:
@@ -120,4 +130,6 @@ def report(found: list[dict], title: str, path: str | None, ranks: int) -> None:
     if path:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps({"title": title, "environment": environment(ranks), "rows": found}, indent=1) + "\n")
+        target.write_text(
+            json.dumps({"title": title, "environment": environment(ranks), "rows": found}, indent=1) + "\n"
+        )

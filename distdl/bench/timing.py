@@ -1,7 +1,7 @@
 """Paired timing: candidates run in turn inside one launch, so that noise hits all of them alike.
 
-A sample is the time of ``inner`` calls between two barriers, as the slowest rank saw it. Ratios are taken sample by sample; the
-interval is a 95 % bootstrap interval of their median.
+A sample is the time of ``inner`` calls between two barriers, as the slowest rank saw it. Ratios are taken sample by
+sample; the interval is a 95 % bootstrap interval of their median.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 
 
 def sample(candidates, comm, *, rounds: int = 41, inner: int = 1, warmup: int = 3) -> dict[str, np.ndarray]:
-    """Seconds per call, the maximum over ranks, for each candidate and round. Fixed rounds: adaptive ones differ by rank."""
+    """Seconds per call, the maximum over ranks, for each candidate and round. Fixed rounds: adaptive ones differ by
+    rank."""
     names = list(candidates)
     times = np.zeros((len(names), rounds))
     for name in names:  # warm up: plans, communicators, pages
@@ -55,10 +56,19 @@ def ratio(a, b, *, draws: int = 2000) -> tuple[float, float, float]:
 def environment(ranks: int) -> dict:
     """What the numbers were taken on."""
     cores = os.cpu_count()
-    found = {"ranks": ranks, "cores": cores, "oversubscribed": ranks > cores, "load": [round(x, 1) for x in os.getloadavg()],
-             "processor": _processor(), "machine": platform.machine(), "system": f"{platform.system()} {platform.release()}",
-             "python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__,
-             "torch_threads": torch.get_num_threads()}
+    found = {
+        "ranks": ranks,
+        "cores": cores,
+        "oversubscribed": ranks > cores,
+        "load": [round(x, 1) for x in os.getloadavg()],
+        "processor": _processor(),
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+    }
     try:
         import mpi4py
         from mpi4py import MPI

@@ -1,9 +1,9 @@
 """Checkpoints: one safetensors file of global tensors, written and read by boxes, which no partition leaves a trace in.
 
 ``dd.checkpoint.save(path, *dd.checkpoint.state(model, optimizer, rng=True, step=step))`` on 2×2 ranks, then
-``dd.checkpoint.restore(path, model, optimizer, rng=True)`` on 1, 4×1 or any other partition; plain safetensors opens the same file
-as the serial model. :mod:`.format` says what bytes go where, :mod:`.writing` and :mod:`.reading` move them, :mod:`.state` knows
-modules and optimizers.
+``dd.checkpoint.restore(path, model, optimizer, rng=True)`` on 1, 4×1 or any other partition; plain safetensors opens
+the same file as the serial model. :mod:`.format` says what bytes go where, :mod:`.writing` and :mod:`.reading` move
+them, :mod:`.state` knows modules and optimizers.
 """
 
 from .reading import load

@@ -1,7 +1,9 @@
-"""What bytes of a safetensors file hold which box of which tensor. Pure functions of what the ranks say; no file is touched.
+"""What bytes of a safetensors file hold which box of which tensor. Pure functions of what the ranks say; no file is
+touched.
 
-The format (https://huggingface.co/docs/safetensors): the length of the header as 8 bytes, little-endian; the header, JSON: for each
-tensor its dtype, global shape, and (begin, end) in what follows; then the tensors, row-major, without gaps. Its metadata
+The format (https://huggingface.co/docs/safetensors): the length of the header as 8 bytes, little-endian; the header,
+JSON: for each tensor its dtype, global shape, and (begin, end) in what follows; then the tensors, row-major, without
+gaps. Its metadata
 is a table of texts, free to use: checksums are there, see :mod:`.sums`.
 """
 
@@ -28,7 +30,8 @@ _LONGEST = 100_000_000  # bytes of a header; safetensors reads no longer one
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank brings to a save: where to, the metadata, and for each tensor (dtype, global shape, its box or ``None``)."""
+    """What one rank brings to a save: where to, the metadata, and for each tensor (dtype, global shape, its box or
+    ``None``)."""
 
     path: str
     metadata: str
@@ -38,7 +41,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the file: bytes ``begin .. end`` after the header, and who writes each box; ``holders`` have a copy of it."""
+    """One tensor of the file: bytes ``begin .. end`` after the header, and who writes each box; ``holders`` have a copy
+    of it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,7 +74,9 @@ def plan(reports: dict[int, Report]) -> dict[str, Entry]:
         for name, (dtype, shape, box) in report.tensors.items():
             kind, boxes = table.setdefault(name, {"kind": (dtype, shape), "boxes": {}}).values()
             if kind != (dtype, shape):
-                raise ValueError(f"the ranks disagree in {name!r}: {kind[0]} {kind[1]}, and {dtype} {shape} on rank {rank}")
+                raise ValueError(
+                    f"the ranks disagree in {name!r}: {kind[0]} {kind[1]}, and {dtype} {shape} on rank {rank}"
+                )
             if box is not None and volume(box):
                 boxes.setdefault(box, []).append(rank)
     sizes = {name: getattr(torch, told["kind"][0]).itemsize for name, told in table.items()}
@@ -99,7 +105,9 @@ def _check_whole(name, shape, boxes) -> None:
         at = 0
         for start, stop in intervals:
             if start != at:
-                raise ValueError(f"the blocks of {name!r} do not fit together: dim {d} of {shape} is held in {intervals}")
+                raise ValueError(
+                    f"the blocks of {name!r} do not fit together: dim {d} of {shape} is held in {intervals}"
+                )
             at = stop
         if at != n:
             raise ValueError(f"the blocks of {name!r} are not the whole: dim {d} of {shape} is held in {intervals}")
@@ -110,7 +118,8 @@ def _check_whole(name, shape, boxes) -> None:
 def header(entries: dict[str, Entry], metadata: str, token: str, sums: str | None = None) -> bytes:
     """The file's first bytes; ``distdl`` in its metadata is JSON, and ``distdl.save`` another text for every save.
 
-    ``sums``: the checksums of the tensors' pieces, tensor by tensor in the file's order; without them the header is as long.
+    ``sums``: the checksums of the tensors' pieces, tensor by tensor in the file's order; without them the header is as
+    long.
 
     Raises:
         ValueError: more tensors or pieces than safetensors can read the header of.
@@ -124,13 +133,15 @@ def header(entries: dict[str, Entry], metadata: str, token: str, sums: str | Non
     text = b"{ " + json.dumps(table, separators=(",", ":")).encode()[1:]
     text += b" " * (-len(text) % 8)
     if len(text) > _LONGEST or not text.startswith(MARK):
-        raise ValueError(f"the header would have {len(text)} bytes; safetensors reads {_LONGEST}: save less, or two files")
+        raise ValueError(
+            f"the header would have {len(text)} bytes; safetensors reads {_LONGEST}: save less, or two files"
+        )
     return sealed(len(text).to_bytes(8, "little") + text)
 
 
 def runs(box: Box, shape: tuple[int, ...]):
-    """The block as contiguous runs of the row-major global tensor: (elements of a run, an iterator over their offsets), in the
-    block's own order."""
+    """The block as contiguous runs of the row-major global tensor: (elements of a run, an iterator over their offsets),
+    in the block's own order."""
     d = len(shape)
     while d and box[d - 1] == (0, shape[d - 1]):
         d -= 1

@@ -27,12 +27,19 @@ class Group:
         if P is not None:
             self.world.check(op, partition_of(P))
         if self.world.rank not in self.ranks:
-            raise PartitionError("this rank is not among those of the call", op=op, partitions=P, expected=f"one of {self.ranks}",
-                                 actual=f"rank {self.world.rank}", next_step="call it on the ranks of P only")
+            raise PartitionError(
+                "this rank is not among those of the call",
+                op=op,
+                partitions=P,
+                expected=f"one of {self.ranks}",
+                actual=f"rank {self.world.rank}",
+                next_step="call it on the ranks of P only",
+            )
         self.leads = self.world.rank == self.ranks[0]
 
     def step(self, job, undo=lambda: None) -> dict[int, Any]:
-        """Run ``job`` on every rank; {rank: its result}, or one error on every rank, after ``undo``, where any failed."""
+        """Run ``job`` on every rank; {rank: its result}, or one error on every rank, after ``undo``, where any
+        failed."""
         cause = failure = result = None
         try:
             if not self._is_path:
@@ -50,5 +57,11 @@ class Group:
 
     def error(self, problem, next_step):
         """The error of every rank."""
-        return CheckpointError(problem, op=self.op, expected="success on every rank", actual=f"a failure for {self.told!r}",
-                               next_step=next_step, partitions=self.partitions)
+        return CheckpointError(
+            problem,
+            op=self.op,
+            expected="success on every rank",
+            actual=f"a failure for {self.told!r}",
+            next_step=next_step,
+            partitions=self.partitions,
+        )

@@ -1,4 +1,5 @@
-"""Read this rank's boxes of a safetensors file: checked, piece by piece, where it has checksums; by safetensors where not."""
+"""Read this rank's boxes of a safetensors file: checked, piece by piece, where it has checksums; by safetensors where
+not."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _DAMAGED = "restore it from a copy, or pass verify=False to read what is there"
 def read(group, layout_of, choose, device=None, verify=True):
     """({name: block}, metadata, the names that no rank chose).
 
-    ``choose(names of the file)`` are those that this rank wants, ``layout_of(name, global shape)`` is a Layout, or ``None``: whole.
+    ``choose(names of the file)`` are those that this rank wants, ``layout_of(name, global shape)`` is a Layout, or
+    ``None``: whole.
     """
     tensors, metadata = {}, {}
 
@@ -40,7 +42,9 @@ def read(group, layout_of, choose, device=None, verify=True):
             table, checked = _checksums(fd) if verify else ({}, None)
             with safe_open(group.path, "pt") as file:
                 told, names = file.metadata() or {}, list(file.keys())
-                if verify and checked is None and len(_KEYS & set(told)) == 1:  # both: another program's copy of a file of ours
+                if (
+                    verify and checked is None and len(_KEYS & set(told)) == 1
+                ):  # both: another program's copy of a file of ours
                     raise ValueError(f"the header is damaged: it lacks {_KEYS - set(told)}; {_DAMAGED}")
                 if checked is not None and table != told:
                     raise ValueError("another save replaced the file while it was opened")
@@ -58,7 +62,9 @@ def read(group, layout_of, choose, device=None, verify=True):
 
     found = group.step(job)
     if len({(token, *names) for token, names, _ in found.values()}) > 1:
-        raise group.error("the ranks read different files", "read from a file system that all share, while nobody saves to it")
+        raise group.error(
+            "the ranks read different files", "read from a file system that all share, while nobody saves to it"
+        )
     return tensors, metadata, set.intersection(*(left for _, _, left in found.values()))
 
 
@@ -92,15 +98,24 @@ def _checksums(fd):
     for name, told in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = told["data_offsets"]
         n = -(-(end - begin) // int(size))
-        checked[name] = _Checked(fd, name, told["dtype"], tuple(told["shape"]), len(head) + begin, end - begin, int(size),
-                                 [int(sums[8 * i : 8 * i + 8], 16) for i in range(at, at + n)])  # fmt: skip
+        checked[name] = _Checked(
+            fd,
+            name,
+            told["dtype"],
+            tuple(told["shape"]),
+            len(head) + begin,
+            end - begin,
+            int(size),
+            [int(sums[8 * i : 8 * i + 8], 16) for i in range(at, at + n)],
+        )
         at += n
     return metadata, checked
 
 
 @dataclass
 class _Checked:
-    """One tensor of an open file, sliced as safetensors' are: every piece that a slice touches is read to its end and checked."""
+    """One tensor of an open file, sliced as safetensors' are: every piece that a slice touches is read to its end and
+    checked."""
 
     fd: int
     name: str
@@ -118,11 +133,15 @@ class _Checked:
         """Its bytes."""
         start, data = number * self.size, b""
         stop = min(start + self.size, self.total)
-        while len(data) < stop - start and (more := os.pread(self.fd, stop - start - len(data), self.begin + start + len(data))):
+        while len(data) < stop - start and (
+            more := os.pread(self.fd, stop - start - len(data), self.begin + start + len(data))
+        ):
             data += more
         if len(data) != stop - start or zlib.crc32(data) != self.sums[number]:
-            raise ValueError(f"{self.name!r} is damaged: bytes {start} to {stop} of its {self.total} have another checksum than "
-                             f"when they were saved; {_DAMAGED}")
+            raise ValueError(
+                f"{self.name!r} is damaged: bytes {start} to {stop} of its {self.total} have another checksum than "
+                f"when they were saved; {_DAMAGED}"
+            )
         return memoryview(data)
 
     def __getitem__(self, slices):
@@ -152,9 +171,9 @@ def load(path, layouts=None, *, names=None, device=None, P=None, verify=True):
         names: which tensors (default: all).
         device: where to put them (default: CPU).
         P: the ranks that make the call; default: all ranks of the default world.
-        verify: compare the header, and every piece (1 MiB) of which this rank wants a byte, with its checksum, and read the piece
-            to its end for that. ``False``: read the bytes of the blocks only, and believe them. Files without checksums (of
-            other writers, or of distdl 0.1.0) are read so in any case.
+        verify: compare the header, and every piece (1 MiB) of which this rank wants a byte, with its checksum, and read
+            the piece to its end for that. ``False``: read the bytes of the blocks only, and believe them. Files without
+            checksums (of other writers, or of distdl 0.1.0) are read so in any case.
 
     Returns:
         ({name: block}, metadata). A rank outside a layout gets an empty tensor.
@@ -162,8 +181,8 @@ def load(path, layouts=None, *, names=None, device=None, P=None, verify=True):
     Messages: one small all-gather.
 
     Raises:
-        CheckpointError: on every rank: no such file or tensor, another shape, a damaged file (by the tensor's name), ranks that
-            read different files.
+        CheckpointError: on every rank: no such file or tensor, another shape, a damaged file (by the tensor's name),
+            ranks that read different files.
         PartitionError: this rank is not one of ``P``.
     """
     layouts = layouts or {}

@@ -1,4 +1,5 @@
-"""What a training run must remember: parameters, buffers, optimizer state, random numbers. As flat names, blocks and layouts."""
+"""What a training run must remember: parameters, buffers, optimizer state, random numbers. As flat names, blocks and
+layouts."""
 
 from __future__ import annotations
 
@@ -42,24 +43,30 @@ def state(model, optimizer=None, *, rng=False, layouts=None, P=None, **metadata)
 
     Args:
         model: a module. Its tensors keep the names of ``model.state_dict()``, so the file is also the serial model's.
-        optimizer: a torch optimizer whose state has the parameters' shapes, or none (SGD, Adam, AdamW, RMSprop, ...). Its
-            state is named ``optimizer.<parameter>.<key>``; hyperparameters (learning rates) go to the metadata.
-        rng: also torch's generators, one row for each rank (``rng.cpu``, and ``rng.cuda`` where CUDA is in use), and the
-            counters of the model's dropouts.
-        layouts: {name: Layout} of parameters and buffers that :func:`distdl.nn.layouts` does not know: your own modules'.
+        optimizer: a torch optimizer whose state has the parameters' shapes, or none (SGD, Adam, AdamW, RMSprop, ...).
+            Its state is named ``optimizer.<parameter>.<key>``; hyperparameters (learning rates) go to the metadata.
+        rng: also torch's generators, one row for each rank (``rng.cpu``, and ``rng.cuda`` where CUDA is in use), and
+            the counters of the model's dropouts.
+        layouts: {name: Layout} of parameters and buffers that :func:`distdl.nn.layouts` does not know: your own
+            modules'.
         P: the ranks that will save; default: all ranks of the default world.
         metadata: anything else to remember, as JSON: ``step=step, scheduler=scheduler.state_dict()``.
 
     Raises:
-        ShapeError: a state that is no tensor, a parameter that is not the model's, optimizer state of another shape than its
-            parameter, or a module named ``optimizer`` or ``rng``.
+        ShapeError: a state that is no tensor, a parameter that is not the model's, optimizer state of another shape
+            than its parameter, or a module named ``optimizer`` or ``rng``.
     """
     layouts, tensors = layouts_of(model) | (layouts or {}), dict(model.state_dict())
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor) or name.startswith((_OPTIMIZER, _RNG)):
-            raise ShapeError(f"{name!r} cannot be saved under its name", op="checkpoint.state", actual=type(value).__name__,
-                             expected="a tensor, not in a module named 'optimizer' or 'rng'",
-                             next_step="keep it out of state_dict(), and hand it over as metadata", partitions=P)
+            raise ShapeError(
+                f"{name!r} cannot be saved under its name",
+                op="checkpoint.state",
+                actual=type(value).__name__,
+                expected="a tensor, not in a module named 'optimizer' or 'rng'",
+                next_step="keep it out of state_dict(), and hand it over as metadata",
+                partitions=P,
+            )
     if optimizer is not None:
         metadata["optimizer"] = [{k: _plain(v) for k, v in g.items() if k not in ("params", "param_names")}
                                  for g in optimizer.param_groups]  # fmt: skip
@@ -89,19 +96,28 @@ def _named(model, optimizer) -> dict:
     found = {p: names.get(p) for group in optimizer.param_groups for p in group["params"]}
     for p, name in found.items():
         if name is None:
-            raise ShapeError("the optimizer has a parameter that is not the model's", op="checkpoint.state",
-                             actual=f"a tensor of shape {tuple(p.shape)}", expected=f"one of {sorted(names.values())}",
-                             next_step="give the model that holds it")
+            raise ShapeError(
+                "the optimizer has a parameter that is not the model's",
+                op="checkpoint.state",
+                actual=f"a tensor of shape {tuple(p.shape)}",
+                expected=f"one of {sorted(names.values())}",
+                next_step="give the model that holds it",
+            )
     return found
 
 
 def _beside(layout, p, value, name):
-    """The layout of optimizer state ``value`` of a parameter ``p`` of ``layout``: the same, or each rank's where it is a scalar."""
+    """The layout of optimizer state ``value`` of a parameter ``p`` of ``layout``: the same, or each rank's where it is
+    a scalar."""
     if not isinstance(value, torch.Tensor) or value.shape not in (p.shape, ()):
-        raise ShapeError(f"the state {name!r} has another shape than its parameter", op="checkpoint.state",
-                         actual=getattr(value, "shape", type(value).__name__), expected=f"a tensor of shape {tuple(p.shape)} or ()",
-                         next_step="save such an optimizer's state yourself: dd.checkpoint.save takes any tensors and layouts",
-                         partitions=layout)
+        raise ShapeError(
+            f"the state {name!r} has another shape than its parameter",
+            op="checkpoint.state",
+            actual=getattr(value, "shape", type(value).__name__),
+            expected=f"a tensor of shape {tuple(p.shape)} or ()",
+            next_step="save such an optimizer's state yourself: dd.checkpoint.save takes any tensors and layouts",
+            partitions=layout,
+        )
     if layout is None or value.shape == p.shape:
         return layout
     P = layout.partition
@@ -124,14 +140,15 @@ def _generators() -> dict[str, torch.Tensor]:
 def restore(path, model, optimizer=None, *, rng=False, layouts=None, P=None, verify=True) -> dict[str, Any]:
     """Read what ``save(path, *state(...))`` wrote, by any number of ranks, into a model and an optimizer; collective.
 
-    The model may be partitioned in another way, or be the serial one in a single process; the file may also be a serial model's,
-    written by safetensors. Everything is read and compared first: a failure leaves model and optimizer as they were.
+    The model may be partitioned in another way, or be the serial one in a single process; the file may also be a serial
+    model's, written by safetensors. Everything is read and compared first: a failure leaves model and optimizer as they
+    were.
 
     Args:
         path, layouts, P, verify: as for :func:`load`; layouts of ``dd.nn`` modules are known.
         model, optimizer: changed in place. Values are cast to the model's dtype, as ``load_state_dict`` does.
-        rng: set the generators that the file has, too. Where they were equal on all ranks, every rank gets that state; where they
-            differed, the number of ranks must be the same.
+        rng: set the generators that the file has, too. Where they were equal on all ranks, every rank gets that state;
+            where they differed, the number of ranks must be the same.
 
     Returns:
         The metadata that was given to :func:`state`.
@@ -139,8 +156,8 @@ def restore(path, model, optimizer=None, *, rng=False, layouts=None, P=None, ver
     Messages: two small all-gathers.
 
     Raises:
-        CheckpointError: as for :func:`load`; or tensors in the file that no rank's model has, an optimizer with other groups, a
-            file without optimizer state, generators that differed on another number of ranks.
+        CheckpointError: as for :func:`load`; or tensors in the file that no rank's model has, an optimizer with other
+            groups, a file without optimizer state, generators that differed on another number of ranks.
     """
     group = Group("checkpoint.restore", path, P)
     own, layouts = model.state_dict(), layouts_of(model) | (layouts or {})
@@ -164,16 +181,22 @@ def restore(path, model, optimizer=None, *, rng=False, layouts=None, P=None, ver
     skipped = () if optimizer is not None else (_OPTIMIZER,)
     unknown = sorted(n for n in left if not n.startswith((*skipped, _RNG)))
     if unknown:
-        raise group.error(f"no model has {unknown}", "build the model that was saved, or read parts with dd.checkpoint.load")
+        raise group.error(
+            f"no model has {unknown}", "build the model that was saved, or read parts with dd.checkpoint.load"
+        )
     held = {name for name, x in own.items() if layouts.get(name) is None or layouts[name].active}
     groups = metadata.pop("optimizer", None)
 
     def check():
         for name in held:
             if own[name].shape != tensors[name].shape:
-                raise ValueError(f"{name!r} has shape {tuple(own[name].shape)}, and {tuple(tensors[name].shape)} in the file")
+                raise ValueError(
+                    f"{name!r} has shape {tuple(own[name].shape)}, and {tuple(tensors[name].shape)} in the file"
+                )
         if optimizer is not None and (groups is None or len(groups) != len(optimizer.param_groups)):
-            raise ValueError(f"the optimizer has {len(optimizer.param_groups)} groups, the file {groups and len(groups)}")
+            raise ValueError(
+                f"the optimizer has {len(optimizer.param_groups)} groups, the file {groups and len(groups)}"
+            )
         rows.update({kind: _row(tensors[kind], group) for kind in kinds})
 
     rows: dict[str, torch.Tensor] = {}
@@ -196,8 +219,10 @@ def _row(rows, group):
     if bool((rows == rows[0]).all()):
         return rows[0]
     if len(rows) != len(group.ranks):
-        raise ValueError(f"the generators of {len(rows)} ranks differed, and now there are {len(group.ranks)}: pass rng=False, and "
-                         "seed them anew; or draw from dd.functional.random, which does not depend on the number of ranks")
+        raise ValueError(
+            f"the generators of {len(rows)} ranks differed, and now there are {len(group.ranks)}: pass rng=False, and "
+            "seed them anew; or draw from dd.functional.random, which does not depend on the number of ranks"
+        )
     return rows[group.ranks.index(group.world.rank)].clone()
 
 

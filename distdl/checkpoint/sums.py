@@ -1,7 +1,8 @@
 """CRC32 of each piece of a tensor's bytes in the file, which several ranks write; and of the header.
 
-With registers that start at zero, CRC32 is linear: a piece's checksum is the sum (XOR) of what each of its parts gives, shifted by
-the bytes that follow it. So every rank takes the checksums of what it writes, once, and no byte is read back.
+With registers that start at zero, CRC32 is linear: a piece's checksum is the sum (XOR) of what each of its parts gives,
+shifted by the bytes that follow it. So every rank takes the checksums of what it writes, once, and no byte is read
+back.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from functools import lru_cache
 
 __all__ = ["MARK", "PIECE", "parts", "pieces", "sealed", "whole"]
 PIECE = 2**20  # bytes
-MARK = b'{ "__metadata__":{"distdl.header":"'  # a header that begins so was written by us: no other writer puts that space there
+# a header that begins so was written by us: no other writer puts that space there
+MARK = b'{ "__metadata__":{"distdl.header":"'
 _ONES, _POLYNOMIAL = 0xFFFFFFFF, 0xEDB88320
 
 
@@ -57,7 +59,8 @@ def pieces(size: int) -> int:
 
 
 def parts(data: memoryview, size: int, offsets, total: int) -> dict[int, int]:
-    """{piece: what these bytes add to its checksum}: runs of ``size`` bytes at rising ``offsets`` of a tensor of ``total``."""
+    """{piece: what these bytes add to its checksum}: runs of ``size`` bytes at rising ``offsets`` of a tensor of
+    ``total``."""
     found: dict[int, int] = {}
     piece, register, position = -1, 0, 0
     for i, at in enumerate(offsets):

@@ -1,11 +1,11 @@
 """Write a checkpoint: each rank its own boxes, straight into one safetensors file.
 
-A save has four steps, and after each one the ranks agree (one small all-gather) whether it went well everywhere: **describe**
-(who holds what: gives the same plan on every rank), **create** (the lowest rank makes a temporary file beside the target, and
-reserves its size), **write** (every rank its boxes, in contiguous runs, and fsync; their checksums go to all), **publish** (the
-lowest rank writes the header and renames the file). So no tensor travels, no rank needs memory for another's block, nodes write at
-the same time, and the target is the old file or the new one at any moment. A step that fails on one rank removes the temporary file
-and raises one error on every rank.
+A save has four steps, and after each one the ranks agree (one small all-gather) whether it went well everywhere:
+**describe** (who holds what: gives the same plan on every rank), **create** (the lowest rank makes a temporary file
+beside the target, and reserves its size), **write** (every rank its boxes, in contiguous runs, and fsync; their
+checksums go to all), **publish** (the lowest rank writes the header and renames the file). So no tensor travels, no
+rank needs memory for another's block, nodes write at the same time, and the target is the old file or the new one at
+any moment. A step that fails on one rank removes the temporary file and raises one error on every rank.
 """
 
 from __future__ import annotations
@@ -43,11 +43,17 @@ def _describe(path, tensors, layouts, metadata, token) -> Report:
         if any("\ud800" <= c <= "\udfff" for c in name):
             raise ValueError(f"the name {name!r} is no valid text: it has half of a surrogate pair")
         if x.dtype not in DTYPES or x.layout is not torch.strided:
-            raise TypeError(f"safetensors cannot hold {name!r}, {x.dtype}, {x.layout}; save torch.view_as_real(x), or its parts")
+            raise TypeError(
+                f"safetensors cannot hold {name!r}, {x.dtype}, {x.layout}; save torch.view_as_real(x), or its parts"
+            )
         layout = layouts.get(name)
         if layout is not None and layout.active and tuple(x.shape) != layout.local_shape():
-            raise ValueError(f"{name!r} has shape {tuple(x.shape)}, but its block of {layout} has {layout.local_shape()}")
-        shape, box = (tuple(x.shape), tuple((0, n) for n in x.shape)) if layout is None else (layout.shape, layout.box())
+            raise ValueError(
+                f"{name!r} has shape {tuple(x.shape)}, but its block of {layout} has {layout.local_shape()}"
+            )
+        shape, box = (
+            (tuple(x.shape), tuple((0, n) for n in x.shape)) if layout is None else (layout.shape, layout.box())
+        )
         table[name] = (str(x.dtype).removeprefix("torch."), shape, box)
     return Report(path, _json(metadata), token, table)
 
@@ -57,7 +63,9 @@ def _json(metadata) -> str:
         return json.dumps(metadata)
     except TypeError:
         place, what = next(_unwritable(metadata, "metadata"))
-        raise TypeError(f"JSON cannot write {place}, {what}: save tensors as tensors, or their .item() or .tolist()") from None
+        raise TypeError(
+            f"JSON cannot write {place}, {what}: save tensors as tensors, or their .item() or .tolist()"
+        ) from None
 
 
 def _unwritable(value, place):
@@ -109,7 +117,9 @@ class Pending:
             self._token, self._metadata = reports[group.ranks[0]].token, reports[group.ranks[0]].metadata
             self._start = len(header(self._entries, self._metadata, self._token))
         except ValueError as error:  # all ranks see the same reports, so all raise it
-            raise group.error(str(error), "give every rank its blocks of the same tensors, and the same metadata") from error
+            raise group.error(
+                str(error), "give every rank its blocks of the same tensors, and the same metadata"
+            ) from error
         self._folder, self._name = os.path.split(group.path)
         self._temporary = os.path.join(self._folder, f".{self._name}.{self._token}.saving")
         boxes = {name: box for name, (_, _, box) in reports[group.world.rank].tensors.items()}
@@ -152,8 +162,10 @@ class Pending:
         differ = {place[0]: sorted(told) for place, told in copies.items() if len(set(told.values())) > 1}
         if differ:
             self._remove()
-            raise self._group.error(f"copies of one block differ between ranks: {differ}",
-                                    "make them equal first (broadcast), or save only one rank's; see the cotangent convention")
+            raise self._group.error(
+                f"copies of one block differ between ranks: {differ}",
+                "make them equal first (broadcast), or save only one rank's; see the cotangent convention",
+            )
         self._group.step(lambda: self._publish([told for _, told in found.values()]), self._remove)
 
     def _create(self, tensors, boxes, background) -> None:
@@ -177,7 +189,8 @@ class Pending:
             os.close(fd)
 
     def _write(self) -> tuple[dict, dict]:
-        """Write this rank's boxes; checksums of those that other ranks hold too, and what it adds to those of the file's pieces."""
+        """Write this rank's boxes; checksums of those that other ranks hold too, and what it adds to those of the
+        file's pieces."""
         rank, copies, sums = self._group.world.rank, {}, {}
         fd = os.open(self._temporary, os.O_WRONLY)
         try:
@@ -213,7 +226,9 @@ class Pending:
     def _publish(self, sums) -> None:
         if not self._group.leads:
             return
-        text = "".join(whole([told[name] for told in sums if name in told], e.end - e.begin) for name, e in self._entries.items())
+        text = "".join(
+            whole([told[name] for told in sums if name in told], e.end - e.begin) for name, e in self._entries.items()
+        )
         fd = os.open(self._temporary, os.O_WRONLY)
         try:
             _write_all(fd, header(self._entries, self._metadata, self._token, text), 0)
@@ -241,42 +256,49 @@ class Pending:
 def _lost() -> None:
     """At exit: what was never waited for is not there, which must not pass unseen."""
     if _under_way:
-        raise CheckpointError("the program ends, and nobody waited for a save: its file was not made", op="checkpoint.async_save",
-                              expected="pending.wait() on every rank", actual=sorted(_under_way.values()), partitions=None,
-                              next_step="call wait() before the next save and before the program ends")
+        raise CheckpointError(
+            "the program ends, and nobody waited for a save: its file was not made",
+            op="checkpoint.async_save",
+            expected="pending.wait() on every rank",
+            actual=sorted(_under_way.values()),
+            partitions=None,
+            next_step="call wait() before the next save and before the program ends",
+        )
 
 
 def save(path, tensors, layouts=None, metadata=None, *, P=None) -> None:
     """Write global tensors to one safetensors file; collective.
 
     Args:
-        path: where to, on a file system that all ranks share. An existing file is replaced in one moment, or not at all.
+        path: where to, on a file system that all ranks share. An existing file is replaced in one moment, or not at
+            all.
         tensors: {name: this rank's block}. A rank may lack what others have (a pipeline's stages).
-        layouts: {name: Layout}; what has none is whole on this rank. Ranks may pass other layouts, as :func:`distdl.nn.layouts`
-            gives them: only the boxes count. Where several ranks hold the same box it is written once, and checksums make
-            sure that the copies are equal.
-        metadata: what JSON can write (step, learning rate, a scheduler's ``state_dict()``), the same on every rank. The file's
-            own metadata has also the checksums (CRC32) of each MiB of every tensor, and of the header.
+        layouts: {name: Layout}; what has none is whole on this rank. Ranks may pass other layouts, as
+            :func:`distdl.nn.layouts` gives them: only the boxes count. Where several ranks hold the same box it is
+            written once, and checksums make sure that the copies are equal.
+        metadata: what JSON can write (step, learning rate, a scheduler's ``state_dict()``), the same on every rank. The
+            file's own metadata has also the checksums (CRC32) of each MiB of every tensor, and of the header.
         P: the ranks that make the call, a Partition or Layout; default: all ranks of the default world.
 
-    Messages: four small all-gathers, no tensor; in one of them a few bytes for each MiB that a rank writes. Each rank writes its
-    boxes with ``pwrite``, in contiguous runs.
+    Messages: four small all-gathers, no tensor; in one of them a few bytes for each MiB that a rank writes. Each rank
+    writes its boxes with ``pwrite``, in contiguous runs.
 
     Raises:
-        CheckpointError: on every rank, and the old file stays: a full disk, or another failure of any rank; a dtype that
-            safetensors lacks (complex128); a name that is no valid text; metadata that JSON cannot write, by its key; shapes,
-            layouts or metadata that disagree, blocks that are not the whole of a tensor, copies that differ; a path that is none,
-            or where something is that is no regular file.
+        CheckpointError: on every rank, and the old file stays: a full disk, or another failure of any rank; a dtype
+            that safetensors lacks (complex128); a name that is no valid text; metadata that JSON cannot write, by its
+            key; shapes, layouts or metadata that disagree, blocks that are not the whole of a tensor, copies that
+            differ; a path that is none, or where something is that is no regular file.
         PartitionError: this rank is not one of ``P``.
     """
     Pending(path, tensors, layouts, metadata, P, background=False).wait()
 
 
 def async_save(path, tensors, layouts=None, metadata=None, *, P=None) -> Pending:
-    """:func:`save`, written by a thread from a copy in host memory; returns a :class:`Pending` as soon as the copy is made.
+    """:func:`save`, written by a thread from a copy in host memory; returns a :class:`Pending` as soon as the copy is
+    made.
 
-    Call ``pending.wait()`` on every rank before the next save and before the program ends: it raises what went wrong, and gives the
-    file its name. A save that nobody waits for warns, and is an error when the program ends. The
+    Call ``pending.wait()`` on every rank before the next save and before the program ends: it raises what went wrong,
+    and gives the file its name. A save that nobody waits for warns, and is an error when the program ends. The
     thread sends no message, so it does not disturb the program's own.
     """
     return Pending(path, tensors, layouts, metadata, P, background=True)

@@ -18,17 +18,28 @@ def checked(steps, xs):
         ShapeError: something is no dense tensor, or comes out of a vmap that has ended; or they lie on several devices.
     """
     if len({x.device for x in xs}) > 1:
-        raise ShapeError("the tensors of one movement lie on different devices", op=str(steps[0]), rank=steps[0].world.rank,
-                         expected=f"all on {xs[0].device}", actual=", ".join(str(x.device) for x in xs),
-                         partitions=steps[0].partitions, next_step="move them to one device, or in two calls")
+        raise ShapeError(
+            "the tensors of one movement lie on different devices",
+            op=str(steps[0]),
+            rank=steps[0].world.rank,
+            expected=f"all on {xs[0].device}",
+            actual=", ".join(str(x.device) for x in xs),
+            partitions=steps[0].partitions,
+            next_step="move them to one device, or in two calls",
+        )
     xs = [_torch.unwrap_if_dead(x) if _of_torch_func(x) else x for x in xs]
     for x in xs:
         if x.layout is not _strided or x.is_quantized or _of_torch_func(x):
             found = "a quantized one" if x.is_quantized else str(x.layout)
-            raise ShapeError("only dense tensors can be moved", op=str(steps[0]), rank=steps[0].world.rank, expected=_strided,
-                             actual="one example of a vmap that has ended" if _of_torch_func(x) else found,
-                             partitions=steps[0].partitions,
-                             next_step="x.to_dense(), or move a sparse tensor's parts; move a batch inside its vmap, or after it")
+            raise ShapeError(
+                "only dense tensors can be moved",
+                op=str(steps[0]),
+                rank=steps[0].world.rank,
+                expected=_strided,
+                actual="one example of a vmap that has ended" if _of_torch_func(x) else found,
+                partitions=steps[0].partitions,
+                next_step="x.to_dense(), or move a sparse tensor's parts; move a batch inside its vmap, or after it",
+            )
     return xs
 
 
@@ -42,8 +53,8 @@ def plans_of(steps):
 
 
 def engine_for(steps, xs, recorded):
-    """The engine that moves plain tensors ``xs`` by ``steps``, watched where somebody watches; ``recorded``: a graph holds the
-    adjoint."""
+    """The engine that moves plain tensors ``xs`` by ``steps``, watched where somebody watches; ``recorded``: a graph
+    holds the adjoint."""
     first, x = steps[0], xs[0]
     if not x.is_cpu:
         settle(x.device)
@@ -53,7 +64,8 @@ def engine_for(steps, xs, recorded):
 
 
 def together(steps, xs, recorded=False):
-    """Move tensors ``xs`` by ``steps``, of one kind over the same ranks, as one set of messages; returns fresh tensors."""
+    """Move tensors ``xs`` by ``steps``, of one kind over the same ranks, as one set of messages; returns fresh
+    tensors."""
     traffic.begun += 1
     ordinary = len(xs) == 1 and is_plain(xs[0])  # nearly always
     if not ordinary:
@@ -83,9 +95,15 @@ def traced(steps, xs):
     except (NotImplementedError, TypeError) as error:
         if all(map(_torch.is_plain, xs)):
             raise
-        raise ShapeError("a tensor of a class with operators of its own, which does not know movements", op=str(steps[0]),
-                         partitions=steps[0].partitions, rank=steps[0].world.rank, expected="a plain tensor",
-                         actual=", ".join(type(x).__name__ for x in xs), next_step="pass its local part: x.to_local()") from error
+        raise ShapeError(
+            "a tensor of a class with operators of its own, which does not know movements",
+            op=str(steps[0]),
+            partitions=steps[0].partitions,
+            rank=steps[0].world.rank,
+            expected="a plain tensor",
+            actual=", ".join(type(x).__name__ for x in xs),
+            next_step="pass its local part: x.to_local()",
+        ) from error
     finally:
         if observer is not None:
             observer.tracing = before
@@ -106,9 +124,13 @@ def _move_fake(xs, movement):
 def _move_autograd(xs, movement):
     # Alone the operator would have gradient zero and tangent zero, silently: only linear_map's Function may call it.
     if (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or any(_torch.has_tangent(x) for x in xs):
-        raise AgreementError("distdl::move has no derivative of its own", op="move", actual=movement,
-                             next_step="call the map (or the function in distdl.functional) instead",
-                             expected="a tensor without gradient and tangent")
+        raise AgreementError(
+            "distdl::move has no derivative of its own",
+            op="move",
+            actual=movement,
+            next_step="call the map (or the function in distdl.functional) instead",
+            expected="a tensor without gradient and tangent",
+        )
     with _torch.below_autograd():
         return torch.ops.distdl.move(xs, movement)
 

@@ -1,8 +1,8 @@
 """Run plans: pack, hand flat buffers to the transport, unpack or add. The only executor, for every transport.
 
-A plan moves tensors of its local shape with any number of leading batch axes, and several plans over the same ranks go as
-one set of messages (a pytree). What depends only on shapes and strides is worked out once (:mod:`program`) and cached with
-the plan's view; a call is then: allocate, copy what stays, post, wait, unpack.
+A plan moves tensors of its local shape with any number of leading batch axes, and several plans over the same ranks go
+as one set of messages (a pytree). What depends only on shapes and strides is worked out once (:mod:`program`) and
+cached with the plan's view; a call is then: allocate, copy what stays, post, wait, unpack.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ class Pending:
             xs = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(_torch.plain(x)) for x in xs]
         program, xs = program_of(plans, xs, transport)
         self.program, self.xs, self.transport, self.staging, self.handle = program, xs, transport, None, None
-        ys = self.ys = [_empty_like(like) if stride is None else torch.empty_strided(like.shape, stride, dtype=like.dtype,
-                        device=like.device) for like, stride in zip(program.likes, program.strides)]  # fmt: skip
+        ys = self.ys = [
+            _empty_like(like)
+            if stride is None
+            else torch.empty_strided(like.shape, stride, dtype=like.dtype, device=like.device)
+            for like, stride in zip(program.likes, program.strides)
+        ]
         for leaf, prepare in program.fresh:
             prepare(ys[leaf])
         if program.kind == "all_reduce":
@@ -66,7 +70,9 @@ class Pending:
             receives = [(p, outs[leaf] + at, n) for p, leaf, at, n in program.receives]
             if program.kind:
                 (_, source, nbytes), (_, target, _), dtype = sends[0], receives[0], xs[0].dtype
-                self.handle = _collect(transport, program.kind, source, target, nbytes // dtype.itemsize, dtype, program.group)
+                self.handle = _collect(
+                    transport, program.kind, source, target, nbytes // dtype.itemsize, dtype, program.group
+                )
                 return
             if traffic.log is not None:
                 traffic.log.extend(("send", peer, index(nbytes)) for peer, _, nbytes in sends)
@@ -140,7 +146,8 @@ def _sum_of_one(transport, x, y, group) -> None:
 
 
 class Aside:
-    """A movement on a side stream of the device: nothing waits on the host, so it is complete but for the device's time."""
+    """A movement on a side stream of the device: nothing waits on the host, so it is complete but for the device's
+    time."""
 
     def __init__(self, plans, xs, transport):
         with Beside(xs[0].device, xs) as self.beside:
@@ -148,7 +155,8 @@ class Aside:
 
     @contextmanager
     def joining(self):
-        """Autograd runs an adjoint on the stream on which its node was made: on the side stream, beside what does not need it."""
+        """Autograd runs an adjoint on the stream on which its node was made: on the side stream, beside what does not
+        need it."""
         with self.beside.again():
             yield
         self.beside.join(self.ys)
@@ -167,9 +175,14 @@ def simulate(plan, shards):
     """All ranks of ``plan`` in this process: held blocks in, wanted blocks out, each in the order of its partition."""
     held, wanted, ranks = plan.held.partition.ranks, plan.wanted.partition.ranks, plan.ranks
     if len(shards) != len(held):
-        raise ShapeError("one tensor for each rank is needed", op="simulate", partitions=plan.held.partition,
-                         expected=len(held), actual=len(shards),
-                         next_step="give the held blocks, in the order of plan.held.partition.ranks")
+        raise ShapeError(
+            "one tensor for each rank is needed",
+            op="simulate",
+            partitions=plan.held.partition,
+            expected=len(held),
+            actual=len(shards),
+            next_step="give the held blocks, in the order of plan.held.partition.ranks",
+        )
     mine = dict(zip(held, shards))
     like, mailboxes = shards[0], defaultdict(deque)
     lead = like.shape[: like.dim() - len(plan.view(held[0]).in_shape)]

@@ -30,27 +30,47 @@ class LocalTransport:
     def wait(self, receives):
         for peer, address, nbytes in receives:
             if not self.mailboxes[peer, self.rank]:
-                raise TransportError("nothing was sent", op="simulate", rank=self.rank, expected=f"{nbytes} bytes from "
-                                     f"rank {peer}", actual="no message",
-                                     next_step="run every rank's part, in rounds, senders first")
+                raise TransportError(
+                    "nothing was sent",
+                    op="simulate",
+                    rank=self.rank,
+                    expected=f"{nbytes} bytes from rank {peer}",
+                    actual="no message",
+                    next_step="run every rank's part, in rounds, senders first",
+                )
             source, sent = self.mailboxes[peer, self.rank].popleft()
             if sent != nbytes:
-                raise TransportError("a message has another length than planned", op="simulate", rank=self.rank,
-                                     expected=f"{nbytes} bytes from rank {peer}", actual=f"{sent} bytes",
-                                     next_step="give every rank the same layouts and dtype")
+                raise TransportError(
+                    "a message has another length than planned",
+                    op="simulate",
+                    rank=self.rank,
+                    expected=f"{nbytes} bytes from rank {peer}",
+                    actual=f"{sent} bytes",
+                    next_step="give every rank the same layouts and dtype",
+                )
             ctypes.memmove(address, source, nbytes)
 
     def abandon(self, handle, memory):
         self.mailboxes[None, self.rank].append(memory)  # its addresses may stand in a peer's mailbox
 
     def collective(self, kind, source, target, count, dtype, ranks):
-        raise TransportError("simulated ranks have no collectives", op=kind, expected="messages", actual=ranks,
-                             next_step="run the program under MPI, with: python -m distdl run -n 2")
+        raise TransportError(
+            "simulated ranks have no collectives",
+            op=kind,
+            expected="messages",
+            actual=ranks,
+            next_step="run the program under MPI, with: python -m distdl run -n 2",
+        )
 
     def all_gather(self, data, ranks):
         if ranks != (self.rank,):
-            raise TransportError("simulated ranks have no all-gather", op="all_gather", expected="one rank", actual=ranks,
-                                 next_step="run the program under MPI, with: python -m distdl run -n 2")
+            raise TransportError(
+                "simulated ranks have no all-gather",
+                op="all_gather",
+                expected="one rank",
+                actual=ranks,
+                next_step="run the program under MPI, with: python -m distdl run -n 2",
+            )
         return [data]
 
     def close(self):

@@ -36,11 +36,12 @@ def _reads_devices() -> bool | None:
 
 
 class MpiTransport:
-    """Box plans go point-to-point on a duplicate of ``comm``, tagged with a count per pair of ranks and bits of the plan: messages
-    of different calls never meet, and a rank that waits in vain finds out why (:mod:`lookout`).
+    """Box plans go point-to-point on a duplicate of ``comm``, tagged with a count per pair of ranks and bits of the
+    plan: messages of different calls never meet, and a rank that waits in vain finds out why (:mod:`lookout`).
 
     Communicators of subgroups serve collectives only. They are made in program order by their members alone, are never
-    evicted (an eviction that differs between ranks would hang), and are freed at exit in the order in which they were made.
+    evicted (an eviction that differs between ranks would hang), and are freed at exit in the order in which they were
+    made.
     """
 
     device_types: tuple[str, ...] = ("cpu",)
@@ -62,15 +63,21 @@ class MpiTransport:
 
     @cached_property
     def cuda_aware(self) -> MpiTransport:
-        """The same engine for an MPI that reads device memory by itself. MPI knows no streams: what it sends must be complete.
+        """The same engine for an MPI that reads device memory by itself. MPI knows no streams: what it sends must be
+        complete.
 
         Raises:
             TransportError: the MPI library says that it cannot; it would read device addresses as its own.
         """
         if _reads_devices() is False:
-            raise TransportError("this MPI cannot read CUDA memory", op="World(cuda='mpi')", rank=self.rank,
-                                 expected="an MPI library built with CUDA support", actual=MPI.Get_library_version().split("\0")[0],
-                                 next_step="set DISTDL_CUDA to nccl, or to staged")
+            raise TransportError(
+                "this MPI cannot read CUDA memory",
+                op="World(cuda='mpi')",
+                rank=self.rank,
+                expected="an MPI library built with CUDA support",
+                actual=MPI.Get_library_version().split("\0")[0],
+                next_step="set DISTDL_CUDA to nccl, or to staged",
+            )
         engine = copy.copy(self)
         engine.device_types = ("cpu", "cuda")
         engine.takes_types = False  # MPI copies what lies on a device piece by piece
@@ -126,15 +133,23 @@ class MpiTransport:
                 self._patiently(requests, statuses, receives, call, board)
         except MPI.Exception as error:
             raise TransportError(
-                f"MPI failed: {error}", op="exchange", rank=self.rank,
-                expected=f"messages of {[(p, n) for p, _, n in receives]} (rank, bytes)", actual="an error",
-                next_step="check that every rank calls the same operators with the same layouts and dtype") from error
+                f"MPI failed: {error}",
+                op="exchange",
+                rank=self.rank,
+                expected=f"messages of {[(p, n) for p, _, n in receives]} (rank, bytes)",
+                actual="an error",
+                next_step="check that every rank calls the same operators with the same layouts and dtype",
+            ) from error
         for (peer, nbytes), status in zip(self._expected(receives), statuses):
             if status.Get_count(MPI.BYTE) != nbytes:
                 raise TransportError(
-                    "a message has another length than planned", op="exchange", rank=self.rank,
-                    expected=f"{nbytes} bytes from rank {peer}", actual=f"{status.Get_count(MPI.BYTE)} bytes",
-                    next_step="give every rank the same layouts and dtype; where blocks differ in size, pass a Layout")
+                    "a message has another length than planned",
+                    op="exchange",
+                    rank=self.rank,
+                    expected=f"{nbytes} bytes from rank {peer}",
+                    actual=f"{status.Get_count(MPI.BYTE)} bytes",
+                    next_step="give every rank the same layouts and dtype; where blocks differ in size, pass a Layout",
+                )
 
     def _expected(self, receives):
         """(rank, bytes) of each message of MPI."""
@@ -169,9 +184,14 @@ class MpiTransport:
         comm = self.groups.get(ranks)
         if comm is None:
             if len(self.groups) >= _MAX_GROUPS:
-                raise TransportError(f"more than {_MAX_GROUPS} groups of ranks", op="collective", rank=self.rank,
-                                     next_step="reuse partitions, or use fewer distinct ones", expected=f"at most {_MAX_GROUPS}",
-                                     actual=f"another one: {ranks}")
+                raise TransportError(
+                    f"more than {_MAX_GROUPS} groups of ranks",
+                    op="collective",
+                    rank=self.rank,
+                    next_step="reuse partitions, or use fewer distinct ones",
+                    expected=f"at most {_MAX_GROUPS}",
+                    actual=f"another one: {ranks}",
+                )
             whole = self.comm.Get_group()
             members = whole.Incl(ranks)
             # Distinct tags keep two groups apart that share ranks and are being made at the same time.
@@ -185,8 +205,14 @@ class MpiTransport:
         self._ready()
         comm, mpi_type = self.group(ranks), _SUM_TYPES.get(dtype)
         if mpi_type is None:
-            raise TransportError("MPI cannot sum this dtype", op=kind, rank=self.rank, actual=dtype,
-                                 expected=f"one of {sorted(map(str, _SUM_TYPES))}", next_step="convert it first")
+            raise TransportError(
+                "MPI cannot sum this dtype",
+                op=kind,
+                rank=self.rank,
+                actual=dtype,
+                expected=f"one of {sorted(map(str, _SUM_TYPES))}",
+                next_step="convert it first",
+            )
         operation, item = (MPI.LOR if dtype == torch.bool else MPI.SUM), dtype.itemsize
         step = self.chunk // item
         for start in range(0, count, step):
@@ -200,9 +226,14 @@ class MpiTransport:
                 comm.Allreduce(mine, (memory(target), n, mpi_type), operation)
             except MPI.Exception as error:
                 raise TransportError(
-                    f"MPI failed: {error}", op=kind, rank=self.rank, expected=f"{count} numbers of {dtype} from each of ranks "
-                    f"{ranks}", actual="an error", next_step="give every rank a tensor of the same shape and dtype; dd.checking() "
-                    "says which one differs") from error
+                    f"MPI failed: {error}",
+                    op=kind,
+                    rank=self.rank,
+                    expected=f"{count} numbers of {dtype} from each of ranks {ranks}",
+                    actual="an error",
+                    next_step="give every rank a tensor of the same shape and dtype; dd.checking() "
+                    "says which one differs",
+                ) from error
 
     def all_gather(self, data, ranks):
         comm = self.group(ranks)

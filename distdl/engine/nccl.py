@@ -1,8 +1,9 @@
 """NCCL by CuPy's bindings, for CUDA tensors: everything goes on torch's current stream, and nothing waits on the host.
 
-NCCL has no tags: messages between two ranks match by order, and a movement's messages go as one group. A communicator belongs
-to an ordered set of ranks. It is made by its members alone, in program order, on their first movement; a box plan over
-some of the ranks uses the whole world's communicator once that exists, since messages concern only their two ends.
+NCCL has no tags: messages between two ranks match by order, and a movement's messages go as one group. A communicator
+belongs to an ordered set of ranks. It is made by its members alone, in program order, on their first movement; a box
+plan over some of the ranks uses the whole world's communicator once that exists, since messages concern only their two
+ends.
 """
 
 from __future__ import annotations
@@ -19,15 +20,24 @@ from ..errors import TransportError
 _MAX_GROUPS = 256  # each holds memory on the device
 # NCCL's names of what it can sum; the second number says how many of them one element is.
 _SUM_TYPES = {
-    torch.uint8: ("UINT8", 1), torch.int8: ("INT8", 1), torch.int32: ("INT32", 1), torch.int64: ("INT64", 1),
-    torch.float16: ("FLOAT16", 1), torch.bfloat16: ("BFLOAT16", 1), torch.float32: ("FLOAT32", 1), torch.float64: ("FLOAT64", 1),
-    torch.complex64: ("FLOAT32", 2), torch.complex128: ("FLOAT64", 2), torch.bool: ("UINT8", 1),
-}  # fmt: skip
+    torch.uint8: ("UINT8", 1),
+    torch.int8: ("INT8", 1),
+    torch.int32: ("INT32", 1),
+    torch.int64: ("INT64", 1),
+    torch.float16: ("FLOAT16", 1),
+    torch.bfloat16: ("BFLOAT16", 1),
+    torch.float32: ("FLOAT32", 1),
+    torch.float64: ("FLOAT64", 1),
+    torch.complex64: ("FLOAT32", 2),
+    torch.complex128: ("FLOAT64", 2),
+    torch.bool: ("UINT8", 1),
+}
 
 
 @dataclass(frozen=True)
 class Cuda:
-    """What a communicator needs of torch: this process's device and its current stream. Tests put the host in its place."""
+    """What a communicator needs of torch: this process's device and its current stream. Tests put the host in its
+    place."""
 
     index: int
 
@@ -69,9 +79,13 @@ def load():
     major, minor, patch = torch.cuda.nccl.version()[:3]
     ours, theirs = major * 10000 + minor * 100 + patch, nccl.get_version()
     if ours != theirs:
-        raise TransportError("CuPy and torch use different NCCL libraries in one process", op="NCCL", expected=f"{ours} (torch's)",
-                             actual=f"{theirs} (CuPy's)", next_step="import torch before cupy, and install one NCCL; or set "
-                             "DISTDL_CUDA=staged")
+        raise TransportError(
+            "CuPy and torch use different NCCL libraries in one process",
+            op="NCCL",
+            expected=f"{ours} (torch's)",
+            actual=f"{theirs} (CuPy's)",
+            next_step="import torch before cupy, and install one NCCL; or set DISTDL_CUDA=staged",
+        )
     return nccl
 
 
@@ -81,7 +95,8 @@ class NcclEngines:
     Args:
         world: its small all-gather tells members how to meet.
         device: this process's :class:`Cuda`.
-        nccl: the bindings; ``None``: they cannot be loaded here, and ``why`` says so, or ``wrong``, where that is an error.
+        nccl: the bindings; ``None``: they cannot be loaded here, and ``why`` says so, or ``wrong``, where that is an
+            error.
     """
 
     def __init__(self, world, device, nccl=None, why: str = "", wrong: str = ""):
@@ -115,27 +130,45 @@ class NcclEngines:
         found = where.all_gather((unique, wrong, self.why, self.device.name() if self.nccl else ""), ranks, "NCCL")
         refused, missing = ({r: one[i] for r, one in sorted(found.items()) if one[i]} for i in (1, 2))
         if refused:
-            raise TransportError("; ".join(f"rank {r}: {text}" for r, text in refused.items()), op="NCCL", rank=me, expected=
-                                 "a communicator", actual=f"ranks {ranks}", next_step="or set DISTDL_CUDA=staged")
+            raise TransportError(
+                "; ".join(f"rank {r}: {text}" for r, text in refused.items()),
+                op="NCCL",
+                rank=me,
+                expected="a communicator",
+                actual=f"ranks {ranks}",
+                next_step="or set DISTDL_CUDA=staged",
+            )
         if missing:
             if me == ranks[0]:
                 text = "; ".join(f"rank {r}: {why}" for r, why in missing.items())
-                warnings.warn(f"distdl moves CUDA tensors through pinned host memory and MPI, since NCCL is missing ({text}). "
-                              "pip install distdl[gpu12], or choose this with DISTDL_CUDA=staged", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"distdl moves CUDA tensors through pinned host memory and MPI, since NCCL is missing ({text}). "
+                    "pip install distdl[gpu12], or choose this with DISTDL_CUDA=staged",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             return None
         names: dict[str, int] = {}
         for r, (*_, name) in sorted(found.items()):
             if names.setdefault(name, r) != r:
-                raise TransportError(f"ranks {names[name]} and {r} use the same device", op="NCCL", rank=me, actual=name,
-                                     expected="one device for each rank", next_step="put rank r's tensors on "
-                                     "dd.Topology.discover().devices, start fewer ranks, or set DISTDL_CUDA=staged")
+                raise TransportError(
+                    f"ranks {names[name]} and {r} use the same device",
+                    op="NCCL",
+                    rank=me,
+                    actual=name,
+                    expected="one device for each rank",
+                    next_step="put rank r's tensors on "
+                    "dd.Topology.discover().devices, start fewer ranks, or set DISTDL_CUDA=staged",
+                )
         with self.device.here():
             comm = self.nccl.NcclCommunicator(len(ranks), found[ranks[0]][0], ranks.index(me))
         return NcclTransport(self, comm, ranks)
 
     def close(self) -> None:
-        """Destroy the communicators, newest first, which is one order on all their ranks. Where a CUDA graph was captured they
-        are left to the end of the process: a graph that still lives holds on to them, and to destroy them would wait for it."""
+        """Destroy the communicators, newest first, which is one order on all their ranks. Where a CUDA graph was
+        captured they
+        are left to the end of the process: a graph that still lives holds on to them, and to destroy them would wait
+        for it."""
         made = [engine.comm for engine in self.engines.values() if engine is not None]
         self.engines.clear()
         self.whole = None
@@ -194,9 +227,17 @@ class NcclTransport:
                 return
             name, each = _SUM_TYPES.get(dtype, (None, 1))
             if name is None:
-                raise TransportError("NCCL cannot sum this dtype", op=kind, rank=self.rank, actual=dtype,
-                                     expected=f"one of {sorted(map(str, _SUM_TYPES))}", next_step="convert it first")
-            operation = nccl.NCCL_MAX if dtype == torch.bool else nccl.NCCL_SUM  # sums of booleans are "or", as in torch
+                raise TransportError(
+                    "NCCL cannot sum this dtype",
+                    op=kind,
+                    rank=self.rank,
+                    actual=dtype,
+                    expected=f"one of {sorted(map(str, _SUM_TYPES))}",
+                    next_step="convert it first",
+                )
+            operation = (
+                nccl.NCCL_MAX if dtype == torch.bool else nccl.NCCL_SUM
+            )  # sums of booleans are "or", as in torch
             run = comm.allReduce if kind == "all_reduce" else comm.reduceScatter
             run(source, target, count * each, getattr(nccl, "NCCL_" + name), operation, stream)
 

@@ -1,7 +1,7 @@
 """Programs: everything about one rank's part of some plans that shapes, strides and dtypes decide, worked out once.
 
-Which boxes lie in one run of memory and travel as they are, which are packed, in which memory arrivals wait, and in what order and
-dtype they are added; or that all of it is one collective of the engine. :mod:`exchange` runs them.
+Which boxes lie in one run of memory and travel as they are, which are packed, in which memory arrivals wait, and in
+what order and dtype they are added; or that all of it is one collective of the engine. :mod:`exchange` runs them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,22 @@ from .transport import Call
 
 _SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
 _ALIGN = 64  # each part of a message starts at such an offset, on both ends
-# Sums of more than two of these are taken in the wider dtype (the sum of two is rounded only once in any case), and so are
-# those that the engine lacks.
+# Sums of more than two of these are taken in the wider dtype (the sum of two is rounded only once in any case), and so
+# are those that the engine lacks.
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
-# torch itself cannot add these: all their sums are taken in another dtype (those of uint64 modulo 2^64, as int64 wraps).
-NO_SUMS = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64, torch.complex32: torch.complex64}
-NO_SUMS |= {dtype: torch.float32 for dtype in vars(torch).values()
-             if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize == 1 and "x2" not in str(dtype)}
+# torch itself cannot add these: all their sums are taken in another dtype (those of uint64 modulo 2^64, as int64
+# wraps).
+NO_SUMS = {
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+    torch.complex32: torch.complex64,
+}
+NO_SUMS |= {
+    dtype: torch.float32
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize == 1 and "x2" not in str(dtype)
+}
 _WIDER |= NO_SUMS
 
 
@@ -89,7 +98,9 @@ class Program:
     early: list[tuple[Part, Part]]  # those of other kept boxes (to, from),
     packs: list[Part]  # and of others into the staging memory
     arrivals: list[tuple]  # copies of what has arrived, as ``moves``,
-    late: list[tuple[Part, Part | None]]  # and what else follows, in summing order (to, from; None: from the staging memory)
+    late: list[
+        tuple[Part, Part | None]
+    ]  # and what else follows, in summing order (to, from; None: from the staging memory)
     staging: int  # bytes
     kind: str | None  # "all_reduce", "all_gather" or "reduce_scatter" where all of this is one collective,
     group: tuple[int, ...]  # and its ranks, in the order of their blocks
@@ -149,8 +160,8 @@ def channels_last(shape, stride) -> bool:
 
 
 def _fresh(shape, x, n):
-    """Strides of an output of this shape: channels_last where the input ``x`` (shape, stride) is, after ``n`` batch axes; else
-    contiguous. This rank's matter alone: what travels is in the order of indices."""
+    """Strides of an output of this shape: channels_last where the input ``x`` (shape, stride) is, after ``n`` batch
+    axes; else contiguous. This rank's matter alone: what travels is in the order of indices."""
     own = x[0][n:]
     if len(own) not in (4, 5) or len(shape) - n != len(own) or not channels_last(own, x[1][n:]):
         return _dense(shape)
@@ -159,7 +170,8 @@ def _fresh(shape, x, n):
 
 
 def _like(shape, dtype, device):
-    """A tensor of this shape with one element's memory: ``empty_like`` of it is the fastest way to a fresh dense tensor."""
+    """A tensor of this shape with one element's memory: ``empty_like`` of it is the fastest way to a fresh dense
+    tensor."""
     return torch.empty((1,) * len(shape), dtype=dtype, device=device).expand(shape)
 
 
@@ -173,8 +185,8 @@ def _box(leaf, lead, starts, sizes, strides, dtype, **how):
 
 
 def _messages(by_peer, end: int, transport):
-    """One message for each peer: a single part as it lies in the tensor, where that is one run of memory or the engine takes it
-    so; else its parts laid out from ``end`` on in the staging memory. And where that then ends."""
+    """One message for each peer: a single part as it lies in the tensor, where that is one run of memory or the engine
+    takes it so; else its parts laid out from ``end`` on in the staging memory. And where that then ends."""
     messages = []
     for peer, parts in sorted(by_peer.items()):
         part = parts[0]
@@ -209,14 +221,19 @@ def _by_address(pairs, transport):
 
 
 def _joined(parts):
-    """Equal boxes that follow one another at equal steps, in the tensor and in the staging memory, as one box with one more
+    """Equal boxes that follow one another at equal steps, in the tensor and in the staging memory, as one box with one
+    more
     axis: one copy instead of many."""
     done: list[list[Part]] = []
     for part in parts:
         run = done[-1] if done else []
-        if run and all(getattr(part, k) == getattr(run[0], k) for k in ("leaf", "size", "stride", "dtype", "add", "cast")):
+        if run and all(
+            getattr(part, k) == getattr(run[0], k) for k in ("leaf", "size", "stride", "dtype", "add", "cast")
+        ):
             step = part.offset - run[-1].offset, part.place - run[-1].place
-            if min(step) > 0 and (len(run) == 1 or step == (run[1].offset - run[0].offset, run[1].place - run[0].place)):
+            if min(step) > 0 and (
+                len(run) == 1 or step == (run[1].offset - run[0].offset, run[1].place - run[0].place)
+            ):
                 run.append(part)
                 continue
         done.append([part])
@@ -225,8 +242,12 @@ def _joined(parts):
 
 def _stacked(run) -> Part:
     a, b = run[:2]
-    return replace(a, size=(len(run), *a.size), stride=(b.offset - a.offset, *a.stride),
-                   dense=((b.place - a.place) // a.dtype.itemsize, *a.dense))
+    return replace(
+        a,
+        size=(len(run), *a.size),
+        stride=(b.offset - a.offset, *a.stride),
+        dense=((b.place - a.place) // a.dtype.itemsize, *a.dense),
+    )
 
 
 def _widens(view, dtype, kind, transport) -> bool:
@@ -236,7 +257,8 @@ def _widens(view, dtype, kind, transport) -> bool:
 
 
 def _collective(plans, leads, dtypes, transport):
-    """(kind, ranks) where these plans are one collective that the engine has, the same on all of its ranks; else (None, ())."""
+    """(kind, ranks) where these plans are one collective that the engine has, the same on all of its ranks; else (None,
+    ())."""
     rank, collectives = transport.rank, transport.collectives
     if "all_reduce" in collectives:
         groups = {summing_group(plan, rank) for plan in plans}
@@ -253,7 +275,8 @@ def _collective(plans, leads, dtypes, transport):
 
 
 def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> Program:
-    """The program of an all-gather or a reduce-scatter: equal blocks, in the order of ``group``, on the side that is whole."""
+    """The program of an all-gather or a reduce-scatter: equal blocks, in the order of ``group``, on the side that is
+    whole."""
     view, about = plan.view(rank), (0, lead, dtype)
     shape = likes[0].shape
     if kind == "all_gather":
@@ -317,7 +340,9 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
         return _gathering(plans[0], rank, leads[0], strides[0], dtypes[0], kind, group, likes)
     send_messages, end = _messages(sends, 0, transport)
     receive_messages, end = _messages(receives, end, transport)
-    packs = _joined(sorted((part for parts in sends.values() for part in parts if not part.direct), key=lambda part: part.place))
+    packs = _joined(
+        sorted((part for parts in sends.values() for part in parts if not part.direct), key=lambda part: part.place)
+    )
     late = [(to, source) for to, source in late if source is not None or not to.direct]
     sums = any(to.add for to, _ in late)
     if not sums:  # the order does not matter then
@@ -332,8 +357,25 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
             late = [(to, None) for to, _ in rest]
     casts = list(dtypes) if any(like.dtype != d for like, d in zip(likes, dtypes)) else None
     travels = bool(send_messages or receive_messages)
-    return Program(likes, formats, zeroed, blanks, casts, send_messages, receive_messages, moves, kept, packs, arrivals, late, end,
-                   kind, group, travels, [])
+    return Program(
+        likes,
+        formats,
+        zeroed,
+        blanks,
+        casts,
+        send_messages,
+        receive_messages,
+        moves,
+        kept,
+        packs,
+        arrivals,
+        late,
+        end,
+        kind,
+        group,
+        travels,
+        [],
+    )
 
 
 def _place(x):
@@ -360,9 +402,15 @@ def program_of(plans, xs, transport):
             local = plan.view(rank).in_shape
             n = x.dim() - len(local)
             if n < 0 or x.shape[n:] != local:
-                raise ShapeError("the local tensor has another shape than planned", op="exchange", rank=rank,
-                                 expected=local, actual=tuple(x.shape), partitions=(plan.held.partition, plan.wanted.partition),
-                                 next_step="pass this rank's block, with any batch axes before its own dims")
+                raise ShapeError(
+                    "the local tensor has another shape than planned",
+                    op="exchange",
+                    rank=rank,
+                    expected=local,
+                    actual=tuple(x.shape),
+                    partitions=(plan.held.partition, plan.wanted.partition),
+                    next_step="pass this rank's block, with any batch axes before its own dims",
+                )
             leads.append(tuple(x.shape[:n]))
         if len(cache) >= 64:  # strides and batch sizes may vary without end
             cache.clear()

@@ -1,4 +1,5 @@
-"""What a plan is besides a set of messages: an engine's own collective; and what arrives where, once, more often or not at all.
+"""What a plan is besides a set of messages: an engine's own collective; and what arrives where, once, more often or not
+at all.
 
 Everything here follows from the plan, and only makes it run faster: :mod:`program` asks.
 """
@@ -24,8 +25,8 @@ def summing_group(plan: Plan, rank: int) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=1024)
 def gathered(plan: Plan) -> tuple[int, ...] | None:
-    """The grid dims along which this movement is an all-gather of equal blocks (its transpose then is a reduce-scatter), or
-    ``None`` where it is something else; the same on all ranks, whichever asks."""
+    """The grid dims along which this movement is an all-gather of equal blocks (its transpose then is a
+    reduce-scatter), or ``None`` where it is something else; the same on all ranks, whichever asks."""
     P, dims, equal = plan.held.partition, [], []
     if plan.wanted.partition != P:
         return None
@@ -66,7 +67,8 @@ def covered(view: View) -> bool:
 
 
 def gaps(view: View):
-    """The boxes in which nothing arrives; ``None`` where that is not worked out, as what arrives is not a single box, or adds."""
+    """The boxes in which nothing arrives; ``None`` where that is not worked out, as what arrives is not a single box,
+    or adds."""
     if covered(view):
         return ()
     boxes = [box for m in view.received for box in m.boxes]
@@ -77,7 +79,9 @@ def gaps(view: View):
     if sum(m.volume for m in view.received) != math.prod(b - a for a, b in zip(low, high)):
         return None
     found, starts, sizes = [], [0] * len(view.out_shape), list(view.out_shape)
-    for d, n in enumerate(view.out_shape):  # what lies before and after in dim d, within what is left of the dims before it
+    for d, n in enumerate(
+        view.out_shape
+    ):  # what lies before and after in dim d, within what is left of the dims before it
         for a, b in ((0, low[d]), (high[d], n)):
             if a < b:
                 found.append(((*starts[:d], a, *starts[d + 1 :]), (*sizes[:d], b - a, *sizes[d + 1 :])))

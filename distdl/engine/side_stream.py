@@ -1,8 +1,10 @@
 """Work beside a device's current stream: what overlaps local computation on CUDA. Nothing here waits on the host.
 
-Memory passes between the streams without ``record_stream``, which would hold it back for as long as the host runs ahead of the
-device: whatever begins on the side stream first waits for every stream that has used it, so that memory of the side stream's pool
-which was freed there can be used again; and what the side stream reads is kept until the current stream has waited for it.
+Memory passes between the streams without ``record_stream``, which would hold it back for as long as the host runs ahead
+of the
+device: whatever begins on the side stream first waits for every stream that has used it, so that memory of the side
+stream's pool which was freed there can be used again; and what the side stream reads is kept until the current stream
+has waited for it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class _Side:
         return self.homes.get(_torch.current_stream(self.device.index)) or torch.cuda.current_stream(self.device)
 
     def join(self):
-        """Know the current stream; a graph that is captured has memory of its own, and may not wait for what it does not hold."""
+        """Know the current stream; a graph that is captured has memory of its own, and may not wait for what it does
+        not hold."""
         home = self.current()
         if _torch.capturing():
             self.captured = home
@@ -50,7 +53,8 @@ def side_stream(device) -> _Side:
 
 
 def settle(device) -> None:
-    """Where the side stream is the current one, let it wait as if it began: autograd runs an adjoint on the stream of its node."""
+    """Where the side stream is the current one, let it wait as if it began: autograd runs an adjoint on the stream of
+    its node."""
     side = _sides.get(device)
     if side is not None and side.stream.cuda_stream == _torch.current_stream(device.index):
         side.wait()
@@ -63,7 +67,8 @@ def attend(device) -> None:
 
 
 class Beside:
-    """A context: on a CUDA device its work goes on the side stream, after what the current stream has been given so far.
+    """A context: on a CUDA device its work goes on the side stream, after what the current stream has been given so
+    far.
 
     Args:
         device: where; on any but a CUDA device the context changes nothing.

@@ -34,8 +34,23 @@ from .random import *  # noqa: F403
 from .reduce import *  # noqa: F403
 from .transition import *  # noqa: F403
 
-_MODULES = (movement, linear, conv, local, pool, norm, reduce, loss, params,
-            dropout, embedding, expert, interpolate, random, transition)
+_MODULES = (
+    movement,
+    linear,
+    conv,
+    local,
+    pool,
+    norm,
+    reduce,
+    loss,
+    params,
+    dropout,
+    embedding,
+    expert,
+    interpolate,
+    random,
+    transition,
+)
 __all__ = [name for module in _MODULES for name in module.__all__]
 __getattr__ = only_public(__name__)
 del only_public

@@ -1,8 +1,9 @@
 """torch.autocast over layers: every rank gets the dtype that torch's own function has, also where it has no work.
 
-torch casts inside its operators, so a rank that calls none of them (an empty block, no expert, no place in the partition) would
-keep another dtype than its peers. A layer therefore casts its tensors where it is entered, on all ranks alike; and which dtype that
-is, torch itself is asked, by a call of the serial function on tensors of one element: there is no second copy of its lists.
+torch casts inside its operators, so a rank that calls none of them (an empty block, no expert, no place in the
+partition) would keep another dtype than its peers. A layer therefore casts its tensors where it is entered, on all
+ranks alike; and which dtype that is, torch itself is asked, by a call of the serial function on tensors of one element:
+there is no second copy of its lists.
 """
 
 from __future__ import annotations
@@ -39,30 +40,44 @@ def _linear(ones, n):
     return tf.linear(ones(1, 1), ones(1, 1))
 
 
-# The serial function of each layer with a list to be on; n: spatial dims. Of what torch refuses to autocast, the dtype of its twin.
+# The serial function of each layer with a list to be on; n: spatial dims. Of what torch refuses to autocast, the dtype
+# of its twin.
 _SERIAL = {
-    "dist_linear": _linear, "dist_expert_linear": _linear, "dist_local_conv": _linear, "dist_local_conv_transpose": _linear,
-    "dist_conv": _of_weights("conv"), "dist_conv_transpose": _of_weights("conv_transpose"),
-    "dist_max_pool": _of_dims("max_pool"), "dist_avg_pool": _of_dims("avg_pool"),
+    "dist_linear": _linear,
+    "dist_expert_linear": _linear,
+    "dist_local_conv": _linear,
+    "dist_local_conv_transpose": _linear,
+    "dist_conv": _of_weights("conv"),
+    "dist_conv_transpose": _of_weights("conv_transpose"),
+    "dist_max_pool": _of_dims("max_pool"),
+    "dist_avg_pool": _of_dims("avg_pool"),
     "dist_l2_pool": lambda ones, n: getattr(tf, f"lp_pool{n}d")(ones(*(1,) * (n + 2)), 2, 1),
-    "dist_adaptive_max_pool": _of_dims("adaptive_max_pool"), "dist_adaptive_avg_pool": _of_dims("adaptive_avg_pool"),
+    "dist_adaptive_max_pool": _of_dims("adaptive_max_pool"),
+    "dist_adaptive_avg_pool": _of_dims("adaptive_avg_pool"),
     "dist_interpolate": lambda ones, n: tf.interpolate(ones(*(1,) * (n + 2)), size=2),
     "dist_batch_norm": lambda ones, n: tf.batch_norm(ones(2, 1), None, None, training=True),
     "dist_instance_norm": lambda ones, n: tf.instance_norm(ones(1, 1, 2)),
     "dist_layer_norm": lambda ones, n: tf.layer_norm(ones(1, 2), (2,)),
     "dist_rms_norm": lambda ones, n: tf.rms_norm(ones(1, 2), (2,)),
     "dist_group_norm": lambda ones, n: tf.group_norm(ones(1, 1, 2), 1),
-    "dist_sum": lambda ones, n: ones(1).sum(), "dist_mean": lambda ones, n: ones(1).mean(),
-    "dist_var": lambda ones, n: ones(2).var(), "dist_logsumexp": lambda ones, n: ones(1).logsumexp(0),
-    "dist_max": lambda ones, n: ones(1).amax(0), "dist_min": lambda ones, n: ones(1).amin(0),
+    "dist_sum": lambda ones, n: ones(1).sum(),
+    "dist_mean": lambda ones, n: ones(1).mean(),
+    "dist_var": lambda ones, n: ones(2).var(),
+    "dist_logsumexp": lambda ones, n: ones(1).logsumexp(0),
+    "dist_max": lambda ones, n: ones(1).amax(0),
+    "dist_min": lambda ones, n: ones(1).amin(0),
     "dist_norm": lambda ones, n: torch.linalg.vector_norm(ones(1)),
-    "dist_cross_entropy": _of_classes("cross_entropy"), "dist_nll_loss": _of_classes("nll_loss"),
-    "dist_mse_loss": _of_pair("mse_loss"), "dist_l1_loss": _of_pair("l1_loss"), "dist_huber_loss": _of_pair("huber_loss"),
-    "dist_smooth_l1_loss": _of_pair("smooth_l1_loss"), "dist_kl_div": _of_pair("kl_div"),
+    "dist_cross_entropy": _of_classes("cross_entropy"),
+    "dist_nll_loss": _of_classes("nll_loss"),
+    "dist_mse_loss": _of_pair("mse_loss"),
+    "dist_l1_loss": _of_pair("l1_loss"),
+    "dist_huber_loss": _of_pair("huber_loss"),
+    "dist_smooth_l1_loss": _of_pair("smooth_l1_loss"),
+    "dist_kl_div": _of_pair("kl_div"),
     "dist_bce_loss": _of_pair("binary_cross_entropy_with_logits"),
     "dist_bce_with_logits_loss": _of_pair("binary_cross_entropy_with_logits"),
     "dist_poisson_nll_loss": _of_pair("poisson_nll_loss"),
-}  # fmt: skip
+}
 
 
 @lru_cache(maxsize=1024)
@@ -76,7 +91,8 @@ def autocast(op: str, ndim: int, *tensors):
 
     Args:
         ndim: number of dims of the layer's x: torch's lists differ by it.
-        tensors: floating ones are cast, but for float64, as torch has it; others, ``None`` and no tensors stay as they are.
+        tensors: floating ones are cast, but for float64, as torch has it; others, ``None`` and no tensors stay as they
+            are.
     """
     if not _torch.any_autocast() or op not in _SERIAL:
         return tensors
@@ -84,7 +100,12 @@ def autocast(op: str, ndim: int, *tensors):
 
 
 def _cast(op, n, t):
-    if not isinstance(t, torch.Tensor) or not t.is_floating_point() or t.dtype == torch.float64 or not _on(t.device.type):
+    if (
+        not isinstance(t, torch.Tensor)
+        or not t.is_floating_point()
+        or t.dtype == torch.float64
+        or not _on(t.device.type)
+    ):
         return t
     return t.to(_dtype(op, n, t.dtype, t.device, torch.get_autocast_dtype(t.device.type)))
 

@@ -32,21 +32,37 @@ def _paddings(padding, kernel, stride, dilation, op):
         return ((0, 0),) * n
     if padding == "same":
         if any(s != 1 for s in stride):
-            raise PartitionError("padding 'same' needs stride 1", op=op, expected=1, actual=stride,
-                                 next_step="use stride 1, or give the padding in numbers")
+            raise PartitionError(
+                "padding 'same' needs stride 1",
+                op=op,
+                expected=1,
+                actual=stride,
+                next_step="use stride 1, or give the padding in numbers",
+            )
         total = [d * (k - 1) for k, d in zip(kernel, dilation)]
         return tuple((t // 2, t - t // 2) for t in total)  # an odd total pads the extra element after, as torch does
     if isinstance(padding, str):
-        raise PartitionError("no such padding", op=op, expected="an int, a tuple, 'same' or 'valid'", actual=padding,
-                             next_step="give the number of zeros on each side, or one of the two words")
+        raise PartitionError(
+            "no such padding",
+            op=op,
+            expected="an int, a tuple, 'same' or 'valid'",
+            actual=padding,
+            next_step="give the number of zeros on each side, or one of the two words",
+        )
     return tuple(p if isinstance(p, tuple) else (p, p) for p in per_dim(padding, n, "padding", op))
 
 
 def check_grid(op, P, n: int) -> None:
     """Raise unless ``P`` has the dims of an x with ``n`` spatial ones."""
     if P.ndim != n + 2:
-        raise PartitionError("x needs batch, channel and the kernel's dims", op=op, partitions=P, expected=n + 2, actual=P.ndim,
-                             next_step="give P one dim for the batch, one for the channels and one for each dim of the kernel")
+        raise PartitionError(
+            "x needs batch, channel and the kernel's dims",
+            op=op,
+            partitions=P,
+            expected=n + 2,
+            actual=P.ndim,
+            next_step="give P one dim for the batch, one for the channels and one for each dim of the kernel",
+        )
 
 
 def _with_sizes(L: Layout, channels, space) -> Layout:
@@ -60,8 +76,14 @@ def _with_sizes(L: Layout, channels, space) -> Layout:
 def _spec(L: Layout, n: int, mode, channels, space, in_range, need, op) -> HaloSpec:
     """Windows of x for blocks of the output: ``need`` in the spatial dims, ``in_range`` in the channel dim."""
     if min(space) < 0:
-        raise PartitionError("the output would have no size", op=op, partitions=L, expected=">= 0", actual=space,
-                             next_step="pad more, or use a smaller kernel or dilation")
+        raise PartitionError(
+            "the output would have no size",
+            op=op,
+            partitions=L,
+            expected=">= 0",
+            actual=space,
+            next_step="pad more, or use a smaller kernel or dilation",
+        )
 
     def needs(d, o0, o1):
         return (o0, o1) if d == 0 else in_range(o0, o1) if d == 1 else need(d - 2, o0, o1)
@@ -83,8 +105,13 @@ def _conv_arguments(kernel, stride, padding, dilation, padding_mode):
     op, n = "dist_conv", len(kernel)
     stride, dilation = (per_dim(v, n, "stride or dilation", op) for v in (stride, dilation))
     if padding_mode not in MODES:
-        raise PartitionError("no such padding_mode", op=op, expected=sorted(MODES), actual=padding_mode,
-                             next_step="use one of them, as torch.nn.functional.pad names them")
+        raise PartitionError(
+            "no such padding_mode",
+            op=op,
+            expected=sorted(MODES),
+            actual=padding_mode,
+            next_step="use one of them, as torch.nn.functional.pad names them",
+        )
     least = tuple(d * (k - 1) + 1 for k, d in zip(kernel, dilation))
     return stride, dilation, _paddings(padding, kernel, stride, dilation, op), least
 
@@ -96,17 +123,27 @@ def _conv_windows(L, channels, kernel, stride, pads, dilation, groups, in_per_gr
     out_per_group = _check_groups(op, L, sum(channels), groups, in_per_group * groups)
     space = window_spec(L, None, kernel, stride, pads, dilation).out_layout.shape[2:]
     # Zeros around a dim that is not split need no memory: the local convolution adds them.
-    inside = [padding_mode == "zeros" and L.partition.shape[2 + i : 3 + i] == (1,) and a == b for i, (a, b) in enumerate(pads)]
+    inside = [
+        padding_mode == "zeros" and L.partition.shape[2 + i : 3 + i] == (1,) and a == b for i, (a, b) in enumerate(pads)
+    ]
     window_of = _conv_need(stride, pads, dilation, kernel)
-    spec = _spec(L, n, MODES[padding_mode], channels, space,
-                 lambda o0, o1: (o0 // out_per_group * in_per_group, -(-o1 // out_per_group) * in_per_group),
-                 lambda i, o0, o1: (0, L.shape[2 + i]) if inside[i] else window_of(i, o0, o1), op)
+    spec = _spec(
+        L,
+        n,
+        MODES[padding_mode],
+        channels,
+        space,
+        lambda o0, o1: (o0 // out_per_group * in_per_group, -(-o1 // out_per_group) * in_per_group),
+        lambda i, o0, o1: (0, L.shape[2 + i]) if inside[i] else window_of(i, o0, o1),
+        op,
+    )
     return spec, tuple(a if whole else 0 for (a, _), whole in zip(pads, inside)), out_per_group
 
 
 @checked
 def conv_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, dilation=1) -> Layout:
-    """The layout of :func:`dist_conv`'s result for an x of layout ``L``; ``out_channels`` a number, or one for each block."""
+    """The layout of :func:`dist_conv`'s result for an x of layout ``L``; ``out_channels`` a number, or one for each
+    block."""
     n, op = L.ndim - 2, "conv_layout"
     kernel, stride, dilation = (per_dim(v, n, "an argument", op) for v in (kernel_size, stride, dilation))
     pads = _paddings(padding, kernel, stride, dilation, op)
@@ -115,17 +152,23 @@ def conv_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, dilat
 
 
 @checked
-def conv_transpose_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, output_padding=0, dilation=1) -> Layout:
+def conv_transpose_layout(
+    L: Layout, out_channels, kernel_size, stride=1, padding=0, output_padding=0, dilation=1
+) -> Layout:
     """The layout of :func:`dist_conv_transpose`'s result for an x of layout ``L``."""
     n, op = L.ndim - 2, "conv_transpose_layout"
-    k, s, p, extra, d = (per_dim(v, n, "an argument", op) for v in (kernel_size, stride, padding, output_padding, dilation))
+    k, s, p, extra, d = (
+        per_dim(v, n, "an argument", op) for v in (kernel_size, stride, padding, output_padding, dilation)
+    )
     blocks = out_channels if isinstance(out_channels, tuple) else balanced(out_channels, L.partition.shape[1])
     return _with_sizes(L, blocks, _transposed_size(L.shape[2:], k, s, p, extra, d))
 
 
 def _transposed_size(space, kernel, stride, padding, extra, dilation):
-    return tuple((m - 1) * s - 2 * p + d * (k - 1) + e + 1
-                 for m, k, s, p, e, d in zip(space, kernel, stride, padding, extra, dilation))
+    return tuple(
+        (m - 1) * s - 2 * p + d * (k - 1) + e + 1
+        for m, k, s, p, e, d in zip(space, kernel, stride, padding, extra, dilation)
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -149,59 +192,89 @@ def _grouped(conv, window, w, bias, first, out_per_group, in_per_group, **kwargs
     parts = []
     for a, b, groups in pieces:
         start = (a // out_per_group - base) * in_per_group
-        part, b_part = window.narrow(1, start, groups * in_per_group), None if bias is None else bias[a - first : b - first]
+        part, b_part = (
+            window.narrow(1, start, groups * in_per_group),
+            None if bias is None else bias[a - first : b - first],
+        )
         parts.append(conv(part, w[a - first : b - first], b_part, groups=groups, **kwargs))
     return torch.cat(parts, 1)
 
 
 @checked
-def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, padding_mode="zeros", shape=None,
-              out_channels=None, x_layout="root", y_layout="root", params="varying", overlap=False):
+def dist_conv(
+    x,
+    w,
+    P,
+    bias=None,
+    *,
+    stride=1,
+    padding=0,
+    dilation=1,
+    groups=1,
+    padding_mode="zeros",
+    shape=None,
+    out_channels=None,
+    x_layout="root",
+    y_layout="root",
+    params="varying",
+    overlap=False,
+):
     """Convolution of 1 to 3 spatial dims, as torch.nn.Conv1d/2d/3d, over a partitioned x.
 
     Args:
         x: (batch, channels, *space), this rank's block.
         w: (out channels, in channels / groups, *kernel). Whole where channels are not split.
-        P: partition or Layout of x: (batch, channel, *space). Where its channel dim is split (DistDL's all-gather form), w and
-            bias are this rank's block of the *output* channels, and each rank fetches just the input channels that these read.
-            Or a partition with one more dim, (batch, out, in, *space), the general form: w is the (out, in) block, x lies along
-            *out* as ``x_layout`` says, and y is left along *in* as ``y_layout`` says (see :func:`dist_linear`; "sharded" splits
-            the channel dim). The general form needs ``groups=1``.
+        P: partition or Layout of x: (batch, channel, *space). Where its channel dim is split (DistDL's all-gather
+            form), w and bias are this rank's block of the *output* channels, and each rank fetches just the input
+            channels that these read. Or a partition with one more dim, (batch, out, in, *space), the general form: w is
+            the (out, in) block, x lies along *out* as ``x_layout`` says, and y is left along *in* as ``y_layout`` says
+            (see :func:`dist_linear`; "sharded" splits the channel dim). The general form needs ``groups=1``.
         bias: (out channels,), split as w's first dim; added once.
         padding: int, tuple, pairs (before, after), "same" or "valid".
         padding_mode: "zeros", "reflect", "replicate" or "circular".
         shape: the global shape of x; left out with a bare partition, it is negotiated.
-        out_channels: their number in all, over balanced blocks, where P's channel dim is split; left out, one small all-gather
-            asks for every rank's block.
-        params: "invariant": w and bias are equal on all ranks that use the same block, that is over the batch and spatial
-            dims of ``P`` (in the general form the bias also over *in*), and the layer marks them. "varying": each rank's own.
-        overlap: convolve this rank's block of x while the halos travel; outputs near its sides then get what they read of the
-            halos added (as sums of two rounded parts, in half precision). Worth it for inference on large blocks; slower in
-            training, where each strip has its own gradients of the weights. The same on all ranks.
+        out_channels: their number in all, over balanced blocks, where P's channel dim is split; left out, one small
+            all-gather asks for every rank's block.
+        params: "invariant": w and bias are equal on all ranks that use the same block, that is over the batch and
+            spatial dims of ``P`` (in the general form the bias also over *in*), and the layer marks them. "varying":
+            each rank's own.
+        overlap: convolve this rank's block of x while the halos travel; outputs near its sides then get what they read
+            of the halos added (as sums of two rounded parts, in half precision). Worth it for inference on large
+            blocks; slower in training, where each strip has its own gradients of the weights. The same on all ranks.
 
     Returns:
-        This rank's block of the result, of layout :func:`conv_layout`: splits stay in dims whose size does, and are balanced
-        elsewhere; output channels as w's blocks are.
+        This rank's block of the result, of layout :func:`conv_layout`: splits stay in dims whose size does, and are
+        balanced elsewhere; output channels as w's blocks are.
 
-    Messages: one halo exchange (from each rank that holds some of the window, 1 message of just that part), and its transpose in
-    backward; with ``params="invariant"`` one all-reduce of |w| + |bias| in backward. The general form adds those of
-    :func:`dist_linear`. Overlap sends the same ghosts. On a device they travel on a stream of their own, forward and backward; on
-    CPUs MPI moves large messages inside of its calls only, and overlap saves the window's copy. Nothing overlaps under torch.func,
-    where channels are fetched, or on a rank whose every output reads a halo.
+    Messages: one halo exchange (from each rank that holds some of the window, 1 message of just that part), and its
+    transpose in backward; with ``params="invariant"`` one all-reduce of |w| + |bias| in backward. The general form adds
+    those of
+    :func:`dist_linear`. Overlap sends the same ghosts. On a device they travel on a stream of their own, forward and
+    backward; on CPUs MPI moves large messages inside of its calls only, and overlap saves the window's copy. Nothing
+    overlaps under torch.func, where channels are fetched, or on a rank whose every output reads a halo.
 
-    y[b,o,p] = bias[o] + Σ_{c,k} w[o,c,k] x[b, c, stride·p - padding + dilation·k]; Hewett & Grady, arXiv:2006.03108, section 4.
+    y[b,o,p] = bias[o] + Σ_{c,k} w[o,c,k] x[b, c, stride·p - padding + dilation·k]; Hewett & Grady, arXiv:2006.03108,
+    section 4.
 
     Raises:
         PartitionError, ShapeError: arguments that the serial layer would refuse, or blocks that do not fit.
     """
     op, n, where = "dist_conv", w.dim() - 2, partition_of(P)
     if n not in _CONV:
-        raise ShapeError("w needs 3 to 5 dims", op=op, expected="(out, in, *kernel)", actual=tuple(w.shape), partitions=P,
-                         next_step="pass this rank's block of the weights, for 1 to 3 spatial dims")
+        raise ShapeError(
+            "w needs 3 to 5 dims",
+            op=op,
+            expected="(out, in, *kernel)",
+            actual=tuple(w.shape),
+            partitions=P,
+            next_step="pass this rank's block of the weights, for 1 to 3 spatial dims",
+        )
     stride, padding, dilation, groups = (plain(v, "an argument", op) for v in (stride, padding, dilation, groups))
     options = dict(stride=stride, padding=padding, dilation=dilation, padding_mode=padding_mode, overlap=overlap)
     if where.ndim == n + 3:
-        return _general(dist_conv, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[1], w.shape[0], options)
+        return _general(
+            dist_conv, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[1], w.shape[0], options
+        )
     check_grid(op, P, n)
     w, bias = replicated(params, where, [d for d in range(where.ndim) if d != 1], w, bias)
     kernel, in_per_group = w.shape[2:], w.shape[1]
@@ -210,14 +283,28 @@ def dist_conv(x, w, P, bias=None, *, stride=1, padding=0, dilation=1, groups=1, 
     def body(x, L):
         channels = block_sizes(w.shape[0], where, 1, out_channels)
         if not L.active:
-            return nothing(conv_layout(L, channels, kernel, stride, padding, dilation).local_shape(), x, *present(w, bias))
-        spec, own, out_per_group = _conv_windows(L, channels, kernel, stride, pads, dilation, groups, in_per_group, padding_mode)
+            return nothing(
+                conv_layout(L, channels, kernel, stride, padding, dilation).local_shape(), x, *present(w, bias)
+            )
+        spec, own, out_per_group = _conv_windows(
+            L, channels, kernel, stride, pads, dilation, groups, in_per_group, padding_mode
+        )
         first = _own_start(op, spec.out_layout, w.shape[0])
         check_bias(op, L, bias, w.shape[0])
 
         def conv(data, w, bias, padding):
-            return _grouped(_CONV[n], data, w, bias, first, out_per_group, in_per_group, stride=stride, padding=padding,
-                            dilation=dilation)
+            return _grouped(
+                _CONV[n],
+                data,
+                w,
+                bias,
+                first,
+                out_per_group,
+                in_per_group,
+                stride=stride,
+                padding=padding,
+                dilation=dilation,
+            )
 
         def local(window):
             if not w.shape[0]:
@@ -247,7 +334,8 @@ def present(*tensors):
 
 
 def _some_input(window, w, dim):
-    """(window, w), with one input channel of zeros where there is none (torch has no sum over nothing); ``dim``: w's of them."""
+    """(window, w), with one input channel of zeros where there is none (torch has no sum over nothing); ``dim``: w's of
+    them."""
     if w.shape[dim]:
         return window, w
     return tf.pad(window, (0, 0) * (window.dim() - 2) + (0, 1)), tf.pad(w, (0, 0) * (w.dim() - 1 - dim) + (0, 1))
@@ -256,11 +344,23 @@ def _some_input(window, w, dim):
 def _check_groups(op, L, out_channels, groups, in_channels) -> int:
     """Output channels per group."""
     if L.shape[1] != in_channels:
-        raise ShapeError("w does not fit x", op=op, partitions=L, expected=f"{L.shape[1]} input channels over {groups} groups",
-                         actual=in_channels, next_step="w needs all the input channels of its groups")
+        raise ShapeError(
+            "w does not fit x",
+            op=op,
+            partitions=L,
+            expected=f"{L.shape[1]} input channels over {groups} groups",
+            actual=in_channels,
+            next_step="w needs all the input channels of its groups",
+        )
     if groups < 1 or out_channels % groups:
-        raise ShapeError("groups do not divide the output channels", op=op, expected=f"a divisor of {out_channels}",
-                         actual=groups, partitions=L, next_step="choose groups that divide both numbers of channels")
+        raise ShapeError(
+            "groups do not divide the output channels",
+            op=op,
+            expected=f"a divisor of {out_channels}",
+            actual=groups,
+            partitions=L,
+            next_step="choose groups that divide both numbers of channels",
+        )
     return max(out_channels // groups, 1)
 
 
@@ -269,9 +369,14 @@ def _own_start(op, out: Layout, own: int) -> int:
     coords = out.partition.index()
     first, last = out.blocks(1)[coords[1]] if coords else (0, own)
     if last - first != own:
-        raise ShapeError("w has another number of output channels than this rank's block", op=op, partitions=out,
-                         expected=last - first, actual=own,
-                         next_step="pass the weights of this rank's output channels (out_channels: their number over all ranks)")
+        raise ShapeError(
+            "w has another number of output channels than this rank's block",
+            op=op,
+            partitions=out,
+            expected=last - first,
+            actual=own,
+            next_step="pass the weights of this rank's output channels (out_channels: their number over all ranks)",
+        )
     return first
 
 
@@ -281,8 +386,14 @@ def _general(inner, x, w, P, bias, x_layout, y_layout, params, groups, shape, w_
     check_layouts(op, x_layout, y_layout)
     (x,) = autocast(op, P.ndim - 1, x)
     if groups != 1:
-        raise PartitionError("the general form has no groups", op=op, partitions=P, expected=1, actual=groups,
-                             next_step="split channels with a (batch, channel, *space) partition instead")
+        raise PartitionError(
+            "the general form has no groups",
+            op=op,
+            partitions=P,
+            expected=1,
+            actual=groups,
+            next_step="split channels with a (batch, channel, *space) partition instead",
+        )
     beside = [d for d in range(P.ndim) if d not in (1, 2)]
     (w,) = replicated(params, P, beside, w)
     (bias,) = replicated(params, P, (2, *beside), bias)
@@ -290,10 +401,14 @@ def _general(inner, x, w, P, bias, x_layout, y_layout, params, groups, shape, w_
     if coords is None:
         check_tensor(op, x, P)
         if shape is None:
-            return nothing((0, w_out, *x.shape[2:]) if x.dim() == P.ndim - 1 else (0,) * (P.ndim - 1), x, *present(w, bias))
+            return nothing(
+                (0, w_out, *x.shape[2:]) if x.dim() == P.ndim - 1 else (0,) * (P.ndim - 1), x, *present(w, bias)
+            )
         at_root = P.take(2, 0).take(1, 0, keepdim=True)
         return inner(x, w, Layout(at_root, (shape[0], w_in, *shape[2:])), bias, **options)
-    here = P.take(2, coords[2]).take(1, coords[1], keepdim=True)  # the ranks of this (out, in) block: (batch, 1, *space)
+    here = P.take(2, coords[2]).take(
+        1, coords[1], keepdim=True
+    )  # the ranks of this (out, in) block: (batch, 1, *space)
     L = None if shape is None else Layout(here, (shape[0], w_in, *shape[2:]))
     x = spread(x, P, 1, x_layout, 1, None if L is None else L.local_shape())
     y = inner(x, w, here if L is None else L, bias_once(bias, P, 2), **options)
@@ -301,15 +416,32 @@ def _general(inner, x, w, P, bias, x_layout, y_layout, params, groups, shape, w_
 
 
 @checked
-def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_padding=0, dilation=1, groups=1, shape=None,
-                        out_channels=None, x_layout="root", y_layout="root", params="varying"):
+def dist_conv_transpose(
+    x,
+    w,
+    P,
+    bias=None,
+    *,
+    stride=1,
+    padding=0,
+    output_padding=0,
+    dilation=1,
+    groups=1,
+    shape=None,
+    out_channels=None,
+    x_layout="root",
+    y_layout="root",
+    params="varying",
+):
     """Transposed convolution of 1 to 3 spatial dims, as torch.nn.ConvTranspose1d/2d/3d, with true overlap-add.
 
     Args:
-        w: (in channels, out channels / groups, *kernel). Where P's channel dim is split, this rank's block of output channels:
-            (in, out block, *kernel), and with groups whole ones: (in channels of these groups, out / groups, *kernel).
+        w: (in channels, out channels / groups, *kernel). Where P's channel dim is split, this rank's block of output
+            channels: (in, out block, *kernel), and with groups whole ones: (in channels of these groups, out / groups,
+                *kernel).
         output_padding: extra size at the end, below stride or dilation.
-        x, P, bias, shape, out_channels, x_layout, y_layout, params: as for :func:`dist_conv`; in the general form w is the
+        x, P, bias, shape, out_channels, x_layout, y_layout, params: as for :func:`dist_conv`; in the general form w is
+        the
             (in, out) block.
 
     Returns:
@@ -317,26 +449,50 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
 
     Messages: as :func:`dist_conv`.
 
-    y[b,o,p] = bias[o] + Σ_{c,i,k: stride·i - padding + dilation·k = p} w[c,o,k] x[b,c,i]: each rank fetches the inputs that its
-    outputs read, so the sum over overlaps is local.
+    y[b,o,p] = bias[o] + Σ_{c,i,k: stride·i - padding + dilation·k = p} w[c,o,k] x[b,c,i]: each rank fetches the inputs
+    that its outputs read, so the sum over overlaps is local.
     """
     op, n, where = "dist_conv_transpose", w.dim() - 2, partition_of(P)
     if n not in _CONV:
-        raise ShapeError("w needs 3 to 5 dims", op=op, expected="(in, out, *kernel)", actual=tuple(w.shape), partitions=P,
-                         next_step="pass this rank's block of the weights, for 1 to 3 spatial dims")
+        raise ShapeError(
+            "w needs 3 to 5 dims",
+            op=op,
+            expected="(in, out, *kernel)",
+            actual=tuple(w.shape),
+            partitions=P,
+            next_step="pass this rank's block of the weights, for 1 to 3 spatial dims",
+        )
     groups = plain(groups, "groups", op)
     options = dict(stride=stride, padding=padding, output_padding=output_padding, dilation=dilation)
     if where.ndim == n + 3:
-        return _general(dist_conv_transpose, x, w, where, bias, x_layout, y_layout, params, groups, shape, w.shape[0],
-                        w.shape[1], options)
+        return _general(
+            dist_conv_transpose,
+            x,
+            w,
+            where,
+            bias,
+            x_layout,
+            y_layout,
+            params,
+            groups,
+            shape,
+            w.shape[0],
+            w.shape[1],
+            options,
+        )
     check_grid(op, P, n)
     w, bias = replicated(params, where, [d for d in range(where.ndim) if d != 1], w, bias)
     s, p, extra, d = (per_dim(v, n, "an argument", op) for v in (stride, padding, output_padding, dilation))
     k = tuple(w.shape[2:])
     if any(e >= max(a, b) for e, a, b in zip(extra, s, d)) or min((*s, *d)) < 1 or min((*p, *extra)) < 0:
-        raise PartitionError("not a legal transposed convolution", op=op, actual=options,
-                             expected="output_padding < max(stride, dilation), stride and dilation >= 1, padding >= 0",
-                             partitions=P, next_step="choose values as torch.nn.functional.conv_transpose2d takes them")
+        raise PartitionError(
+            "not a legal transposed convolution",
+            op=op,
+            actual=options,
+            expected="output_padding < max(stride, dilation), stride and dilation >= 1, padding >= 0",
+            partitions=P,
+            next_step="choose values as torch.nn.functional.conv_transpose2d takes them",
+        )
 
     def need(i, o0, o1):
         lo = -((d[i] * (k[i] - 1) - o0 - p[i]) // s[i])  # ceil((o0 + p - d (k - 1)) / s)
@@ -355,11 +511,25 @@ def dist_conv_transpose(x, w, P, bias=None, *, stride=1, padding=0, output_paddi
         first = _own_start(op, _with_sizes(L, channels, L.shape[2:]), own)
         check_bias(op, L, bias, own)
         if split and (first % out_per_group or w.shape[0] % in_per_group or w.shape[1] != out_per_group):
-            raise PartitionError("blocks of output channels cut groups", op=op, partitions=L, actual=channels,
-                                 expected=f"multiples of {out_per_group}", next_step="split whole groups")
+            raise PartitionError(
+                "blocks of output channels cut groups",
+                op=op,
+                partitions=L,
+                actual=channels,
+                expected=f"multiples of {out_per_group}",
+                next_step="split whole groups",
+            )
         space = _transposed_size(L.shape[2:], k, s, p, extra, d)
-        spec = _spec(L, n, "zeros", channels, space,
-                     lambda o0, o1: (o0 // out_per_group * in_per_group, -(-o1 // out_per_group) * in_per_group), need, op)
+        spec = _spec(
+            L,
+            n,
+            "zeros",
+            channels,
+            space,
+            lambda o0, o1: (o0 // out_per_group * in_per_group, -(-o1 // out_per_group) * in_per_group),
+            need,
+            op,
+        )
         coords = where.index()
         blocks = [spec.out_layout.blocks(i + 2)[coords[i + 2] if coords else 0] for i in range(n)]
 

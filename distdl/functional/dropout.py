@@ -15,8 +15,14 @@ __all__ = ["dist_dropout", "dist_feature_dropout"]
 def _dropout(op, x, P, p, seed, shape, training, dims):
     """Drop along the first ``dims`` dims of x (``None``: all), whole slices of the others."""
     if not 0 <= p <= 1:
-        raise PartitionError("p is a probability", op=op, expected="0 <= p <= 1", actual=p, partitions=P,
-                             next_step="give the share of entries that becomes zero")
+        raise PartitionError(
+            "p is a probability",
+            op=op,
+            expected="0 <= p <= 1",
+            actual=p,
+            partitions=P,
+            next_step="give the share of entries that becomes zero",
+        )
     alike(op, P)
     if not training or p == 0:
         if partition_of(P, op).active:
@@ -28,8 +34,14 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
     def body(x, L):
         n = L.ndim if dims is None else dims
         if L.ndim < n:
-            raise PartitionError("x needs batch and channel", op=op, partitions=L, expected=f"{n} dims or more", actual=L.ndim,
-                                 next_step="use dist_dropout, or lay x out over (batch, channel, *space)")
+            raise PartitionError(
+                "x needs batch and channel",
+                op=op,
+                partitions=L,
+                expected=f"{n} dims or more",
+                actual=L.ndim,
+                next_step="use dist_dropout, or lay x out over (batch, channel, *space)",
+            )
         box = L.box() or [(0, size) for size in x.shape]
         keep = random.bits(box[:n], L.shape[:n], seed, x.device, lambda h: random._shift(h, 1) >= least)
         return x * keep.reshape((*keep.shape, *(1,) * (L.ndim - n))) * scale
@@ -39,12 +51,14 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
 
 @checked
 def dist_dropout(x, P, p, seed, *, shape=None, training=True):
-    """Set elements to zero with probability ``p`` and multiply the others by 1 / (1 - p), as torch.nn.functional.dropout.
+    """Set elements to zero with probability ``p`` and multiply the others by 1 / (1 - p), as
+    torch.nn.functional.dropout.
 
-    Whether an element is kept depends on ``seed`` and its place in the global tensor only: not on the partition, the dtype, or
-    the device. Equal calls give equal masks, so give every layer and step its own seed (``F.fold_in(seed, layer, step)``). It is a
-    pure function, that draws nothing: under vmap all examples share the mask, whatever ``randomness`` says, unless the seed is a
-    batch too.
+    Whether an element is kept depends on ``seed`` and its place in the global tensor only: not on the partition, the
+    dtype, or the device. Equal calls give equal masks, so give every layer and step its own seed (``F.fold_in(seed,
+    layer, step)``). It is a
+    pure function, that draws nothing: under vmap all examples share the mask, whatever ``randomness`` says, unless the
+    seed is a batch too.
 
     Args:
         x: this rank's block, any shape, floating or complex.

@@ -26,79 +26,129 @@ def _rows(op, P, own: int, total: int | None):
     sizes = total if isinstance(total, tuple) else block_sizes(own, P, dim, total)  # a tuple: the Layout's blocks
     here = coords[dim]
     if sizes[here] != own:
-        raise ShapeError("w has another number of rows than this rank's block", op=op, partitions=P, expected=sizes[here],
-                         actual=own, next_step="pass this rank's (vocabulary, embedding) block")
+        raise ShapeError(
+            "w has another number of rows than this rank's block",
+            op=op,
+            partitions=P,
+            expected=sizes[here],
+            actual=own,
+            next_step="pass this rank's (vocabulary, embedding) block",
+        )
     return sum(sizes[:here]), own, sum(sizes)
 
 
 def _check_index(op, idx, n, rank, P) -> None:
-    """A clear error for indices beyond the table, where the values can be looked at without waiting for a device. Elsewhere (a
-    batch under vmap, CUDA) the local lookup itself fails, as torch's does."""
+    """A clear error for indices beyond the table, where the values can be looked at without waiting for a device.
+    Elsewhere (a batch under vmap, CUDA) the local lookup itself fails, as torch's does."""
     if idx.is_cuda or _torch.levels_of(idx) or not idx.numel():
         return
     low, high = (int(v) for v in torch.aminmax(idx))
     if low < 0 or high >= n:
-        raise ShapeError("an index is outside the table", op=op, expected=f"0 <= index < {n}", rank=rank,
-                         actual=low if low < 0 else high, next_step="indices are global: they count the rows of all ranks",
-                         partitions=P)
+        raise ShapeError(
+            "an index is outside the table",
+            op=op,
+            expected=f"0 <= index < {n}",
+            rank=rank,
+            actual=low if low < 0 else high,
+            next_step="indices are global: they count the rows of all ranks",
+            partitions=P,
+        )
 
 
 @checked
-def dist_embedding(idx, w, P, *, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, scale=None,
-                   num_embeddings=None, idx_layout="replicated", y_layout="root", y_dim=-2, params="varying"):
+def dist_embedding(
+    idx,
+    w,
+    P,
+    *,
+    padding_idx=None,
+    max_norm=None,
+    norm_type=2.0,
+    scale_grad_by_freq=False,
+    scale=None,
+    num_embeddings=None,
+    idx_layout="replicated",
+    y_layout="root",
+    y_dim=-2,
+    params="varying",
+):
     """y[i] = W[idx[i]] with W split into blocks over two partition dims, as torch.nn.functional.embedding.
 
     Args:
         idx: integers of any shape, this rank's block over the leading dims of ``P``; global row numbers.
         w: (vocabulary, embedding), this rank's block of W over the last two dims of ``P``.
         P: (*dims of idx, vocabulary, embedding); or a Layout of global shape (*idx shape, number of rows, row length).
-        padding_idx: a global row whose derivative is zero (negative: from the end), whichever rank holds it; in forward mode
-            too, which torch leaves out.
-        max_norm, norm_type: rows longer than this are scaled down to it, by their norm over the whole row. torch changes W itself;
-            here W stays as it is, and y is made of scaled rows. As in torch, the gradient is that of the scaled W.
+        padding_idx: a global row whose derivative is zero (negative: from the end), whichever rank holds it; in forward
+            mode too, which torch leaves out.
+        max_norm, norm_type: rows longer than this are scaled down to it, by their norm over the whole row. torch
+            changes W itself; here W stays as it is, and y is made of scaled rows. As in torch, the gradient is that of
+            the scaled W.
         scale_grad_by_freq: divide each row's derivative by how often it is looked up, on all ranks together.
         scale: multiply y by this number (√d in transformers).
-        num_embeddings: rows in all, in balanced blocks. Left out, with a bare ``P`` whose vocabulary dim is split, one small
-            all-gather along it asks how many rows each rank has; a Layout knows.
-        idx_layout: "replicated": every rank of the vocabulary and embedding dims has the indices. "root": only the one at index 0
-            of both, and they are broadcast (their local shape is negotiated, unless ``P`` is a Layout).
-        y_layout, y_dim: how the sum is left along the vocabulary dim: "root" (on index 0), "replicated" (k independent copies),
-            "invariant" (one value on all), "sharded" (its dim ``y_dim`` split over it, balanced).
-        params: "varying": w is each rank's own (or already marked). "invariant": equal along the batch dims of ``P``; marked here.
+        num_embeddings: rows in all, in balanced blocks. Left out, with a bare ``P`` whose vocabulary dim is split, one
+            small all-gather along it asks how many rows each rank has; a Layout knows.
+        idx_layout: "replicated": every rank of the vocabulary and embedding dims has the indices. "root": only the one
+            at index 0 of both, and they are broadcast (their local shape is negotiated, unless ``P`` is a Layout).
+        y_layout, y_dim: how the sum is left along the vocabulary dim: "root" (on index 0), "replicated" (k independent
+            copies), "invariant" (one value on all), "sharded" (its dim ``y_dim`` split over it, balanced).
+        params: "varying": w is each rank's own (or already marked). "invariant": equal along the batch dims of ``P``;
+            marked here.
 
     Returns:
-        (*idx, embedding): this rank's block, the embedding dim split as w's. Where nothing is left ("root"), a connected tensor
-        without elements.
+        (*idx, embedding): this rank's block, the embedding dim split as w's. Where nothing is left ("root"), a
+        connected tensor without elements.
 
     Messages, with |y| the local elements: along vocabulary, where it is split, "root" 1 reduction of |y|, "sharded" 1
-    reduce-scatter, "invariant" and "replicated" 1 all-reduce; backward the transposes ("invariant": none). ``idx_layout="root"``
-    1 broadcast of |idx|. ``max_norm`` with a split embedding dim 1 all-reduce of |idx| along it (norm inf: :func:`dist_max`'s);
+    reduce-scatter, "invariant" and "replicated" 1 all-reduce; backward the transposes ("invariant": none).
+    ``idx_layout="root"`` 1 broadcast of |idx|. ``max_norm`` with a split embedding dim 1 all-reduce of |idx| along it
+    (norm inf: :func:`dist_max`'s);
     ``scale_grad_by_freq`` 1 all-reduce of a number for each of the block's rows along the batch dims; neither has a
     derivative. ``params="invariant"``: backward 1 all-reduce of |w|.
 
     y = Σ_v 1[idx in block v] W_v[idx - first_v]; vocabulary parallel: Shoeybi et al., arXiv:1909.08053.
 
     Raises:
-        PartitionError, ShapeError: unknown layouts, floating indices, an index outside the table, blocks that do not fit P.
+        PartitionError, ShapeError: unknown layouts, floating indices, an index outside the table, blocks that do not
+            fit P.
     """
     op, where = "dist_embedding", partition_of(P)
     if y_layout not in LAYOUTS or idx_layout not in ("root", "replicated"):
-        raise PartitionError("no such layout", op=op, expected=f"y_layout of {LAYOUTS}, idx_layout of ('root', 'replicated')",
-                             actual=(y_layout, idx_layout), partitions=P, next_step="choose one of these")
+        raise PartitionError(
+            "no such layout",
+            op=op,
+            expected=f"y_layout of {LAYOUTS}, idx_layout of ('root', 'replicated')",
+            actual=(y_layout, idx_layout),
+            partitions=P,
+            next_step="choose one of these",
+        )
     if w.dim() != 2 or where.ndim < 2:
-        raise ShapeError("w is a table over the last two dims of P", op=op, partitions=where, expected="(vocabulary, embedding)",
-                         actual=tuple(w.shape), next_step="pass this rank's block of the table, two dims, and a P of at least two")
+        raise ShapeError(
+            "w is a table over the last two dims of P",
+            op=op,
+            partitions=where,
+            expected="(vocabulary, embedding)",
+            actual=tuple(w.shape),
+            next_step="pass this rank's block of the table, two dims, and a P of at least two",
+        )
     batch = where.ndim - 2
     (w,) = replicated(params, where, range(batch), w)
     if not where.active:
-        shape = P.local_shape() if isinstance(P, Layout) else (*idx.shape[:batch], *(0,) * (batch - idx.dim()), *w.shape)
+        shape = (
+            P.local_shape() if isinstance(P, Layout) else (*idx.shape[:batch], *(0,) * (batch - idx.dim()), *w.shape)
+        )
         return nothing((0, *shape[1:batch], shape[-1])[: batch + 1], w)
     L = P if isinstance(P, Layout) else None
     if L is not None:
         num_embeddings = L.sizes(batch)
         if w.shape != L.local_shape()[-2:]:
-            raise ShapeError("w is not this rank's block", op=op, partitions=L, expected=L.local_shape()[-2:],
-                             actual=tuple(w.shape), next_step="pass this rank's rows and columns of the table")
+            raise ShapeError(
+                "w is not this rank's block",
+                op=op,
+                partitions=L,
+                expected=L.local_shape()[-2:],
+                actual=tuple(w.shape),
+                next_step="pass this rank's rows and columns of the table",
+            )
     if idx_layout == "root":
         holders = where.take(batch, 0, keepdim=True).take(batch + 1, 0, keepdim=True)
         idx = broadcast(idx, holders, where, shape=None if L is None else L.local_shape()[:-2])
@@ -106,15 +156,23 @@ def dist_embedding(idx, w, P, *, padding_idx=None, max_norm=None, norm_type=2.0,
     expected = None if L is None else L.local_shape()[:-2]
     numbers = not (idx.is_floating_point() or idx.is_complex() or idx.dtype == torch.bool)
     if not numbers or idx.dim() != batch or (L is not None and idx.shape != expected):
-        raise ShapeError("idx is not this rank's block of indices", op=op, partitions=P, rank=rank, actual=f"{idx.dtype} "
-                         f"of shape {tuple(idx.shape)}", expected=f"integers of {expected or f'{batch} dims'}",
-                         next_step="pass this rank's indices: P has one dim for each of idx's, then (vocabulary, embedding)")
+        raise ShapeError(
+            "idx is not this rank's block of indices",
+            op=op,
+            partitions=P,
+            rank=rank,
+            actual=f"{idx.dtype} of shape {tuple(idx.shape)}",
+            expected=f"integers of {expected or f'{batch} dims'}",
+            next_step="pass this rank's indices: P has one dim for each of idx's, then (vocabulary, embedding)",
+        )
     first, own, total = _rows(op, where, w.shape[0], num_embeddings)
     _check_index(op, idx, total, rank, P)
 
     here = (idx >= first) & (idx < first + own)
     beyond = (idx < 0) | (idx >= total)
-    place = torch.where(here, idx - first, torch.where(beyond, own + 1, 0))  # out of range here too: the lookup then fails
+    place = torch.where(
+        here, idx - first, torch.where(beyond, own + 1, 0)
+    )  # out of range here too: the lookup then fails
     rows = _look_up(place, w)
     if max_norm is not None:
         rows = _renormalised(rows, where, batch, max_norm, norm_type)
@@ -122,15 +180,22 @@ def dist_embedding(idx, w, P, *, padding_idx=None, max_norm=None, norm_type=2.0,
         rows = _by_frequency(rows, place, here, own, where, range(batch))
     if padding_idx is not None:
         if not -total <= padding_idx < total:
-            raise PartitionError("padding_idx is outside the table", op=op, expected=f"-{total} <= padding_idx < {total}",
-                                 actual=padding_idx, partitions=P, next_step="count it in rows of the whole table")
+            raise PartitionError(
+                "padding_idx is outside the table",
+                op=op,
+                expected=f"-{total} <= padding_idx < {total}",
+                actual=padding_idx,
+                partitions=P,
+                next_step="count it in rows of the whole table",
+            )
         rows = torch.where((idx == padding_idx % total)[..., None], rows.detach(), rows)
     y = torch.where(here[..., None], rows, 0)
     return collect(y if scale is None else y * scale, where, batch, y_layout, y_dim % (batch + 1))
 
 
 def _look_up(place, w):
-    """``w[place]``, by way of a dummy where there is no row, no column or no index: torch's backward does not take them all."""
+    """``w[place]``, by way of a dummy where there is no row, no column or no index: torch's backward does not take them
+    all."""
     flat, (rows, columns) = place.reshape(-1), w.shape
     if not flat.numel():
         flat = torch.cat([flat, flat.new_zeros(1)])

@@ -1,7 +1,8 @@
-"""Expert parallelism: tokens travel to the ranks of their experts and back (mixture of experts; Lepikhin et al., arXiv:2006.16668).
+"""Expert parallelism: tokens travel to the ranks of their experts and back (mixture of experts; Lepikhin et al.,
+arXiv:2006.16668).
 
-Dispatch is a plan like any other: a rank holds its tokens sorted by expert, and wants all tokens of its own experts. Combining is
-the transpose.
+Dispatch is a plan like any other: a rank holds its tokens sorted by expert, and wants all tokens of its own experts.
+Combining is the transpose.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     """Apply to every token its expert, where the expert lives.
 
     Args:
-        f: ``f(k, tokens) -> (tokens', features)``: this rank's k-th expert on the tokens that came for it (perhaps none); as many
-            tokens out as in, and the same number of features from all experts.
+        f: ``f(k, tokens) -> (tokens', features)``: this rank's k-th expert on the tokens that came for it (perhaps
+            none); as many tokens out as in, and the same number of features from all experts.
         x: (tokens, features), this rank's tokens; any number on each rank.
         expert: (tokens,) int64, the global expert of each.
         P: a partition of one dim; its ranks have the experts in balanced blocks.
@@ -58,8 +59,8 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     Returns:
         (tokens, new features), in the order of ``x``.
 
-    Messages: two small all-gathers, of counts and of widths and dtypes; forward each token goes to its expert's rank and
-    back, one message for each pair of ranks each way; the same backward.
+    Messages: two small all-gathers, of counts and of widths and dtypes; forward each token goes to its expert's rank
+    and back, one message for each pair of ranks each way; the same backward.
 
     Raises:
         AgreementError: experts return different numbers of features, or dtypes.
@@ -71,19 +72,36 @@ def expert_parallel(f, x, expert, P, num_experts: int):
 def _parallel(op, f, x, expert, P, num_experts):
     where = partition_of(P)
     if where.ndim != 1:
-        raise PartitionError("experts lie along one dim", op=op, partitions=where, expected=1, actual=where.ndim,
-                             next_step="use a partition of one dim, such as P.along(dim)")
+        raise PartitionError(
+            "experts lie along one dim",
+            op=op,
+            partitions=where,
+            expected=1,
+            actual=where.ndim,
+            next_step="use a partition of one dim, such as P.along(dim)",
+        )
     coords = where.index()
     if coords is None:
         check_tensor(op, x, where)
         return nothing((0, x.shape[1] if x.dim() == 2 else 0), x)
     if x.dim() != 2 or expert.shape != x.shape[:1] or expert.is_floating_point() or expert.dtype == torch.bool:
-        raise ShapeError("one expert for each token is needed", op=op, expected="x (tokens, features), integers expert (tokens,)",
-                         actual=(tuple(x.shape), tuple(expert.shape), expert.dtype), partitions=where,
-                         next_step="flatten x to one row for each token, and give one expert's number for each row")
+        raise ShapeError(
+            "one expert for each token is needed",
+            op=op,
+            expected="x (tokens, features), integers expert (tokens,)",
+            actual=(tuple(x.shape), tuple(expert.shape), expert.dtype),
+            partitions=where,
+            next_step="flatten x to one row for each token, and give one expert's number for each row",
+        )
     if expert.numel() and not 0 <= int(expert.min()) <= int(expert.max()) < num_experts:
-        raise ShapeError("no such expert", op=op, partitions=where, expected=f"0 <= expert < {num_experts}",
-                         actual=(int(expert.min()), int(expert.max())), next_step="experts are counted over all ranks, from 0")
+        raise ShapeError(
+            "no such expert",
+            op=op,
+            partitions=where,
+            expected=f"0 <= expert < {num_experts}",
+            actual=(int(expert.min()), int(expert.max())),
+            next_step="experts are counted over all ranks, from 0",
+        )
     order = torch.argsort(expert, stable=True)
     mine = _torch.numbers(torch.bincount(expert, minlength=num_experts))
     reports = world(where.world).all_gather(mine, where.ranks, op)
@@ -98,8 +116,14 @@ def _parallel(op, f, x, expert, P, num_experts):
     made = world(where.world).all_gather(None if y is None else (y.shape[1], y.dtype), where.ranks, op)
     kinds = {kind for kind in made.values() if kind is not None} or {(x.shape[1], x.dtype)}
     if len(kinds) > 1:
-        raise AgreementError("the experts' results do not fit together", op=op, partitions=where, actual=made,
-                             expected="one number of features and one dtype", next_step="let f return the same on all ranks")
+        raise AgreementError(
+            "the experts' results do not fit together",
+            op=op,
+            partitions=where,
+            actual=made,
+            expected="one number of features and one dtype",
+            next_step="let f return the same on all ranks",
+        )
     width, dtype = kinds.pop()
     y = nothing((0, width), arrived, dtype=dtype) if y is None else y
     back = _dispatch(where, counts, width, "dispatch").T(y)
@@ -118,12 +142,23 @@ def dist_expert_linear(x, w, P, expert, bias=None, *, num_experts: int):
         (tokens, out). Messages as for :func:`expert_parallel`; the gradients of w and bias send nothing.
     """
     if bias is not None and bias.shape != w.shape[:2]:
-        raise ShapeError("bias does not fit w", op="dist_expert_linear", partitions=P, expected=tuple(w.shape[:2]),
-                         actual=tuple(bias.shape), next_step="give every expert of this rank its own bias")
+        raise ShapeError(
+            "bias does not fit w",
+            op="dist_expert_linear",
+            partitions=P,
+            expected=tuple(w.shape[:2]),
+            actual=tuple(bias.shape),
+            next_step="give every expert of this rank its own bias",
+        )
     (x,) = autocast("dist_expert_linear", 2, x)
     if partition_of(P).ndim == 1 and not partition_of(P).active:
         check_tensor("dist_expert_linear", x, P)
         return nothing((0, w.shape[1]), x, w, *(() if bias is None else (bias,)))
-    return _parallel("dist_expert_linear",
-                     lambda k, tokens: torch.nn.functional.linear(tokens, w[k], None if bias is None else bias[k]),
-                     x, expert, P, num_experts)
+    return _parallel(
+        "dist_expert_linear",
+        lambda k, tokens: torch.nn.functional.linear(tokens, w[k], None if bias is None else bias[k]),
+        x,
+        expert,
+        P,
+        num_experts,
+    )

@@ -1,16 +1,17 @@
 """Who already sums: how the ranks hold a parameter, and over which of them its layer's adjoint sums the gradient.
 
-A layer over a grid ``P`` holds a parameter as a block along some dims of ``P``, ``split``, and as a copy along the others, over
-which its adjoint sums (:func:`distdl.functional.params.replicated`). So within ``P`` the gradient is complete as it stands; who
-reduces gradients over ranks R asks :func:`complete`:
+A layer over a grid ``P`` holds a parameter as a block along some dims of ``P``, ``split``, and as a copy along the
+others, over which its adjoint sums (:func:`distdl.functional.params.replicated`). So within ``P`` the gradient is
+complete as it stands; who reduces gradients over ranks R asks :func:`complete`:
 
     R inside of P               nothing is left to sum
     R and P share one rank      R are replicas of the layer, to be summed
     anything between            an error: no sum over all of R is right
 
-The layer knows it (a module with ``hold_parameters()`` is asked), and marks the tensors that stand for its parameters: when they
-are registered, moved, copied or unpickled, and at every call, then also those that ``functional_call`` put there. A mark is a
-plain tuple on the tensor, so that files of parameters stay loadable anywhere; a gradient has its parameter's.
+The layer knows it (a module with ``hold_parameters()`` is asked), and marks the tensors that stand for its parameters:
+when they are registered, moved, copied or unpickled, and at every call, then also those that ``functional_call`` put
+there. A mark is a plain tuple on the tensor, so that files of parameters stay loadable anywhere; a gradient has its
+parameter's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from ..partition import Partition, is_int, partition_of
 from ..signature import NAME
 
 _MARK, _MARKED = "_distdl_held", "_distdl_marked"
-_marked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # leaf tensors, to find a gradient's
+_marked: weakref.WeakValueDictionary[int, torch.Tensor] = (
+    weakref.WeakValueDictionary()
+)  # leaf tensors, to find a gradient's
 
 
 class Held(NamedTuple):
@@ -63,7 +66,9 @@ def hold(tensor, mark, name=None) -> None:
         setattr(tensor, _MARK, mark)
         if name is not None and not hasattr(tensor, NAME):
             setattr(tensor, NAME, name)
-    if isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad and not _torch.transforms_active()):
+    if isinstance(tensor, torch.nn.Parameter) or (
+        tensor.is_leaf and tensor.requires_grad and not _torch.transforms_active()
+    ):
         _marked[id(tensor)] = tensor
 
 
@@ -73,8 +78,8 @@ def declare(parameter, P, split=()):
     Args:
         parameter: a leaf tensor, this rank's part.
         P: the ranks among which your module sums its gradient: a grid.
-        split: the dims of ``P`` along which ranks hold different blocks; along the others they hold copies, over which your
-            module's adjoint sums (``F.mark_varying``).
+        split: the dims of ``P`` along which ranks hold different blocks; along the others they hold copies, over which
+            your module's adjoint sums (``F.mark_varying``).
 
     A ``deepcopy`` of a Parameter loses it, unless its module has a method ``hold_parameters()`` that declares again.
     """
@@ -119,7 +124,10 @@ def named(tree) -> dict[str, torch.Tensor]:
     pairs, _ = torch.utils._pytree.tree_flatten_with_path(tree)
     found = {}
     for path, leaf in pairs:
-        name = ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path) or "the tensor"
+        name = (
+            ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+            or "the tensor"
+        )
         if isinstance(leaf, torch.Tensor):
             found[name] = leaf
             if not hasattr(leaf, NAME):
@@ -131,24 +139,34 @@ def holders(op, tree, of=None, *, P=None) -> list:
     """How ranks hold each leaf of ``tree``: parameters, their gradients, or other tensors that stand for them.
 
     Args:
-        of: whose they are, where the tensors themselves do not know (gradients of torch.func, detached copies): a pytree of
-            parameters with the same leaves, or the module, by whose names ``tree`` is then a dictionary.
+        of: whose they are, where the tensors themselves do not know (gradients of torch.func, detached copies): a
+            pytree of parameters with the same leaves, or the module, by whose names ``tree`` is then a dictionary.
     """
     leaves, _ = _torch.flatten(tree)
     if isinstance(of, torch.nn.Module):
         ask(of)
         known = dict(of.named_parameters(remove_duplicate=False)) | dict(of.named_buffers(remove_duplicate=False))
         if not isinstance(tree, Mapping) or not known.keys() >= tree.keys():
-            raise PartitionError("tensors without the names of the module's parameters", op=op, partitions=P,
-                                 expected="a dictionary with names of module.named_parameters()",
-                                 actual=sorted(map(str, tree.keys() - known.keys())) if isinstance(tree, Mapping) else type(tree),
-                                 next_step="pass dict(module.named_parameters()), or what belongs to it")
+            raise PartitionError(
+                "tensors without the names of the module's parameters",
+                op=op,
+                partitions=P,
+                expected="a dictionary with names of module.named_parameters()",
+                actual=sorted(map(str, tree.keys() - known.keys())) if isinstance(tree, Mapping) else type(tree),
+                next_step="pass dict(module.named_parameters()), or what belongs to it",
+            )
         sources: Any = [known[name] for name in tree]
     else:
         sources = leaves if of is None else _torch.flatten(of)[0]
     if len(sources) != len(leaves):
-        raise PartitionError("not as many parameters as tensors", op=op, partitions=P, expected=len(leaves), actual=len(sources),
-                             next_step="pass the parameters in a pytree like that of the tensors")
+        raise PartitionError(
+            "not as many parameters as tensors",
+            op=op,
+            partitions=P,
+            expected=len(leaves),
+            actual=len(sources),
+            next_step="pass the parameters in a pytree like that of the tensors",
+        )
     found = [held(t) for t in sources]
     if None in found and len(_marked):
         by_gradient = {id(p.grad): p for p in list(_marked.values()) if p.grad is not None}
@@ -158,13 +176,18 @@ def holders(op, tree, of=None, *, P=None) -> list:
 
 def name_when_checking(tree) -> None:
     """Under ``dd.checking()``: name the leaves, so that an error can say which copies differ."""
-    if _transport.observer is not None and _transport.observer.timeout is not None and not isinstance(tree, torch.Tensor):
+    if (
+        _transport.observer is not None
+        and _transport.observer.timeout is not None
+        and not isinstance(tree, torch.Tensor)
+    ):
         named(tree)
 
 
 @lru_cache(maxsize=4096)
 def complete(how: Held | None, R: Partition, op: str, what: str = "a parameter") -> bool:
-    """Whether a gradient is complete over all ranks of ``R`` as its layer leaves it; ``False``: it is still to be summed over them.
+    """Whether a gradient is complete over all ranks of ``R`` as its layer leaves it; ``False``: it is still to be
+    summed over them.
 
     Raises:
         PartitionError: the layer sums over some of them, or it cannot be known which blocks they hold.
@@ -178,10 +201,14 @@ def complete(how: Held | None, R: Partition, op: str, what: str = "a parameter")
         summed = how.grid.along(how.copies, min(shared))
         if len(shared) == R.size and (how.split is not None or (summed is not None and shared <= set(summed.ranks))):
             return True
-    raise PartitionError(f"the layer of {what} sums its gradient over some of these ranks", op=op, partitions=R,
-                         expected=f"ranks within the layer's, or replicas of it: no two ranks of {how.grid.ranks}",
-                         actual=f"ranks {R.ranks} of world {R.world!r}, a block along dims {how.split} of {how.grid.shape}",
-                         next_step="reduce over the partition dims along which whole layers are replicas (dims=)")
+    raise PartitionError(
+        f"the layer of {what} sums its gradient over some of these ranks",
+        op=op,
+        partitions=R,
+        expected=f"ranks within the layer's, or replicas of it: no two ranks of {how.grid.ranks}",
+        actual=f"ranks {R.ranks} of world {R.world!r}, a block along dims {how.split} of {how.grid.shape}",
+        next_step="reduce over the partition dims along which whole layers are replicas (dims=)",
+    )
 
 
 def complete_over(found, R, op) -> list[bool]:
@@ -197,9 +224,15 @@ def whole(found, R, op) -> None:
         shared = set(R.ranks).intersection(how.grid.ranks)
         places = {tuple(how.grid.index(r)[d] for d in how.split or ()) for r in shared}
         if len(places) > 1:
-            raise PartitionError("these ranks hold different blocks of a parameter", op=op, partitions=R, actual=how.grid.shape,
-                                 expected="copies of one tensor", next_step="leave out the parameters of split layers, or pass the "
-                                 "partition dims along which the layers are replicas")
+            raise PartitionError(
+                "these ranks hold different blocks of a parameter",
+                op=op,
+                partitions=R,
+                actual=how.grid.shape,
+                expected="copies of one tensor",
+                next_step="leave out the parameters of split layers, or pass the "
+                "partition dims along which the layers are replicas",
+            )
 
 
 # ---------------------------------------------------------------- tensors that F.mark_varying has marked
@@ -231,8 +264,13 @@ def unmarked_dims(tensor, P, dims, op="replicated") -> tuple[int, ...]:
             continue
         done = tuple(d for d in left if set(P.along(d).ranks) <= shared)
         if set(P.along(done).ranks) != shared:
-            raise PartitionError("a parameter was marked over other ranks than its layer's copies", op=op, partitions=P,
-                                 expected=f"ranks of the dims {left}, along which it is a copy", actual=f"ranks {ranks}",
-                                 next_step="leave it as it is: dp.replicate(params, P, of=module) marks only what no layer marks")
+            raise PartitionError(
+                "a parameter was marked over other ranks than its layer's copies",
+                op=op,
+                partitions=P,
+                expected=f"ranks of the dims {left}, along which it is a copy",
+                actual=f"ranks {ranks}",
+                next_step="leave it as it is: dp.replicate(params, P, of=module) marks only what no layer marks",
+            )
         left = tuple(d for d in left if d not in done)
     return left

@@ -1,8 +1,9 @@
 """Interpolation (upsampling) of partitioned tensors, equal to torch.nn.functional.interpolate.
 
-Every mode is separable: output o of a dim is Σ_j weight_j[o] · x[index_j[o]], with one tap (nearest), two (linear) or four
-(bicubic). Each rank fetches the inputs that its outputs read, and applies the taps dim by dim; indices are clamped at the edge,
-so no window has ghosts. The tables below are torch's, rounding included, as one element further is another picture.
+Every mode is separable: output o of a dim is Σ_j weight_j[o] · x[index_j[o]], with one tap (nearest), two (linear) or
+four (bicubic). Each rank fetches the inputs that its outputs read, and applies the taps dim by dim; indices are clamped
+at the edge, so no window has ghosts. The tables below are torch's, rounding included, as one element further is another
+picture.
 """
 
 from __future__ import annotations
@@ -24,8 +25,15 @@ from .window import with_layout
 __all__ = ["dist_interpolate", "interpolate_layout"]
 
 # mode -> (number of spatial dims, or None: 1 to 3; taps)
-_MODES = {"nearest": (None, 1), "nearest-exact": (None, 1), "linear": (1, 2), "bilinear": (2, 2), "trilinear": (3, 2),
-          "bicubic": (2, 4), "area": (None, 0)}
+_MODES = {
+    "nearest": (None, 1),
+    "nearest-exact": (None, 1),
+    "linear": (1, 2),
+    "bilinear": (2, 2),
+    "trilinear": (3, 2),
+    "bicubic": (2, 4),
+    "area": (None, 0),
+}
 _CUBIC = -0.75  # torch's constant A
 
 
@@ -33,26 +41,56 @@ def _sizes(op, L, size, scale_factor, recompute):
     """(sizes of the output, scale factor or ``None`` for each spatial dim)."""
     n = L.ndim - 2
     if not 1 <= n <= 3:
-        raise PartitionError("x needs batch, channel and 1 to 3 dims", op=op, partitions=L, expected="3 to 5", actual=L.ndim,
-                             next_step="give P one dim for the batch, one for the channels and one for each spatial dim")
+        raise PartitionError(
+            "x needs batch, channel and 1 to 3 dims",
+            op=op,
+            partitions=L,
+            expected="3 to 5",
+            actual=L.ndim,
+            next_step="give P one dim for the batch, one for the channels and one for each spatial dim",
+        )
     if (size is None) == (scale_factor is None):
-        raise PartitionError("give either size or scale_factor", op=op, expected="one of them", actual=(size, scale_factor),
-                             partitions=L, next_step="leave one of the two out")
+        raise PartitionError(
+            "give either size or scale_factor",
+            op=op,
+            expected="one of them",
+            actual=(size, scale_factor),
+            partitions=L,
+            next_step="leave one of the two out",
+        )
     if size is not None:
         if recompute:
-            raise PartitionError("recompute_scale_factor goes with scale_factor", op=op, actual=size, expected="no size",
-                                 partitions=L, next_step="leave it out, or give scale_factor")
+            raise PartitionError(
+                "recompute_scale_factor goes with scale_factor",
+                op=op,
+                actual=size,
+                expected="no size",
+                partitions=L,
+                next_step="leave it out, or give scale_factor",
+            )
         sizes, scales = per_dim(size, n, "size", op), (None,) * n
     else:
         scales = tuple(float(s) for s in per_dim(scale_factor, n, "scale_factor", op))
         if min(scales) <= 0 or not all(map(math.isfinite, scales)):
-            raise PartitionError("scale factors are positive", op=op, expected="> 0", actual=scale_factor, partitions=L,
-                                 next_step="give numbers above 0")
+            raise PartitionError(
+                "scale factors are positive",
+                op=op,
+                expected="> 0",
+                actual=scale_factor,
+                partitions=L,
+                next_step="give numbers above 0",
+            )
         sizes = tuple(math.floor(float(m) * s) for m, s in zip(L.shape[2:], scales))
         scales = (None,) * n if recompute else scales
     if min((*sizes, *L.shape[2:])) < 1:
-        raise PartitionError("sizes are at least 1", op=op, partitions=L, expected=">= 1", actual=(L.shape[2:], sizes),
-                             next_step="give a larger size or scale_factor")
+        raise PartitionError(
+            "sizes are at least 1",
+            op=op,
+            partitions=L,
+            expected=">= 1",
+            actual=(L.shape[2:], sizes),
+            next_step="give a larger size or scale_factor",
+        )
     return sizes, scales
 
 
@@ -66,8 +104,8 @@ def interpolate_layout(L, size=None, scale_factor=None):
 def _taps(mode, n, m, scale, align, kernel):
     """Tables of one dim, n inputs to m outputs: (index, weight), of shape (taps, m); float64 weights, or ``None``.
 
-    ``kernel`` says how torch rounds: (dtype of the scale, whether it multiplies and adds in one rounding, whether doubling is
-    exact whatever the scale).
+    ``kernel`` says how torch rounds: (dtype of the scale, whether it multiplies and adds in one rounding, whether
+    doubling is exact whatever the scale).
     """
     dtype, fused, doubles = kernel
     constant = partial(torch.tensor, dtype=dtype, device="cpu")  # whatever torch's default device is
@@ -141,26 +179,27 @@ def _apply_taps(x, d, index, weight):
     return sum(parts[1:], parts[0])
 
 
-def dist_interpolate(x, P, size=None, scale_factor=None, mode="nearest", align_corners=None, *, recompute_scale_factor=None,
-                     shape=None):
+def dist_interpolate(
+    x, P, size=None, scale_factor=None, mode="nearest", align_corners=None, *, recompute_scale_factor=None, shape=None
+):
     """Resample the spatial dims of x, as torch.nn.functional.interpolate (without ``antialias``).
 
     Args:
         x: (batch, channels, *space), this rank's block, floating, 1 to 3 spatial dims.
         P: partition or Layout of x.
         size: global size of the output, an int or one per spatial dim. Or
-        scale_factor: a number, or one per spatial dim: the size becomes ⌊n · scale_factor⌋, and the factor itself says where
-            outputs lie, as by default in torch; with ``recompute_scale_factor=True`` the ratio of the sizes does.
-        mode: "nearest", "nearest-exact", "linear" (1 spatial dim), "bilinear" and "bicubic" (2), "trilinear" (3), or "area" (an
-            adaptive average).
+        scale_factor: a number, or one per spatial dim: the size becomes ⌊n · scale_factor⌋, and the factor itself says
+            where outputs lie, as by default in torch; with ``recompute_scale_factor=True`` the ratio of the sizes does.
+        mode: "nearest", "nearest-exact", "linear" (1 spatial dim), "bilinear" and "bicubic" (2), "trilinear" (3), or
+            "area" (an adaptive average).
         align_corners: for the linear and cubic modes: the first and last elements keep their values.
         shape: the global shape of x; left out with a bare partition, it is negotiated.
 
     Returns:
-        This rank's block, of layout :func:`interpolate_layout`: splits stay in dims whose size does, and are balanced elsewhere.
-        Half precision is interpolated in float32, as in torch. The nearest modes choose the elements that torch chooses for a
-        contiguous tensor of the global shape (CPU and CUDA differ for some sizes); the gradient is the exact adjoint
-        of that choice (torch's own is not, for some float64 sizes).
+        This rank's block, of layout :func:`interpolate_layout`: splits stay in dims whose size does, and are balanced
+        elsewhere. Half precision is interpolated in float32, as in torch. The nearest modes choose the elements that
+        torch chooses for a contiguous tensor of the global shape (CPU and CUDA differ for some sizes); the gradient is
+        the exact adjoint of that choice (torch's own is not, for some float64 sizes).
 
     Messages: one halo exchange; its transpose in backward. "area": see :func:`dist_adaptive_avg_pool`.
 
@@ -169,25 +208,42 @@ def dist_interpolate(x, P, size=None, scale_factor=None, mode="nearest", align_c
     """
     op = "dist_interpolate"
     if mode not in _MODES:
-        raise PartitionError("no such mode", op=op, expected=sorted(_MODES), actual=mode, partitions=P,
-                             next_step="use one of them")
+        raise PartitionError(
+            "no such mode", op=op, expected=sorted(_MODES), actual=mode, partitions=P, next_step="use one of them"
+        )
     dims, taps = _MODES[mode]
     if align_corners is not None and taps < 2:
-        raise PartitionError(f"align_corners does not go with mode '{mode}'", op=op, expected=None, actual=align_corners,
-                             partitions=P, next_step="leave align_corners out")
+        raise PartitionError(
+            f"align_corners does not go with mode '{mode}'",
+            op=op,
+            expected=None,
+            actual=align_corners,
+            partitions=P,
+            next_step="leave align_corners out",
+        )
 
     def body(x, L):
         sizes, scales = _sizes(op, L, size, scale_factor, recompute_scale_factor)
         if dims not in (None, L.ndim - 2):
-            raise PartitionError(f"mode '{mode}' has another number of spatial dims", op=op, partitions=L, expected=dims,
-                                 actual=L.ndim - 2, next_step="use the mode for this number of dims")
+            raise PartitionError(
+                f"mode '{mode}' has another number of spatial dims",
+                op=op,
+                partitions=L,
+                expected=dims,
+                actual=L.ndim - 2,
+                next_step="use the mode for this number of dims",
+            )
         if mode == "area":
             y = dist_adaptive_avg_pool(x, L, sizes)
             return y if L.active else nothing(L.with_shape((*L.shape[:2], *sizes)).local_shape(), y)
         kernel = _kernel(x, sizes, taps == 1)
         copied = _copied(x, mode, L.shape[2:], sizes)
-        tables = [_taps(mode, n, m, s, bool(align_corners), kernel) if not same else (torch.arange(n, device="cpu")[None], None)
-                  for n, m, s, same in zip(L.shape[2:], sizes, scales, copied)]
+        tables = [
+            _taps(mode, n, m, s, bool(align_corners), kernel)
+            if not same
+            else (torch.arange(n, device="cpu")[None], None)
+            for n, m, s, same in zip(L.shape[2:], sizes, scales, copied)
+        ]
 
         def need(d, o0, o1):  # indices rise with o
             if d < 2:

@@ -1,4 +1,5 @@
-"""Untied filters and local contrast normalisation, as in Nervana neon's distributed layers, over partitioned tensors."""
+"""Untied filters and local contrast normalisation, as in Nervana neon's distributed layers, over partitioned
+tensors."""
 
 from __future__ import annotations
 
@@ -52,12 +53,22 @@ def _arguments(op, w, stride):
     """Number of spatial dims, kernel and stride."""
     n = (w.dim() - 2) // 2
     if n not in _CONV or w.dim() % 2:
-        raise ShapeError("w needs 4, 6 or 8 dims", op=op, expected="(filters, *output block, channels, *kernel)",
-                         actual=tuple(w.shape), next_step="pass this rank's block of the weights, for 1 to 3 spatial dims")
+        raise ShapeError(
+            "w needs 4, 6 or 8 dims",
+            op=op,
+            expected="(filters, *output block, channels, *kernel)",
+            actual=tuple(w.shape),
+            next_step="pass this rank's block of the weights, for 1 to 3 spatial dims",
+        )
     stride = per_dim(stride, n, "stride", op)
     if min(stride) < 1 or min(w.shape[-n:]) < 1:
-        raise PartitionError("not a legal window", op=op, expected="kernel and stride >= 1", actual=(tuple(w.shape), stride),
-                             next_step="give sizes and strides of at least 1")
+        raise PartitionError(
+            "not a legal window",
+            op=op,
+            expected="kernel and stride >= 1",
+            actual=(tuple(w.shape), stride),
+            next_step="give sizes and strides of at least 1",
+        )
     return n, tuple(w.shape[-n:]), stride
 
 
@@ -65,8 +76,13 @@ def _local_spec(op, L: Layout, out: Layout | None, filters, kernel, stride) -> H
     """Windows of x of layout ``L`` for blocks of the output: all channels, and stride·p ... stride·p + kernel - 1."""
     need, n, channels = _conv_need(stride, ((0, 0),) * len(kernel), (1,) * len(kernel), kernel), len(kernel), L.shape[1]
     if out is not None:
-        return HaloSpec.needs(L, None, out, lambda d, o0, o1: (o0, o1) if d == 0 else (0, channels) if d == 1
-                              else need(d - 2, o0, o1), "none")
+        return HaloSpec.needs(
+            L,
+            None,
+            out,
+            lambda d, o0, o1: (o0, o1) if d == 0 else (0, channels) if d == 1 else need(d - 2, o0, o1),
+            "none",
+        )
     space = HaloSpec.window(L, None, kernel, stride).out_layout.shape[2:]
     return _spec(L, n, "none", filters, space, lambda o0, o1: (0, channels), need, op)
 
@@ -76,9 +92,14 @@ def _check_w(op, w, out: Layout, channels: int, n: int) -> None:
     _own_start(op, out, w.shape[0])
     expected = (*out.local_shape()[2:], channels)
     if out.active and tuple(w.shape[1 : n + 2]) != expected:
-        raise ShapeError("w does not fit this rank's output block", op=op, partitions=out, actual=tuple(w.shape),
-                         expected=("filters", *expected, "*kernel"),
-                         next_step="shard w over the filters and the space of conv_layout(x's layout, filters, kernel, stride)")
+        raise ShapeError(
+            "w does not fit this rank's output block",
+            op=op,
+            partitions=out,
+            actual=tuple(w.shape),
+            expected=("filters", *expected, "*kernel"),
+            next_step="shard w over the filters and the space of conv_layout(x's layout, filters, kernel, stride)",
+        )
 
 
 @checked
@@ -87,23 +108,24 @@ def dist_local_conv(x, w, P, *, stride=1, shape=None, out_channels=None, params=
 
     Args:
         x: (batch, channels, *space), this rank's block.
-        w: (filters, *this rank's output block, channels, *kernel): w is partitioned as the output is, with all channels. Where
-            P's channel dim is split, this rank's block of the filters.
+        w: (filters, *this rank's output block, channels, *kernel): w is partitioned as the output is, with all
+            channels. Where P's channel dim is split, this rank's block of the filters.
         P: partition or Layout of x, (batch, channel, *space).
         stride: an int, or one per spatial dim. There is no padding: see :func:`dist_pad`.
         shape: the global shape of x; left out with a bare partition, it is negotiated.
-        out_channels: number of filters in all, over balanced blocks, where P's channel dim is split; left out, one small
-            all-gather asks for every rank's block.
-        params: "invariant": w is equal on all ranks along the batch dim of ``P``, and the layer marks it. "varying": each
-            rank's own.
+        out_channels: number of filters in all, over balanced blocks, where P's channel dim is split; left out, one
+            small all-gather asks for every rank's block.
+        params: "invariant": w is equal on all ranks along the batch dim of ``P``, and the layer marks it. "varying":
+            each rank's own.
 
     Returns:
         This rank's block of the result, of layout ``conv_layout(L, filters, kernel, stride)``.
 
-    Messages: one halo exchange forward, its transpose backward. As w lies like the output, its gradient sends nothing; with
-    ``params="invariant"`` and a split batch one all-reduce of |w|.
+    Messages: one halo exchange forward, its transpose backward. As w lies like the output, its gradient sends nothing;
+    with ``params="invariant"`` and a split batch one all-reduce of |w|.
 
-    y[b,f,p] = Σ_{c,Δ} w[f,p,c,Δ] x[b, c, stride·p + Δ]. The "local filtering" layer of Le et al., arXiv:1112.6209, section 3.
+    y[b,f,p] = Σ_{c,Δ} w[f,p,c,Δ] x[b, c, stride·p + Δ]. The "local filtering" layer of Le et al., arXiv:1112.6209,
+    section 3.
 
     Raises:
         PartitionError, ShapeError: a kernel larger than x; w that does not fit x or this rank's output block.
@@ -138,9 +160,14 @@ def _output_layout(op, L: Layout, channels: int, kernel, stride, output_size) ->
         out = _with_sizes(L, balanced(channels, L.partition.shape[1]), sizes)
     fits = out.ndim == n + 2 and all(0 <= m - low < s for m, low, s in zip(out.shape[2:], least, stride))
     if not fits or out.partition != L.partition or out.shape[:2] != (L.shape[0], channels):
-        raise PartitionError("not a legal output_size", op=op, partitions=L, actual=output_size,
-                             expected=f"{(L.shape[0], channels, *least)}, at most {tuple(s - 1 for s in stride)} larger in space",
-                             next_step="pass the layout that the convolution's x had")
+        raise PartitionError(
+            "not a legal output_size",
+            op=op,
+            partitions=L,
+            actual=output_size,
+            expected=f"{(L.shape[0], channels, *least)}, at most {tuple(s - 1 for s in stride)} larger in space",
+            next_step="pass the layout that the convolution's x had",
+        )
     return out
 
 
@@ -150,19 +177,20 @@ def dist_local_conv_transpose(y, w, P, *, stride=1, output_size=None, shape=None
 
     Args:
         y: (batch, filters, *out), this rank's block.
-        w: (filters, *y's block, channels, *kernel), as for :func:`dist_local_conv`; whole filters' blocks where y's are split.
+        w: (filters, *y's block, channels, *kernel), as for :func:`dist_local_conv`; whole filters' blocks where y's are
+            split.
         P: partition or Layout of y.
-        output_size: spatial size of the result, from stride·(out - 1) + kernel (the default) to that + stride - 1; or the whole
-            Layout of the result, over P's ranks. With tied weights that is the layout that x had.
+        output_size: spatial size of the result, from stride·(out - 1) + kernel (the default) to that + stride - 1; or
+            the whole Layout of the result, over P's ranks. With tied weights that is the layout that x had.
         shape: the global shape of y; left out with a bare partition, it is negotiated.
         params: as for :func:`dist_local_conv`.
 
     Returns:
-        This rank's block of the result. Default layout: y's splits where a size is unchanged, balanced elsewhere; channels
-        balanced.
+        This rank's block of the result. Default layout: y's splits where a size is unchanged, balanced elsewhere;
+        channels balanced.
 
-    Messages: one halo adjoint forward (overlaps are added by their owner), the halo exchange backward; nothing for w's gradient,
-    but for the all-reduce that ``params="invariant"`` needs where the batch is split.
+    Messages: one halo adjoint forward (overlaps are added by their owner), the halo exchange backward; nothing for w's
+    gradient, but for the all-reduce that ``params="invariant"`` needs where the batch is split.
 
     x[b,c,q] = Σ_{f,p,Δ: stride·p + Δ = q} w[f,p,c,Δ] y[b,f,p].
     """
@@ -191,7 +219,9 @@ def dist_local_conv_transpose(y, w, P, *, stride=1, output_size=None, shape=None
 
 def _gaussian(kernel, like):
     """A Gaussian window that sums to 1; its deviation is a third of the way from the centre to a corner."""
-    offsets = torch.cartesian_prod(*(torch.arange(k, device=like.device) - k // 2 for k in kernel)).reshape(-1, len(kernel))
+    offsets = torch.cartesian_prod(*(torch.arange(k, device=like.device) - k // 2 for k in kernel)).reshape(
+        -1, len(kernel)
+    )
     square = (offsets**2).sum(1).to(like.dtype)
     deviation = math.hypot(*(k // 2 for k in kernel)) / 3
     w = torch.exp(-square / (2 * deviation**2)) if deviation else torch.ones_like(square)
@@ -208,19 +238,19 @@ def dist_lcn(x, P, kernel_size, *, shape=None):
         shape: the global shape of x; left out with a bare partition, it is negotiated.
 
     Returns:
-        This rank's block of y, laid as x is. Where x is constant over a window, y is 0 up to rounding *divided by rounding*, as
-        in the serial equations.
+        This rank's block of y, laid as x is. Where x is constant over a window, y is 0 up to rounding *divided by
+        rounding*, as in the serial equations.
 
-    With w a Gaussian window (deviation: a third of the distance from its centre to a corner) that sums to 1 over all channels
-    and offsets, and zeros beyond the edge of x and of v::
+    With w a Gaussian window (deviation: a third of the distance from its centre to a corner) that sums to 1 over all
+    channels and offsets, and zeros beyond the edge of x and of v::
 
         m_p = Σ_{c,Δ} w_Δ x_{c,p+Δ},    v = x − m,    s_p = √(Σ_{c,Δ} w_Δ v²_{c,p+Δ})  (1 where that is 0),    y = v / s
 
-    All derivatives where s is replaced are those of y = v. Jarrett et al., "What is the best multi-stage architecture for
-    object recognition?", ICCV 2009, section 2; neon divides by the same s for all channels, and so do we.
+    All derivatives where s is replaced are those of y = v. Jarrett et al., "What is the best multi-stage architecture
+    for object recognition?", ICCV 2009, section 2; neon divides by the same s for all channels, and so do we.
 
-    Messages: two halo exchanges forward, of one channel each: Σ_c x and Σ_c v²; their transposes backward. Where the channel dim
-    is split, two all-reduces of one channel, and as many backward.
+    Messages: two halo exchanges forward, of one channel each: Σ_c x and Σ_c v²; their transposes backward. Where the
+    channel dim is split, two all-reduces of one channel, and as many backward.
 
     Raises:
         PartitionError: an even kernel.
@@ -230,18 +260,31 @@ def dist_lcn(x, P, kernel_size, *, shape=None):
     def body(x, L):
         n = L.ndim - 2
         if n not in _CONV:
-            raise PartitionError("x needs batch, channel and 1 to 3 dims", op=op, partitions=L, expected="3 to 5", actual=L.ndim,
-                                 next_step="give P one dim for the batch, one for the channels and one for each spatial dim")
+            raise PartitionError(
+                "x needs batch, channel and 1 to 3 dims",
+                op=op,
+                partitions=L,
+                expected="3 to 5",
+                actual=L.ndim,
+                next_step="give P one dim for the batch, one for the channels and one for each spatial dim",
+            )
         kernel = per_dim(kernel_size, n, "kernel_size", op)
         if any(k < 1 or k % 2 == 0 for k in kernel):
-            raise PartitionError("the window needs a centre", op=op, expected="odd sizes", actual=kernel, partitions=L,
-                                 next_step="use an odd kernel_size")
+            raise PartitionError(
+                "the window needs a centre",
+                op=op,
+                expected="odd sizes",
+                actual=kernel,
+                partitions=L,
+                next_step="use an odd kernel_size",
+            )
         if not L.active:
             return nothing(L.local_shape(), x)
         ranks = where.shape[1]  # along the channel dim: each has one channel, the sum
         splits = None if L.splits is None else (L.splits[0], None, *L.splits[2:])
-        spec = HaloSpec.window(Layout(where, (L.shape[0], ranks, *L.shape[2:]), splits), None, kernel, 1,
-                               tuple(k // 2 for k in kernel))
+        spec = HaloSpec.window(
+            Layout(where, (L.shape[0], ranks, *L.shape[2:]), splits), None, kernel, 1, tuple(k // 2 for k in kernel)
+        )
         w = _gaussian(kernel, wide(x)) / max(L.shape[1], 1)
 
         def blurred(z):

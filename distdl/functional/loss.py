@@ -1,9 +1,11 @@
-"""Losses over partitioned tensors: *invariant* values, of which ``.backward()`` and ``torch.func.grad`` are right as they stand.
+"""Losses over partitioned tensors: *invariant* values, of which ``.backward()`` and ``torch.func.grad`` are right as
+they stand.
 
-``P`` (a Partition or a Layout) partitions the prediction, and the target with it. ``reduction`` is torch's: ``"mean"`` divides by
-exact global counts, never averaging averages; ``"none"`` returns this rank's block of the losses. On a rank outside ``P`` a
-loss is a connected zero. Half precision is computed in float32; the result has the dtype to which torch promotes prediction and
-target. Predictions are floating (of the absolute error complex too), and what torch refuses is a ShapeError.
+``P`` (a Partition or a Layout) partitions the prediction, and the target with it. ``reduction`` is torch's: ``"mean"``
+divides by exact global counts, never averaging averages; ``"none"`` returns this rank's block of the losses. On a rank
+outside ``P`` a loss is a connected zero. Half precision is computed in float32; the result has the dtype to which torch
+promotes prediction and target. Predictions are floating (of the absolute error complex too), and what torch refuses is
+a ShapeError.
 
 As the adjoint of ``invariant_sum`` is the identity, **no loss sends anything in backward**.
 """
@@ -26,9 +28,17 @@ from .movement import invariant_sum
 from .reduce import check_block, dist_mean, pivot, summed, wide, wider, zero_loss
 
 __all__ = [
-    "dist_bce_loss", "dist_bce_with_logits_loss", "dist_cross_entropy", "dist_huber_loss", "dist_kl_div", "dist_l1_loss",
-    "dist_mse_loss", "dist_nll_loss", "dist_poisson_nll_loss", "dist_smooth_l1_loss",
-]  # fmt: skip
+    "dist_bce_loss",
+    "dist_bce_with_logits_loss",
+    "dist_cross_entropy",
+    "dist_huber_loss",
+    "dist_kl_div",
+    "dist_l1_loss",
+    "dist_mse_loss",
+    "dist_nll_loss",
+    "dist_poisson_nll_loss",
+    "dist_smooth_l1_loss",
+]
 
 
 def _reduced(losses, count, reduction, P, dims, dtype):
@@ -41,8 +51,13 @@ def _reduced(losses, count, reduction, P, dims, dtype):
 
 def _check_reduction(op, reduction, *more) -> None:
     if reduction not in ("none", "mean", "sum", *more):
-        raise ShapeError("unknown reduction", op=op, expected=" or ".join(("none", "mean", "sum", *more)), actual=reduction,
-                         next_step="choose one of these")
+        raise ShapeError(
+            "unknown reduction",
+            op=op,
+            expected=" or ".join(("none", "mean", "sum", *more)),
+            actual=reduction,
+            next_step="choose one of these",
+        )
 
 
 # ---------------------------------------------------------------- classes
@@ -63,24 +78,27 @@ def dist_cross_entropy(logits, target, P, weight=None, *, ignore_index=-100, red
             globally); or class probabilities, this rank's block, shaped as logits.
         weight: (this rank's classes,) of weights, or ``None``. No gradient is summed over its copies.
         ignore_index: targets of this index contribute nothing, also to the mean's count. Class indices only.
-        reduction: ``"mean"`` divides by the sum of the targets' weights (class indices) or the number of targets (probabilities).
+        reduction: ``"mean"`` divides by the sum of the targets' weights (class indices) or the number of targets
+            (probabilities).
 
     Returns:
-        A scalar, invariant over all of ``P``; for ``"none"`` the (batch, *space) block: invariant along the class dim, varying
-        along the others. A target that is no class is a ShapeError (on the CPU, outside transforms), else its loss is NaN.
+        A scalar, invariant over all of ``P``; for ``"none"`` the (batch, *space) block: invariant along the class dim,
+        varying along the others. A target that is no class is a ShapeError (on the CPU, outside transforms), else its
+        loss is NaN.
 
-    Messages, for n targets on this rank. Class dim split: one all-gather of n elements, and one all-reduce of 2n (3n with weights,
-    4n with weights and smoothing, 3n with probabilities). Other dims split: one all-reduce of 2 elements (1 for ``"sum"``, 0
-    for ``"none"``). None backward. A bare partition is negotiated if the class dim is split.
+    Messages, for n targets on this rank. Class dim split: one all-gather of n elements, and one all-reduce of 2n (3n
+    with weights, 4n with weights and smoothing, 3n with probabilities). Other dims split: one all-reduce of 2 elements
+    (1 for ``"sum"``, 0 for ``"none"``). None backward. A bare partition is negotiated if the class dim is split.
     """
     return _class_loss("dist_cross_entropy", logits, target, P, weight, ignore_index, reduction, label_smoothing)
 
 
 def dist_nll_loss(log_probs, target, P, weight=None, *, ignore_index=-100, reduction="mean"):
-    """Negative log likelihood: ``-weight[target] * log_probs[target]``; as :func:`dist_cross_entropy` for class indices.
+    """Negative log likelihood: ``-weight[target] * log_probs[target]``; as :func:`dist_cross_entropy` for class
+    indices.
 
-    Messages, for n targets on this rank. Class dim split: one all-reduce of n elements (2n with weights). Other dims split:
-    one all-reduce of 2 elements (1 for ``"sum"``, 0 for ``"none"``). None backward.
+    Messages, for n targets on this rank. Class dim split: one all-reduce of n elements (2n with weights). Other dims
+    split: one all-reduce of 2 elements (1 for ``"sum"``, 0 for ``"none"``). None backward.
     """
     return _class_loss("dist_nll_loss", log_probs, target, P, weight, ignore_index, reduction, None)
 
@@ -90,18 +108,36 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
     where, softmax, eps = partition_of(P), smoothing is not None, smoothing or 0.0
     _check_reduction(op, reduction)
     if not 0 <= eps <= 1:
-        raise ShapeError("smoothing is a probability", op=op, expected="0 <= label_smoothing <= 1", actual=eps, partitions=P,
-                         next_step="give the share of the target that is spread over all classes")
+        raise ShapeError(
+            "smoothing is a probability",
+            op=op,
+            expected="0 <= label_smoothing <= 1",
+            actual=eps,
+            partitions=P,
+            next_step="give the share of the target that is spread over all classes",
+        )
     if where.ndim == 0:
-        raise PartitionError("there is no class dim", op=op, partitions=P, expected="(batch, class, *space) or (class,)",
-                             actual="no dims", next_step="give P a dim for the classes")
+        raise PartitionError(
+            "there is no class dim",
+            op=op,
+            partitions=P,
+            expected="(batch, class, *space) or (class,)",
+            actual="no dims",
+            next_step="give P a dim for the classes",
+        )
     x, target, weight = autocast(op, where.ndim, x, target, weight)
     c = min(1, where.ndim - 1)
     rest = tuple(d for d in range(where.ndim) if d != c)
     (check_block if where.active else check_tensor)(op, x, P)
     if not x.is_floating_point():
-        raise ShapeError("the prediction is not floating", op=op, partitions=P, expected="a floating dtype", actual=x.dtype,
-                         next_step="convert it first: x.float()")
+        raise ShapeError(
+            "the prediction is not floating",
+            op=op,
+            partitions=P,
+            expected="a floating dtype",
+            actual=x.dtype,
+            next_step="convert it first: x.float()",
+        )
     likely = softmax and isinstance(target, torch.Tensor) and target.is_floating_point()
     dtype = torch.promote_types(x.dtype, target.dtype) if likely else x.dtype
     if not where.active:
@@ -145,9 +181,14 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
         share: Any = mass[0] if weight is not None else 1
         scale = share if len(mass) < 2 else (1 - eps) * share + eps / classes * mass[1]
         if not _torch.transforms_active() and target.device.type == "cpu" and bool((valid & ~known).any()):
-            raise ShapeError("a target is no class", op=op, partitions=P, actual=target[valid & ~known][0].item(),
-                             expected=f"0 <= target < {classes}, or ignore_index = {ignore_index}",
-                             next_step="class indices are global; give what shall not count the ignore_index")
+            raise ShapeError(
+                "a target is no class",
+                op=op,
+                partitions=P,
+                actual=target[valid & ~known][0].item(),
+                expected=f"0 <= target < {classes}, or ignore_index = {ignore_index}",
+                next_step="class indices are global; give what shall not count the ignore_index",
+            )
         spoil = torch.where(known | ~valid, 1.0, math.nan)  # a factor, so that derivatives are NaN too
         losses = torch.where(valid, (scale * log_sum - dot) * spoil.to(dot.dtype), 0)
         count = torch.where(valid, share, 0).sum()
@@ -168,15 +209,32 @@ def _check_target(op, x, target, weight, c, likely, P) -> None:
     if not likely:
         expected.pop(c)
     if not isinstance(target, torch.Tensor):
-        raise ShapeError("the target is not a tensor", op=op, partitions=P, expected="this rank's block",
-                         actual=type(target).__name__, next_step="pass the target's block as a tensor")
+        raise ShapeError(
+            "the target is not a tensor",
+            op=op,
+            partitions=P,
+            expected="this rank's block",
+            actual=type(target).__name__,
+            next_step="pass the target's block as a tensor",
+        )
     if list(target.shape) != expected or not (likely or target.dtype == torch.int64):
-        raise ShapeError("target does not fit", op=op, actual=(tuple(target.shape), target.dtype),
-                         expected=f"int64 classes of shape {tuple(x.shape[:c] + x.shape[c + 1:])}, or probabilities like x",
-                         next_step="pass this rank's block of the targets; class indices are global", partitions=P)
+        raise ShapeError(
+            "target does not fit",
+            op=op,
+            actual=(tuple(target.shape), target.dtype),
+            expected=f"int64 classes of shape {tuple(x.shape[:c] + x.shape[c + 1 :])}, or probabilities like x",
+            next_step="pass this rank's block of the targets; class indices are global",
+            partitions=P,
+        )
     if weight is not None and tuple(weight.shape) != (x.shape[c],):
-        raise ShapeError("weight does not fit", op=op, expected=(x.shape[c],), actual=tuple(weight.shape),
-                         next_step="pass the weights of this rank's classes", partitions=P)
+        raise ShapeError(
+            "weight does not fit",
+            op=op,
+            expected=(x.shape[c],),
+            actual=tuple(weight.shape),
+            next_step="pass the weights of this rank's classes",
+            partitions=P,
+        )
 
 
 # ---------------------------------------------------------------- element by element
@@ -190,8 +248,14 @@ def _pointwise(op, losses, x, y, P, reduction, weight=None):
     x, y, weight = autocast(op, where.ndim, x, y, weight)
     (check_block if where.active else check_tensor)(op, x, P)
     if not isinstance(y, torch.Tensor):
-        raise ShapeError("the target is not a tensor", op=op, partitions=P, expected="this rank's block", actual=type(y).__name__,
-                         next_step="pass the target's block as a tensor")
+        raise ShapeError(
+            "the target is not a tensor",
+            op=op,
+            partitions=P,
+            expected="this rank's block",
+            actual=type(y).__name__,
+            next_step="pass the target's block as a tensor",
+        )
     dtype = _dtype(op, x, y, P)
     if not where.active:
         x, y = (t.abs() if t.is_complex() else t for t in (x, y))
@@ -199,8 +263,14 @@ def _pointwise(op, losses, x, y, P, reduction, weight=None):
             return zero_loss(x, y).to(dtype)
         return nothing(outside_shape(x, P), x, y, dtype=dtype)
     if x.shape != y.shape:
-        raise ShapeError("prediction and target have different shapes", op=op, expected=tuple(x.shape), actual=tuple(y.shape),
-                         next_step="pass blocks of one layout; nothing is broadcast", partitions=P)
+        raise ShapeError(
+            "prediction and target have different shapes",
+            op=op,
+            expected=tuple(x.shape),
+            actual=tuple(y.shape),
+            next_step="pass blocks of one layout; nothing is broadcast",
+            partitions=P,
+        )
     # Numbers of no dtype that losses have are converted; real and complex ones meet as they are.
     values = losses(wide(x), wide(y) if y.is_floating_point() or y.is_complex() else y.to(wider(dtype)))
     if weight is not None:
@@ -226,9 +296,15 @@ def _dtype(op, x, y, P):
     smooth = [t.is_floating_point() or (t.is_complex() and op == "dist_l1_loss") for t in (x, y)]
     whole = not y.is_floating_point() and not y.is_complex() and op not in _FLOATING_TARGETS
     if not smooth[0] or not (smooth[1] or (whole and (y.dtype != torch.bool or op != "dist_l1_loss"))):
-        raise ShapeError("this loss is not of such tensors", op=op, partitions=P, actual=(x.dtype, y.dtype), expected="a floating "
-                         f"prediction{' (or a complex one)' * (op == 'dist_l1_loss')}, and a target that torch takes with it",
-                         next_step="convert them first: x.float(), y.float()")
+        raise ShapeError(
+            "this loss is not of such tensors",
+            op=op,
+            partitions=P,
+            actual=(x.dtype, y.dtype),
+            expected="a floating "
+            f"prediction{' (or a complex one)' * (op == 'dist_l1_loss')}, and a target that torch takes with it",
+            next_step="convert them first: x.float(), y.float()",
+        )
     found = torch.promote_types(x.dtype, y.dtype)
     return found.to_real() if found.is_complex else found
 
@@ -241,8 +317,8 @@ _POINTWISE = """
     Returns:
         A scalar, invariant over ``P``; for ``"none"`` this rank's block of the losses, varying.
 
-    Messages: one all-reduce of 2 elements for ``"mean"``{more} (1 with a Layout), of 1 for ``"sum"``; none for ``"none"``, and
-    none backward.
+    Messages: one all-reduce of 2 elements for ``"mean"``{more} (1 with a Layout), of 1 for ``"sum"``; none for
+    ``"none"``, and none backward.
     """
 
 
@@ -297,8 +373,8 @@ def dist_smooth_l1_loss(x, y, P, reduction="mean", beta=1.0):
 def dist_bce_loss(x, y, P, reduction="mean", weight=None):
     """Binary cross-entropy -(y log x + (1 - y) log(1 - x)) of probabilities x, with logarithms of at least -100.
 
-    Inside (0, 1) all derivatives equal torch's. At x = 0 and x = 1 they are those of the clamped logarithm, where torch's
-    rule is (x - y) / 1e-12.
+    Inside (0, 1) all derivatives equal torch's. At x = 0 and x = 1 they are those of the clamped logarithm, where
+    torch's rule is (x - y) / 1e-12.
     """
 
     def log(function, p, zero):
@@ -310,7 +386,9 @@ def dist_bce_loss(x, y, P, reduction="mean", weight=None):
     return _pointwise("dist_bce_loss", bce, x, y, P, reduction, weight)
 
 
-@_documented("weight, pos_weight: factors for each element, and for the positive part, broadcast against this rank's block.")
+@_documented(
+    "weight, pos_weight: factors for each element, and for the positive part, broadcast against this rank's block."
+)
 def dist_bce_with_logits_loss(x, y, P, reduction="mean", weight=None, pos_weight=None):
     """Binary cross-entropy of ``sigmoid(x)``, without overflow: (1 - y) x - (1 + (pos_weight - 1) y) log sigmoid(x)."""
 
@@ -323,7 +401,8 @@ def dist_bce_with_logits_loss(x, y, P, reduction="mean", weight=None, pos_weight
 
 @_documented("log_target: y holds logarithms too.", ' or ``"batchmean"`` (the sum by the size of dim 0)')
 def dist_kl_div(x, y, P, reduction="mean", log_target=False):
-    """Kullback-Leibler divergence, element by element: y (log y - x), with x a logarithm of probabilities; 0 where y = 0."""
+    """Kullback-Leibler divergence, element by element: y (log y - x), with x a logarithm of probabilities; 0 where y =
+    0."""
 
     def divergence(x, y):
         return y.exp() * (y - x) if log_target else torch.xlogy(y, y) - y * x
@@ -331,7 +410,9 @@ def dist_kl_div(x, y, P, reduction="mean", log_target=False):
     return _pointwise("dist_kl_div", divergence, x, y, P, reduction)
 
 
-@_documented("log_input: x is the logarithm of the rate. full: add Stirling's approximation of log y!. eps: added to a rate x.")
+@_documented(
+    "log_input: x is the logarithm of the rate. full: add Stirling's approximation of log y!. eps: added to a rate x."
+)
 def dist_poisson_nll_loss(x, y, P, reduction="mean", log_input=True, full=False, eps=1e-8):
     """Negative log likelihood of counts y under Poisson's law: exp(x) - y x, or x - y log(x + eps) of a rate x."""
 

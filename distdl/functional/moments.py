@@ -1,15 +1,16 @@
 """Mean and variance across ranks, for :mod:`norm`: exact on uneven and empty blocks, and stable.
 
-Mean and variance come from one all-gather of each rank's own, merged in rank order after Chan, Golub and LeVeque, "Updating
-formulae and a pairwise algorithm for computing sample variances" (1979); rank r has the share w_r = n_r / n of the elements::
+Mean and variance come from one all-gather of each rank's own, merged in rank order after Chan, Golub and LeVeque,
+"Updating formulae and a pairwise algorithm for computing sample variances" (1979); rank r has the share w_r = n_r / n
+of the elements::
 
     mean = Σ w_r mean_r        var = Σ w_r (var_r + (mean_r - mean)²)
 
-so that nothing cancels (Σx² - (Σx)²/n loses everything in float32 at mean 3000). The shares come from the layout. Every rank
-uses its own copy of the statistics (varying); the adjoint, a reduce-scatter, sums their cotangents.
+so that nothing cancels (Σx² - (Σx)²/n loses everything in float32 at mean 3000). The shares come from the layout. Every
+rank uses its own copy of the statistics (varying); the adjoint, a reduce-scatter, sums their cotangents.
 
-A rank's own variance is the mean of (x - mean_r)², in two passes, as torch's one pass takes several times as long on a CPU; and
-x - mean is then x - mean_r, which is there already, and a shift of as few numbers as there are means.
+A rank's own variance is the mean of (x - mean_r)², in two passes, as torch's one pass takes several times as long on a
+CPU; and x - mean is then x - mean_r, which is there already, and a shift of as few numbers as there are means.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def merge(mean, var, shares, dims):
 
 @lru_cache(maxsize=1024)
 def _shares(L, dims):
-    """Each rank's share of the elements over ``dims``, laid out as :func:`one_each` lays out the ranks: (numbers, shape)."""
+    """Each rank's share of the elements over ``dims``, laid out as :func:`one_each` lays out the ranks: (numbers,
+    shape)."""
     sizes = [L.sizes(d) if d in dims else (1,) for d in range(L.ndim)]
     n = max(math.prod(L.shape[d] for d in dims), 1)
     return [math.prod(block) / n for block in itertools.product(*sizes)], tuple(map(len, sizes))
@@ -79,7 +81,8 @@ def within(L, dims) -> bool:
 
 
 def merged(own: Moments, L, dims, shape=None) -> Moments:
-    """Those of the global x over ``dims``, from this rank's own; ``shape``: theirs in the layout's dims, where x has more."""
+    """Those of the global x over ``dims``, from this rank's own; ``shape``: theirs in the layout's dims, where x has
+    more."""
     if within(L, dims):
         return own
     pair = torch.stack((own.mean, own.var))
@@ -102,13 +105,16 @@ def count(L, dims) -> int:
 
 
 class _Parts(NamedTuple):
-    """Where a rank's channels lie in groups that several ranks may share. A *part* is what one rank has of one group."""
+    """Where a rank's channels lie in groups that several ranks may share. A *part* is what one rank has of one
+    group."""
 
     parts: int  # on this rank
     around: tuple[int, int]  # channels of other ranks in this rank's first and last group
     own: list  # (part, channel) share of each channel in its part, 0 for those of other ranks
     sizes: tuple[int, ...]  # parts on every rank along the channel dim
-    places: list[int]  # the parts of each of this rank's groups, among all; filled up to one width with the first of them,
+    places: list[
+        int
+    ]  # the parts of each of this rank's groups, among all; filled up to one width with the first of them,
     shares: list  # (group, place) and their shares in the group, 0 for what fills up
     group_of: list[int]  # each channel's group, from this rank's first
 
@@ -129,14 +135,22 @@ def _parts(L, size, at) -> _Parts:
     width = max(map(len, places), default=1)
     shares = [[known[i][1] / size for i in p] + [0.0] * (width - len(p)) for p in places]
     places = [p + p[:1] * (width - len(p)) for p in places]
-    return _Parts(len(mine), around, own, tuple(map(len, touched)), [i for p in places for i in p], shares,
-                  [c // size - mine.start for c in range(start, stop)])
+    return _Parts(
+        len(mine),
+        around,
+        own,
+        tuple(map(len, touched)),
+        [i for p in places for i in p],
+        shares,
+        [c // size - mine.start for c in range(start, stop)],
+    )
 
 
 def cut_group_moments(x, L, size) -> Moments:
     """Those of each channel's group, of shape (batch, channel, *1), for groups of ``size`` channels.
 
-    Three merges: of a group's channels on this rank (a *part*), then of its parts on all ranks, where space is merged too.
+    Three merges: of a group's channels on this rank (a *part*), then of its parts on all ranks, where space is merged
+    too.
     """
     space, ones, batch = tuple(range(2, L.ndim)), (1,) * (L.ndim - 2), x.shape[0]
     known = _parts(L, size, L.partition.index()[1])
@@ -148,7 +162,9 @@ def cut_group_moments(x, L, size) -> Moments:
     own = statistics(x, space)
     channels = torch.stack((own.mean, own.var)).reshape(2, batch, x.shape[1])
     mean, var = pad(channels, known.around).reshape(2, batch, known.parts, size)
-    parts = torch.stack(merge(mean, var, constant(known.own, known.parts, size), (-1,))).reshape(2, batch, known.parts, *ones)
+    parts = torch.stack(merge(mean, var, constant(known.own, known.parts, size), (-1,))).reshape(
+        2, batch, known.parts, *ones
+    )
 
     # every rank's parts, in the order of ranks
     pairs = {t + 1: t for t in range(1, L.ndim)}
@@ -162,4 +178,6 @@ def cut_group_moments(x, L, size) -> Moments:
     shares, shape = _shares(L, space)
     shares = constant(known.shares, known.parts, width, *ones) * constant(shares, *shape)
     group_of = constant(known.group_of, -1, dtype=torch.int64)
-    return own.among(*(t.squeeze(2).index_select(1, group_of) for t in merge(mean, var, shares, tuple(range(1 - L.ndim, 0)))))
+    return own.among(
+        *(t.squeeze(2).index_select(1, group_of) for t in merge(mean, var, shares, tuple(range(1 - L.ndim, 0))))
+    )

@@ -1,9 +1,10 @@
 """Data movements as functions: this rank's tensor in, this rank's result out.
 
-Wherever a partition stands, a Layout is accepted too; then (or with ``shape``) no rank asks another, and the caller promises
-equal shape, dtype, device and requires_grad. ``x`` may be a tensor or a pytree of tensors, which go as one set of messages. What
-a rank outside the source partition passes is ignored; outside the destination it gets a connected tensor without elements.
-Every function raises ShapeError or PartitionError on bad local input and, where it negotiates, AgreementError on every rank.
+Wherever a partition stands, a Layout is accepted too; then (or with ``shape``) no rank asks another, and the caller
+promises equal shape, dtype, device and requires_grad. ``x`` may be a tensor or a pytree of tensors, which go as one set
+of messages. What a rank outside the source partition passes is ignored; outside the destination it gets a connected
+tensor without elements. Every function raises ShapeError or PartitionError on bad local input and, where it negotiates,
+AgreementError on every rank.
 """
 
 from __future__ import annotations
@@ -53,8 +54,14 @@ def _sizes(op, shape, P):
     try:
         return tuple(as_int(n) for n in shape)
     except TypeError:
-        raise PartitionError("not a shape", op=op, expected="a sequence of integers", actual=shape, partitions=P,
-                             next_step="pass the tensor's shape, for example x.shape") from None
+        raise PartitionError(
+            "not a shape",
+            op=op,
+            expected="a sequence of integers",
+            actual=shape,
+            partitions=P,
+            next_step="pass the tensor's shape, for example x.shape",
+        ) from None
 
 
 def _by_layout(op, x, P, shape, others, factory, out):
@@ -75,8 +82,14 @@ def _by_shape(op, x, P, factory):
     xs, tree = _torch.flatten(x)
     for leaf in xs:
         if not isinstance(leaf, torch.Tensor):
-            raise ShapeError("not a tensor", op=op, expected="tensors, or a pytree of them", actual=type(leaf).__name__,
-                             next_step="put numbers into tensors first: torch.tensor(value)", partitions=P)
+            raise ShapeError(
+                "not a tensor",
+                op=op,
+                expected="tensors, or a pytree of them",
+                actual=type(leaf).__name__,
+                next_step="put numbers into tensors first: torch.tensor(value)",
+                partitions=P,
+            )
     return moved(xs, [factory(leaf.shape) for leaf in xs], tree)
 
 
@@ -118,7 +131,8 @@ def gather(x, P, *, root=0, shape=None):
 
 
 def _dst_layout(op, small: Partition, big: Layout) -> Layout:
-    """The layout over ``small`` whose copies (or summands) are the blocks of ``big``: equal ones where dims are copied."""
+    """The layout over ``small`` whose copies (or summands) are the blocks of ``big``: equal ones where dims are
+    copied."""
     small = maps.left_padded(small, big.partition, op)
     shape, splits = [], []
     for d, n in enumerate(small.shape):
@@ -130,14 +144,20 @@ def _dst_layout(op, small: Partition, big: Layout) -> Layout:
             shape.append(sizes[0])
             splits.append(None)
         else:
-            raise PartitionError(f"blocks of different sizes in the copied dim {d}", op=op, partitions=big, actual=sizes,
-                                 expected="equal blocks",
-                                 next_step="repartition that dim to equal blocks first, or leave it whole")
+            raise PartitionError(
+                f"blocks of different sizes in the copied dim {d}",
+                op=op,
+                partitions=big,
+                actual=sizes,
+                expected="equal blocks",
+                next_step="repartition that dim to equal blocks first, or leave it whole",
+            )
     return Layout(small, tuple(shape), tuple(splits))
 
 
 def _copying(op, x, held, small, big, shape, build):
-    """broadcast and sum_reduce: one copies from ``small`` to ``big``, the other sums back. ``held`` is the side of ``x``."""
+    """broadcast and sum_reduce: one copies from ``small`` to ``big``, the other sums back. ``held`` is the side of
+    ``x``."""
     where = partition_of(small, op), partition_of(big, op)
     if isinstance(big, Layout):
         small, big = _dst_layout(op, where[0], big), where[1]
@@ -160,9 +180,14 @@ def _copying(op, x, held, small, big, shape, build):
             for r, s in zip(big.ranks, source):
                 mine = reports[r].leaves[i][0]
                 if found.setdefault(s, mine) != mine:
-                    raise PartitionError("tensors of different shapes cannot be summed", op=op, partitions=(big, small),
-                                         expected=found[s], actual=f"{mine} on rank {r}",
-                                         next_step="pass tensors of one shape on the ranks that are summed")
+                    raise PartitionError(
+                        "tensors of different shapes cannot be summed",
+                        op=op,
+                        partitions=(big, small),
+                        expected=found[s],
+                        actual=f"{mine} on rank {r}",
+                        next_step="pass tensors of one shape on the ranks that are summed",
+                    )
             shapes = tuple(found[s] for s in range(small.size))
         if len(set(shapes)) == 1:
             movements.append(build(small, big, shapes[0]))
@@ -191,8 +216,14 @@ def sum_reduce(x, P_src, P_dst, *, shape=None):
 def _summing(factory, x, P, dims):
     op = factory.__name__
     if isinstance(dims, dict):
-        raise PartitionError("these are dims of the partition", op=op, partitions=P, expected="an int, or several", actual=dims,
-                             next_step="name the partition dims to sum over; tensor dims stay as they are")
+        raise PartitionError(
+            "these are dims of the partition",
+            op=op,
+            partitions=P,
+            expected="an int, or several",
+            actual=dims,
+            next_step="name the partition dims to sum over; tensor dims stay as they are",
+        )
     if isinstance(dims, (list, set)):
         dims = tuple(dims)
     if partition_of(P, op) is P:
@@ -202,16 +233,17 @@ def _summing(factory, x, P, dims):
 
 
 def all_sum_reduce(x, P, dims=None):
-    """The sum over partition dims ``dims`` (None: all), on every rank: k varying copies. Its own adjoint. No negotiation."""
+    """The sum over partition dims ``dims`` (None: all), on every rank: k varying copies. Its own adjoint. No
+    negotiation."""
     return _summing(maps.all_sum_reduce, x, P, dims)
 
 
 def mark_varying(x, P, dims=None):
     """Invariant -> varying along partition dims ``dims``: the identity, whose adjoint is the all-reduce.
 
-    Data parallelism is ``w = F.mark_varying(w, P)``: every rank uses its copy, and the gradient is their sum. A layer with
-    ``params="invariant"`` that gets the result itself does not sum over these ranks again. It changes no shape: a rank outside
-    ``P`` gets back what it passed.
+    Data parallelism is ``w = F.mark_varying(w, P)``: every rank uses its copy, and the gradient is their sum. A layer
+    with ``params="invariant"`` that gets the result itself does not sum over these ranks again. It changes no shape: a
+    rank outside ``P`` gets back what it passed.
     """
     where = partition_of(P, "mark_varying")
     if not where.active:
@@ -224,7 +256,8 @@ def mark_varying(x, P, dims=None):
 
 
 def invariant_sum(x, P, dims=None):
-    """Varying -> invariant: the all-reduce along ``dims``, whose adjoint is the identity. What losses should end with."""
+    """Varying -> invariant: the all-reduce along ``dims``, whose adjoint is the identity. What losses should end
+    with."""
     return _summing(maps.invariant_sum, x, P, dims)
 
 
@@ -248,7 +281,9 @@ def all_gather(x, P, dims=None, *, shape=None):
         xs, tree, reports = negotiate("all_gather", xs, P, tree=tree, arguments=f"dims={dims}")
         if reports is None:
             return _torch.unflatten(outside(xs, None if isinstance(dims, dict) else P), tree)
-        movements = [_negotiated_gathering(P, dims, {r: reports[r].leaves[i][0] for r in P.ranks}) for i in range(len(xs))]
+        movements = [
+            _negotiated_gathering(P, dims, {r: reports[r].leaves[i][0] for r in P.ranks}) for i in range(len(xs))
+        ]
     return moved(xs, movements, tree)
 
 
@@ -257,8 +292,14 @@ def _layout_dims(L: Layout, dims, op):
     if not isinstance(dims, dict):
         return dims
     if any(t != d for t, d in maps.gathered_dims(L.partition, L.ndim, dims, op).items()):
-        raise PartitionError("a Layout splits tensor dim d along partition dim d", op=op, partitions=L, actual=dims,
-                             expected="equal dims", next_step="pass the Partition instead of the Layout")
+        raise PartitionError(
+            "a Layout splits tensor dim d along partition dim d",
+            op=op,
+            partitions=L,
+            actual=dims,
+            expected="equal dims",
+            next_step="pass the Partition instead of the Layout",
+        )
     return tuple(dims)
 
 
@@ -274,9 +315,14 @@ def _negotiated_gathering(P, dims, shapes):
         for t in range(ndim):
             place = (t, coords[pairs[t]] if t in pairs else None)
             if sizes.setdefault(place, shapes[r][t]) != shapes[r][t]:
-                raise PartitionError(f"the blocks do not fit together in dim {t}", op="all_gather", partitions=P,
-                                     expected=f"size {sizes[place]}", actual=f"{shapes[r][t]} on rank {r}",
-                                     next_step="blocks of one gathered tensor need equal sizes in every other dim")
+                raise PartitionError(
+                    f"the blocks do not fit together in dim {t}",
+                    op="all_gather",
+                    partitions=P,
+                    expected=f"size {sizes[place]}",
+                    actual=f"{shapes[r][t]} on rank {r}",
+                    next_step="blocks of one gathered tensor need equal sizes in every other dim",
+                )
     mine = P.index()
     sizes = sizes_of_fibre[tuple(c for d, c in enumerate(mine) if d not in pairs.values())]
     blocks = {t: tuple(sizes[t, c] for c in range(P.shape[d])) for t, d in pairs.items()}
@@ -285,7 +331,8 @@ def _negotiated_gathering(P, dims, shapes):
 
 
 def reduce_scatter(x, P, dims=None):
-    """Sum ``x`` over the ranks along ``dims``, and keep this rank's block of the sum. Adjoint: all_gather. No negotiation.
+    """Sum ``x`` over the ranks along ``dims``, and keep this rank's block of the sum. Adjoint: all_gather. No
+    negotiation.
 
     Args:
         x: whole along ``dims`` on every rank; a Layout's splits, else balanced blocks, say who keeps what.
@@ -310,8 +357,8 @@ def reduce_scatter(x, P, dims=None):
 def shift(x, P, dim, offset=1, *, periodic=True):
     """Pass every rank's tensor to the rank ``offset`` further along partition dim ``dim``. Adjoint: the shift back.
 
-    Where nothing arrives (``periodic=False``) the result is zero, in the shape of this rank's own tensor. Shapes are equal along
-    ``dim``, unless a Layout says how they differ. No negotiation.
+    Where nothing arrives (``periodic=False``) the result is zero, in the shape of this rank's own tensor. Shapes are
+    equal along ``dim``, unless a Layout says how they differ. No negotiation.
     """
     if isinstance(P, Layout):
         xs, tree = _torch.flatten(x)
@@ -323,15 +370,21 @@ def shift(x, P, dim, offset=1, *, periodic=True):
 def permute(x, P, pairs):
     """Send tensors between ranks: ``pairs`` of (source, destination) ranks of ``P``. Adjoint: the reversed pairs.
 
-    A source may have several destinations (the adjoint then sums), a destination one source. Shapes may differ by rank, and are
-    negotiated (not with a Layout). Where nothing arrives the result is zero, in this rank's own shape.
+    A source may have several destinations (the adjoint then sums), a destination one source. Shapes may differ by rank,
+    and are negotiated (not with a Layout). Where nothing arrives the result is zero, in this rank's own shape.
     """
     where = partition_of(P, "permute")
     try:
         pairs = tuple((as_int(a), as_int(b)) for a, b in pairs)
     except (TypeError, ValueError):
-        raise PartitionError("not pairs of ranks", op="permute", partitions=P, expected="[(source, destination), ...]",
-                             actual=pairs, next_step="for example [(0, 1), (1, 0)]") from None
+        raise PartitionError(
+            "not pairs of ranks",
+            op="permute",
+            partitions=P,
+            expected="[(source, destination), ...]",
+            actual=pairs,
+            next_step="for example [(0, 1), (1, 0)]",
+        ) from None
     xs, tree = _torch.flatten(x)
     if isinstance(P, Layout):
         shapes = [P.local_shape(r) for r in where.ranks]
@@ -373,17 +426,27 @@ def start(A, x) -> _Pending:
         A: a map; or a tuple of maps of one kind over the same ranks, which go as one set of messages.
         x: this rank's tensor; or as many. Do not change them in between.
 
-    Under torch.func, and for maps that are not a single plan, the whole movement happens in ``wait``. Every rank must start and
-    wait in the same order. On CUDA the adjoint overlaps too: in ``.backward()`` it runs beside what stands between the two calls.
+    Under torch.func, and for maps that are not a single plan, the whole movement happens in ``wait``. Every rank must
+    start and wait in the same order. On CUDA the adjoint overlaps too: in ``.backward()`` it runs beside what stands
+    between the two calls.
     """
     maps, given = (A, tuple(x)) if isinstance(A, tuple) else ((A,), (x,))
     if not maps or len(given) != len(maps) or not all(isinstance(m, LinearMap) for m in maps):
-        raise PartitionError("not a linear map, or not one tensor for each", op="start", partitions=None,
-                             expected="one of dd.maps and a tensor, or a tuple of them and as many tensors",
-                             actual=(A, f"{len(given)} x"), next_step="F.start(dd.maps.repartition(L, M), x)")
+        raise PartitionError(
+            "not a linear map, or not one tensor for each",
+            op="start",
+            partitions=None,
+            expected="one of dd.maps and a tensor, or a tuple of them and as many tensors",
+            actual=(A, f"{len(given)} x"),
+            next_step="F.start(dd.maps.repartition(L, M), x)",
+        )
     moving, xs, steps = None, [m.operand(one) for m, one in zip(maps, given)], [step for m in maps for step in m.steps]
-    now = (len(steps) == len(maps) and all(isinstance(step, Move) and not step.is_identity for step in steps)
-           and not _torch.transforms_active() and not _torch.dispatch_modes())
+    now = (
+        len(steps) == len(maps)
+        and all(isinstance(step, Move) and not step.is_identity for step in steps)
+        and not _torch.transforms_active()
+        and not _torch.dispatch_modes()
+    )
     if now:
         xs = dispatch.checked(steps, xs)
     if now and all(map(_torch.is_plain, xs)):
@@ -393,7 +456,9 @@ def start(A, x) -> _Pending:
         moving = exchange.start(dispatch.plans_of(steps), [x.detach() for x in xs], engine)
         if hasattr(engine, "pause"):  # a checked one
             engine.pause()
-        if not isinstance(moving, exchange.Pending):  # on a side stream: its gradient is joined here, after what stands in between
+        if not isinstance(
+            moving, exchange.Pending
+        ):  # on a side stream: its gradient is joined here, after what stands in between
             xs = [x.view_as(x) for x in xs]
     return _Pending(A, xs, moving)
 
@@ -401,11 +466,23 @@ def start(A, x) -> _Pending:
 def wait(pending: _Pending):
     """Finish what :func:`start` began, and return y; of a tuple of maps a list. Once only."""
     if not isinstance(pending, _Pending):
-        raise ShapeError("not a movement under way", op="wait", expected="what F.start returned", actual=type(pending).__name__,
-                         next_step="y = F.wait(F.start(A, x))", partitions=None)
+        raise ShapeError(
+            "not a movement under way",
+            op="wait",
+            expected="what F.start returned",
+            actual=type(pending).__name__,
+            next_step="y = F.wait(F.start(A, x))",
+            partitions=None,
+        )
     if pending.map is None:
-        raise ShapeError("this movement was already waited for", op="wait", next_step="keep the result of the first wait",
-                         expected="a movement under way", actual="one that is finished", partitions=None)
+        raise ShapeError(
+            "this movement was already waited for",
+            op="wait",
+            next_step="keep the result of the first wait",
+            expected="a movement under way",
+            actual="one that is finished",
+            partitions=None,
+        )
     A, pending.map = pending.map, None
     several, moving = isinstance(A, tuple), pending.moving
     maps = A if several else (A,)

@@ -1,13 +1,15 @@
 """Normalisation over partitioned tensors: exact on uneven and empty blocks, and stable.
 
-Mean and variance come from one all-gather of each rank's own, see :mod:`moments`; where a rank has all that they are taken over,
-torch's kernel does layer, group and instance norms. Half precision is normalised in float32, and the result has the dtype of x.
+Mean and variance come from one all-gather of each rank's own, see :mod:`moments`; where a rank has all that they are
+taken over, torch's kernel does layer, group and instance norms. Half precision is normalised in float32, and the result
+has the dtype of x.
 
-Throughout: x is this rank's block over ``P`` (a Partition, then shapes are agreed on, or a Layout, then nothing is), the
-result this rank's block in the same layout; a rank outside ``P`` gets a connected tensor without elements. ``weight`` and
-``bias`` may be ``None``. ``params="invariant"``: they are one value on all ranks that hold them, marked here (then one more
-all-reduce backward, of all their elements); ``"varying"``: the caller has marked or broadcast them. k is the number of ranks that
-statistics are taken over; an "all-gather of N" sends N elements to k - 1 ranks, and its reduce-scatter as many back.
+Throughout: x is this rank's block over ``P`` (a Partition, then shapes are agreed on, or a Layout, then nothing is),
+the result this rank's block in the same layout; a rank outside ``P`` gets a connected tensor without elements.
+``weight`` and ``bias`` may be ``None``. ``params="invariant"``: they are one value on all ranks that hold them, marked
+here (then one more all-reduce backward, of all their elements); ``"varying"``: the caller has marked or broadcast them.
+k is the number of ranks that statistics are taken over; an "all-gather of N" sends N elements to k - 1 ranks, and its
+reduce-scatter as many back.
 """
 
 from __future__ import annotations
@@ -32,12 +34,19 @@ __all__ = ["dist_batch_norm", "dist_group_norm", "dist_instance_norm", "dist_lay
 
 
 def _enter(op, x, P, least, *parameters):
-    """(x, its layout), or (a placeholder that depends on x and the parameters, ``None``) on a rank that takes no part."""
+    """(x, its layout), or (a placeholder that depends on x and the parameters, ``None``) on a rank that takes no
+    part."""
     where = partition_of(P)
     (x,) = autocast(op, where.ndim, x)
     if where.ndim < least:
-        raise PartitionError("too few dims", op=op, partitions=P, expected=f"at least {least}", actual=where.ndim,
-                             next_step="lay x out over a partition with one dim for each of its own")
+        raise PartitionError(
+            "too few dims",
+            op=op,
+            partitions=P,
+            expected=f"at least {least}",
+            actual=where.ndim,
+            next_step="lay x out over a partition with one dim for each of its own",
+        )
     (check_block if where.active else check_tensor)(op, x, P)
     check_kind(op, x, P, "a floating dtype")
     if not where.active:
@@ -50,9 +59,14 @@ def _parameters(op, params, L, dims, shape, *tensors):
     """This rank's parameters of ``shape``, marked along ``dims`` and as large as x in dims."""
     for t in tensors:
         if t is not None and tuple(getattr(t, "shape", ())) != shape:
-            raise ShapeError("a parameter is not this rank's block", op=op, partitions=L, expected=shape,
-                             actual=tuple(getattr(t, "shape", ())) or type(t).__name__,
-                             next_step="pass this rank's block of the weight and the bias (or the statistics)")
+            raise ShapeError(
+                "a parameter is not this rank's block",
+                op=op,
+                partitions=L,
+                expected=shape,
+                actual=tuple(getattr(t, "shape", ())) or type(t).__name__,
+                next_step="pass this rank's block of the weight and the bias (or the statistics)",
+            )
     return replicated(params, L, dims, *tensors)
 
 
@@ -65,8 +79,14 @@ def _trailing(op, L, normalized_shape):
     """The dims of ``normalized_shape``, the global shape of the trailing dims."""
     shape = sizes_of(normalized_shape, "normalized_shape", op)
     if not shape or L.shape[L.ndim - len(shape) :] != shape or len(shape) > L.ndim:
-        raise ShapeError("normalized_shape is not the global shape of the trailing dims", op=op, partitions=L, actual=shape,
-                         expected=f"the end of {L.shape}", next_step="pass the global sizes, not this rank's")
+        raise ShapeError(
+            "normalized_shape is not the global shape of the trailing dims",
+            op=op,
+            partitions=L,
+            actual=shape,
+            expected=f"the end of {L.shape}",
+            next_step="pass the global sizes, not this rank's",
+        )
     return tuple(range(L.ndim - len(shape), L.ndim))
 
 
@@ -82,7 +102,8 @@ def _times_plus(x, scale, offset):
 
 
 def _normalised(x, shift, var, eps, weight, bias, dtype):
-    """(x + shift) / sqrt(var + eps), scaled and shifted; the parameters broadcast against x. ``None``: 0, or no scale."""
+    """(x + shift) / sqrt(var + eps), scaled and shifted; the parameters broadcast against x. ``None``: 0, or no
+    scale."""
     scale = (var + eps).rsqrt()
     few = weight is None or 2 * torch.broadcast_shapes(scale.shape, weight.shape).numel() < x.numel()
     if weight is not None and few:
@@ -94,8 +115,8 @@ def _normalised(x, shift, var, eps, weight, bias, dtype):
 
 
 def _by_kernel(x, L, dims) -> bool:
-    """Whether torch's kernel will do: statistics over ``dims`` are this rank's own, of some elements. (Inside a vmap over nothing
-    it gives another shape.)"""
+    """Whether torch's kernel will do: statistics over ``dims`` are this rank's own, of some elements. (Inside a vmap
+    over nothing it gives another shape.)"""
     return within(L, dims) and x.numel() > 0 and all(size for _, size in _torch.vmap_levels())
 
 
@@ -109,25 +130,40 @@ def _group_norm(x, groups, weight, bias, eps, dtype):
     return torch.group_norm(x, groups, weight, bias, eps).to(dtype)
 
 
-def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5, *,
-                    num_batches_tracked=None, params="varying"):
-    """Batch normalisation of (batch, channel, *space), over the batch and space of all ranks. Pure: nothing is updated in place.
+def dist_batch_norm(
+    x,
+    P,
+    running_mean,
+    running_var,
+    weight=None,
+    bias=None,
+    training=False,
+    momentum=0.1,
+    eps=1e-5,
+    *,
+    num_batches_tracked=None,
+    params="varying",
+):
+    """Batch normalisation of (batch, channel, *space), over the batch and space of all ranks. Pure: nothing is updated
+    in place.
 
     Args:
-        running_mean, running_var, weight, bias: (this rank's channels,), replicated over every partition dim but 1; the running
-            ones may both be ``None``, which means batch statistics.
+        running_mean, running_var, weight, bias: (this rank's channels,), replicated over every partition dim but 1; the
+            running ones may both be ``None``, which means batch statistics.
         training: use the batch's statistics, and return new running ones.
         momentum: share of the new batch in the running statistics; ``None``: their cumulative average, with share
             1 / ``num_batches_tracked``, which counts this batch too (as torch's module counts it).
 
     Returns:
         (y, new running mean, new running var): the latter as given when they were not used; no gradient passes
-        through them, the variance is unbiased (n / (n - 1)), and they are equal on all ranks that hold the same channels.
+        through them, the variance is unbiased (n / (n - 1)), and they are equal on all ranks that hold the same
+        channels.
 
     Raises:
         ShapeError: training with one value for a channel, or none, in the whole batch.
 
-    Messages, with C channels on this rank: training, one all-gather of 2C; backward one reduce-scatter. Evaluation: none.
+    Messages, with C channels on this rank: training, one all-gather of 2C; backward one reduce-scatter. Evaluation:
+    none.
     """
     op = "dist_batch_norm"
     x, L = _enter(op, x, P, 2, weight, bias)
@@ -137,9 +173,14 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
     weight, bias = _parameters(op, params, L, dims, (x.shape[1],), weight, bias)
     _parameters(op, "varying", L, dims, (x.shape[1],), running_mean, running_var)
     if (running_mean is None) != (running_var is None):
-        raise ShapeError("running_mean and running_var belong together", op=op, partitions=L, expected="both, or None for both",
-                         actual=f"{'running_var' if running_mean is None else 'running_mean'} alone",
-                         next_step="pass both running statistics")
+        raise ShapeError(
+            "running_mean and running_var belong together",
+            op=op,
+            partitions=L,
+            expected="both, or None for both",
+            actual=f"{'running_var' if running_mean is None else 'running_mean'} alone",
+            next_step="pass both running statistics",
+        )
     dtype, x = x.dtype, wide(x)
     if not training and running_mean is not None:
         alike(op, L)
@@ -147,21 +188,35 @@ def dist_batch_norm(x, P, running_mean, running_var, weight=None, bias=None, tra
     else:
         (mean, var, x, shift), n = moments(x, L, dims), count(L, dims)
         if training and n < 2:
-            raise ShapeError("one value for a channel has no variance", op=op, partitions=L, actual=L.shape,
-                             expected="more than 1 value per channel when training",
-                             next_step="use a larger batch, or training=False")
+            raise ShapeError(
+                "one value for a channel has no variance",
+                op=op,
+                partitions=L,
+                actual=L.shape,
+                expected="more than 1 value per channel when training",
+                next_step="use a larger batch, or training=False",
+            )
         if training and running_mean is not None:
             if momentum is None and num_batches_tracked is None:
-                raise ShapeError("a cumulative average needs a count", op=op, expected="num_batches_tracked with momentum=None",
-                                 actual=num_batches_tracked, partitions=L,
-                                 next_step="pass the number of batches seen so far, or a momentum")
+                raise ShapeError(
+                    "a cumulative average needs a count",
+                    op=op,
+                    expected="num_batches_tracked with momentum=None",
+                    actual=num_batches_tracked,
+                    partitions=L,
+                    next_step="pass the number of batches seen so far, or a momentum",
+                )
             momentum = 1 / num_batches_tracked if momentum is None else momentum
             new = mean.detach().reshape(-1), var.detach().reshape(-1) * (n / (n - 1))
             running_mean, running_var = (
                 (wide(old) * (1 - momentum) + fresh * momentum).to(old.dtype)
                 for old, fresh in zip((running_mean, running_var), new)
             )
-    return _normalised(x, shift, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype), running_mean, running_var
+    return (
+        _normalised(x, shift, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype),
+        running_mean,
+        running_var,
+    )
 
 
 def dist_instance_norm(x, P, weight=None, bias=None, eps=1e-5, *, params="varying"):
@@ -173,18 +228,26 @@ def dist_instance_norm(x, P, weight=None, bias=None, eps=1e-5, *, params="varyin
     Raises:
         ShapeError: one value, or none, in a whole channel.
 
-    Messages, with b examples and C channels on this rank, and space split: one all-gather of 2bC; backward one reduce-scatter.
+    Messages, with b examples and C channels on this rank, and space split: one all-gather of 2bC; backward one
+    reduce-scatter.
     """
     x, L = _enter("dist_instance_norm", x, P, 3, weight, bias)
     if L is None:
         return x
-    weight, bias = _parameters("dist_instance_norm", params, L, [d for d in range(L.ndim) if d != 1], (x.shape[1],), weight, bias)
+    weight, bias = _parameters(
+        "dist_instance_norm", params, L, [d for d in range(L.ndim) if d != 1], (x.shape[1],), weight, bias
+    )
     dtype, x = x.dtype, wide(x)
     dims = tuple(range(2, L.ndim))
     if count(L, dims) < 2:
-        raise ShapeError("one value for a channel has no variance", op="dist_instance_norm", partitions=L, actual=L.shape,
-                         expected="more than 1 value per channel",
-                         next_step="normalise over more elements, or use dist_layer_norm")
+        raise ShapeError(
+            "one value for a channel has no variance",
+            op="dist_instance_norm",
+            partitions=L,
+            actual=L.shape,
+            expected="more than 1 value per channel",
+            next_step="normalise over more elements, or use dist_layer_norm",
+        )
     if _by_kernel(x, L, dims):
         return _group_norm(x, x.shape[1], weight, bias, eps, dtype)
     _, var, x, shift = moments(x, L, dims)
@@ -198,8 +261,8 @@ def dist_layer_norm(x, P, normalized_shape, weight=None, bias=None, eps=1e-5, *,
         normalized_shape: the *global* sizes of these dims.
         weight, bias: this rank's block of that shape, replicated over the leading partition dims.
 
-    Messages, with N sets of statistics on this rank (its leading sizes), where trailing dims are split: one all-gather of 2N;
-    backward one reduce-scatter.
+    Messages, with N sets of statistics on this rank (its leading sizes), where trailing dims are split: one all-gather
+    of 2N; backward one reduce-scatter.
     """
     x, L = _enter("dist_layer_norm", x, P, 1, weight, bias)
     if L is None:
@@ -207,7 +270,9 @@ def dist_layer_norm(x, P, normalized_shape, weight=None, bias=None, eps=1e-5, *,
     dims = _trailing("dist_layer_norm", L, normalized_shape)
     weight, bias = _parameters("dist_layer_norm", params, L, range(dims[0]), tuple(x.shape[dims[0] :]), weight, bias)
     dtype, x = x.dtype, wide(x)
-    if _by_kernel(x, L, dims):  # as one group: torch's layer_norm has wrong derivatives of higher order, its group_norm right ones
+    if _by_kernel(
+        x, L, dims
+    ):  # as one group: torch's layer_norm has wrong derivatives of higher order, its group_norm right ones
         x = torch.group_norm(x.reshape(-1, 1, count(L, dims)), 1, None, None, eps).reshape(x.shape)
         x = _times_plus(x, weight, bias) if weight is not None else x if bias is None else x + bias
         return x.to(dtype)
@@ -216,14 +281,16 @@ def dist_layer_norm(x, P, normalized_shape, weight=None, bias=None, eps=1e-5, *,
 
 
 def dist_rms_norm(x, P, normalized_shape, weight=None, eps=None, *, params="varying"):
-    """x / sqrt(mean(x²) + eps) over the trailing dims (Zhang and Sennrich, arXiv:1910.07467), any of which may be split.
+    """x / sqrt(mean(x²) + eps) over the trailing dims (Zhang and Sennrich, arXiv:1910.07467), any of which may be
+    split.
 
     Args:
         normalized_shape: the *global* sizes of these dims.
         weight: this rank's block of that shape, replicated over the leading partition dims.
         eps: ``None``: the machine epsilon of x's dtype, as in torch.
 
-    Messages, with N sets on this rank (its leading sizes), where trailing dims are split: one all-reduce of N; backward another.
+    Messages, with N sets on this rank (its leading sizes), where trailing dims are split: one all-reduce of N; backward
+    another.
     """
     x, L = _enter("dist_rms_norm", x, P, 1, weight)
     if L is None:
@@ -244,16 +311,22 @@ def dist_group_norm(x, P, num_groups, weight=None, bias=None, eps=1e-5, *, param
         num_groups: number of groups of the *global* channels, which it divides.
         weight, bias: (this rank's channels,), replicated over every partition dim but 1.
 
-    Messages, with b examples on this rank, whose channels touch G groups, where space is split, or channels amid a group: one
-    all-gather of 2bG; backward one reduce-scatter.
+    Messages, with b examples on this rank, whose channels touch G groups, where space is split, or channels amid a
+    group: one all-gather of 2bG; backward one reduce-scatter.
     """
     op = "dist_group_norm"
     x, L = _enter(op, x, P, 2, weight, bias)
     if L is None:
         return x
     if num_groups < 1 or L.shape[1] % num_groups:
-        raise ShapeError("the groups do not divide the channels", op=op, partitions=L, actual=num_groups,
-                         expected=f"a divisor of {L.shape[1]}", next_step="choose num_groups that divides the channels")
+        raise ShapeError(
+            "the groups do not divide the channels",
+            op=op,
+            partitions=L,
+            actual=num_groups,
+            expected=f"a divisor of {L.shape[1]}",
+            next_step="choose num_groups that divides the channels",
+        )
     weight, bias = _parameters(op, params, L, [d for d in range(L.ndim) if d != 1], (x.shape[1],), weight, bias)
     dtype, x = x.dtype, wide(x)
     size, shape = max(L.shape[1] // num_groups, 1), x.shape

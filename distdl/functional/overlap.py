@@ -1,13 +1,13 @@
 """Convolutions that work while their halos are on the way.
 
-A convolution is linear in the window that it reads, and the window is this rank's block with strips beside it. So, with zeros
-around each of them,
+A convolution is linear in the window that it reads, and the window is this rank's block with strips beside it. So, with
+zeros around each of them,
 
     y = conv(block) + Σ_strips conv(strip)
 
-The first term is nearly all of the work and needs no neighbour; it runs between :func:`start` and :func:`wait`. A strip reaches the
-outputs near its side only, and is added to those. Neither the window nor the outputs are put together from parts, so nothing
-large is copied, forward or backward.
+The first term is nearly all of the work and needs no neighbour; it runs between :func:`start` and :func:`wait`. A strip
+reaches the outputs near its side only, and is added to those. Neither the window nor the outputs are put together from
+parts, so nothing large is copied, forward or backward.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .movement import start, wait
 
 @dataclass(frozen=True)
 class Line:
-    """One spatial dim as this rank sees it, in coordinates of x: where its first output's kernel starts, its outputs, the kernel,
-    its block of x, and the window lo..hi, of which the block holds a..b."""
+    """One spatial dim as this rank sees it, in coordinates of x: where its first output's kernel starts, its outputs,
+    the kernel, its block of x, and the window lo..hi, of which the block holds a..b."""
 
     start: int
     count: int
@@ -49,7 +49,8 @@ class Line:
         return lo - self.start, self.stop - hi
 
     def sides(self):
-        """For the part of the strip before the block, and for the one after it, where there are any: an :class:`_Edge`."""
+        """For the part of the strip before the block, and for the one after it, where there are any: an
+        :class:`_Edge`."""
         n = self.a - self.lo
         outputs = min(_ceil(self.a - self.start, self.stride), self.count)
         taps = min(_ceil(self.a - self.start, self.dilation), self.kernel)
@@ -64,7 +65,8 @@ class Line:
 
 @dataclass(frozen=True)
 class _Edge:
-    """A part (start, size) of a strip, the outputs that it reaches, the kernel's taps that reach it, and the zeros around it."""
+    """A part (start, size) of a strip, the outputs that it reaches, the kernel's taps that reach it, and the zeros
+    around it."""
 
     part: tuple[int, int]
     outputs: tuple[int, int]
@@ -77,8 +79,8 @@ class _Edge:
         return min(self.part[1], self.outputs[1], self.taps[1]) > 0 and _reads(self.part[1], self.around)
 
 
-# Where no output reads the strip: nothing of it, with a zero after it, is convolved, and nothing of that is kept. So y and its
-# derivatives depend on the strip as they do on other ranks, and the same messages are sent.
+# Where no output reads the strip: nothing of it, with a zero after it, is convolved, and nothing of that is kept. So y
+# and its derivatives depend on the strip as they do on other ranks, and the same messages are sent.
 _NONE = _Edge((0, 0), (0, 0), (0, 1), (0, 1))
 
 
@@ -111,8 +113,8 @@ class Overlap:
 
 @lru_cache(maxsize=1024)
 def overlap_of(spec: HaloSpec, coords, kernel, stride, pads, dilation) -> Overlap | None:
-    """How the rank at ``coords`` overlaps; ``None``, on all of them, where nobody's window has more than the block in space, or
-    somebody's has other examples or channels."""
+    """How the rank at ``coords`` overlaps; ``None``, on all of them, where nobody's window has more than the block in
+    space, or somebody's has other examples or channels."""
     strips, layout = maps.halo_strips(spec), spec.in_layout
     beside = any(spec.sides(d, c) != (lo, lo, hi, hi) for d in (0, 1) for c, (lo, hi) in enumerate(layout.blocks(d)))
     if not strips or beside:
@@ -125,8 +127,10 @@ def overlap_of(spec: HaloSpec, coords, kernel, stride, pads, dilation) -> Overla
         lines.append(line)
         beyond.append((line.lo - spec.windows[d][c][0], spec.windows[d][c][1] - line.hi))
     o0, o1 = spec.out_layout.blocks(1)[coords[1]]
-    sound = o0 < o1 and all(line.count > 0 and line.a < line.b and _reads(line.block[1] - line.block[0], line.around(*line.block))
-                            for line in lines)
+    sound = o0 < o1 and all(
+        line.count > 0 and line.a < line.b and _reads(line.block[1] - line.block[0], line.around(*line.block))
+        for line in lines
+    )
     edges = {d: [e for e in lines[d - 2].sides() if e.counts] or [_NONE] for d in strips} if sound else {}
     inner = sound and all(sum(e.outputs[1] for e in found) < lines[d - 2].count for d, found in edges.items())
     return Overlap(strips, tuple(lines), edges, inner, tuple(beyond))
@@ -141,7 +145,11 @@ def overlapped(x, here: Overlap, conv, w, bias, otherwise):
         otherwise: window -> outputs, for a rank whose every output reads some strip.
     """
     pending = start(tuple(here.strips.values()), (x,) * len(here.strips))
-    y = _between_zeros(conv, x, w, bias, [line.around(*line.block) for line in here.lines], here) if here.inner else None
+    y = (
+        _between_zeros(conv, x, w, bias, [line.around(*line.block) for line in here.lines], here)
+        if here.inner
+        else None
+    )
     strips = dict(zip(here.strips, wait(pending)))
     if y is None:
         return otherwise(_window(x, here, strips))
@@ -149,7 +157,10 @@ def overlapped(x, here: Overlap, conv, w, bias, otherwise):
     fresh = not (_torch.transforms_active() or _torch.forward_mode_active() or _torch.dispatch_modes())
     add = torch.Tensor.index_add_ if fresh else torch.Tensor.index_add
     for d, strip in strips.items():
-        around = [line.around(line.a, line.b) if i < d else line.around(line.lo, line.hi) for i, line in enumerate(here.lines, 2)]
+        around = [
+            line.around(line.a, line.b) if i < d else line.around(line.lo, line.hi)
+            for i, line in enumerate(here.lines, 2)
+        ]
         for edge in here.edges[d]:
             around[d - 2] = edge.around
             z = _between_zeros(conv, strip.narrow(d, *edge.part), w.narrow(d, *edge.taps), None, around, here)
@@ -159,7 +170,8 @@ def overlapped(x, here: Overlap, conv, w, bias, otherwise):
 
 
 def _between_zeros(conv, data, w, bias, around, here: Overlap):
-    """``conv`` of data with zeros before and after it in each spatial dim: its own padding where that makes no other outputs."""
+    """``conv`` of data with zeros before and after it in each spatial dim: its own padding where that makes no other
+    outputs."""
     own, fills = [], []
     for (before, after), line in zip(around, here.lines):
         fits = before >= 0 and 0 <= before - after < line.stride

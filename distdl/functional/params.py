@@ -11,20 +11,26 @@ __all__ = ["check_bias", "replicated"]
 
 
 def check_bias(op, P, bias, features: int) -> None:
-    """Raise unless ``bias`` has one number for each of this rank's output features: nothing is broadcast, or left out."""
+    """Raise unless ``bias`` has one number for each of this rank's output features: nothing is broadcast, or left
+    out."""
     if bias is not None and tuple(getattr(bias, "shape", ())) != (features,):
-        raise ShapeError("bias is not this rank's block", op=op, partitions=P, expected=(features,),
-                         actual=tuple(getattr(bias, "shape", ())) or type(bias).__name__,
-                         next_step="split the bias as w's output features are")
+        raise ShapeError(
+            "bias is not this rank's block",
+            op=op,
+            partitions=P,
+            expected=(features,),
+            actual=tuple(getattr(bias, "shape", ())) or type(bias).__name__,
+            next_step="split the bias as w's output features are",
+        )
 
 
 def replicated(params, P, dims, *tensors):
     """Parameters that are equal on all ranks along partition dims ``dims``, ready to meet varying tensors.
 
     Args:
-        params: ``"varying"``: the caller has marked or broadcast them, and they are returned as they are. ``"invariant"``: each
-            is one logical value stored on every rank, and :func:`mark_varying` makes its gradient the sum over those ranks (over
-            the rest of them, where the caller has marked it over some).
+        params: ``"varying"``: the caller has marked or broadcast them, and they are returned as they are.
+            ``"invariant"``: each is one logical value stored on every rank, and :func:`mark_varying` makes its gradient
+            the sum over those ranks (over the rest of them, where the caller has marked it over some).
         P, dims: the layer's partition (or layout), and the dims along which the parameters are copies.
         tensors: the parameters, this rank's blocks; ``None`` stays ``None``.
 
@@ -37,8 +43,14 @@ def replicated(params, P, dims, *tensors):
     if params == "varying":
         return tensors
     if params != "invariant":
-        raise PartitionError("unknown kind of parameters", op="replicated", expected='"varying" or "invariant"', actual=params,
-                             next_step="see \"The cotangent convention\" in the documentation", partitions=P)
+        raise PartitionError(
+            "unknown kind of parameters",
+            op="replicated",
+            expected='"varying" or "invariant"',
+            actual=params,
+            next_step='see "The cotangent convention" in the documentation',
+            partitions=P,
+        )
     where = partition_of(P)
     if not where.active:
         return tensors

@@ -16,8 +16,14 @@ from .movement import sum_reduce
 from .reduce import power, wide
 from .window import window_spec, windowed, with_layout
 
-__all__ = ["dist_adaptive_avg_pool", "dist_adaptive_max_pool", "dist_avg_pool", "dist_l2_pool", "dist_max_pool",
-           "pool_layout"]
+__all__ = [
+    "dist_adaptive_avg_pool",
+    "dist_adaptive_max_pool",
+    "dist_avg_pool",
+    "dist_l2_pool",
+    "dist_max_pool",
+    "pool_layout",
+]
 
 _MAX = {1: tf.max_pool1d, 2: tf.max_pool2d, 3: tf.max_pool3d}
 _REAL = "a real dtype"
@@ -28,14 +34,26 @@ def _arguments(op, L, kernel_size, stride, padding, dilation, ceil_mode):
     """The arguments as tuples, and the windows of an unbounded input."""
     n = L.ndim - 2
     if n not in _MAX:
-        raise PartitionError("x needs batch, channel and 1 to 3 dims", op=op, partitions=L, expected="3 to 5", actual=L.ndim,
-                             next_step="give P one dim for the batch, one for the channels and one for each spatial dim")
+        raise PartitionError(
+            "x needs batch, channel and 1 to 3 dims",
+            op=op,
+            partitions=L,
+            expected="3 to 5",
+            actual=L.ndim,
+            next_step="give P one dim for the batch, one for the channels and one for each spatial dim",
+        )
     kernel, padding, dilation = (per_dim(v, n, "an argument", op) for v in (kernel_size, padding, dilation))
     stride = plain(stride, "stride", op)
     stride = kernel if stride in (None, ()) else per_dim(stride, n, "stride", op)
     if any(2 * p > (k - 1) * d + 1 for p, k, d in zip(padding, kernel, dilation)):
-        raise PartitionError("padding is more than half of the kernel", op=op, actual=padding, expected=f"half of {kernel}",
-                             partitions=L, next_step="pad less, or with F.dist_pad first")
+        raise PartitionError(
+            "padding is more than half of the kernel",
+            op=op,
+            actual=padding,
+            expected=f"half of {kernel}",
+            partitions=L,
+            next_step="pad less, or with F.dist_pad first",
+        )
     spec = window_spec(L, None, kernel, stride, padding, dilation, "zeros", ceil_mode=bool(ceil_mode))
     return kernel, stride, padding, dilation, spec
 
@@ -46,7 +64,9 @@ def pool_layout(L: Layout, kernel_size, stride=None, padding=0, dilation=1, ceil
     return _arguments("pool_layout", L, kernel_size, stride, padding, dilation, ceil_mode)[-1].out_layout
 
 
-def dist_max_pool(x, P, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, *, return_indices=False, shape=None):
+def dist_max_pool(
+    x, P, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, *, return_indices=False, shape=None
+):
     """Max pooling of 1 to 3 spatial dims, as torch.nn.functional.max_pool1d/2d/3d; padding counts as -inf.
 
     Args:
@@ -74,7 +94,9 @@ def dist_max_pool(x, P, kernel_size, stride=None, padding=0, dilation=1, ceil_mo
         def local(window):
             # -inf beyond the edge, as torch pads; the least value where the dtype has no infinity
             low = -torch.inf if window.is_floating_point() else torch.iinfo(window.dtype).min
-            return _MAX[len(kernel)](_refill(window, box, sizes, low), kernel, step, 0, holes, return_indices=return_indices)
+            return _MAX[len(kernel)](
+                _refill(window, box, sizes, low), kernel, step, 0, holes, return_indices=return_indices
+            )
 
         least = [1, *(d * (k - 1) + 1 for k, d in zip(kernel, holes))]
         if not return_indices or not L.active:
@@ -93,7 +115,8 @@ def dist_max_pool(x, P, kernel_size, stride=None, padding=0, dilation=1, ceil_mo
 
 
 def _box(spec):
-    """((lo, hi), ...) of this rank's window in the spatial dims; a rank without outputs has one that needs no filling."""
+    """((lo, hi), ...) of this rank's window in the spatial dims; a rank without outputs has one that needs no
+    filling."""
     coords = spec.in_layout.partition.index()
     box = [w[coords[d] if coords else 0] for d, w in enumerate(spec.windows)]
     return [(lo, hi) if coords and lo < hi else (0, 0) for lo, hi in box[2:]]
@@ -115,13 +138,25 @@ def _global_places(index, window_shape, box, sizes, holes):
     for m, (lo, _), n, hole in reversed(list(zip(window_shape, box, sizes, holes))):
         at = index % m + lo
         index = index // m
-        at = torch.where(at < 0, at + -(at // hole) * hole, at)  # an all -inf window: its first element inside, as torch
+        at = torch.where(
+            at < 0, at + -(at // hole) * hole, at
+        )  # an all -inf window: its first element inside, as torch
         place, scale = place + at.clamp(0, max(n - 1, 0)) * scale, scale * n
     return place
 
 
-def dist_avg_pool(x, P, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True, *, divisor_override=None,
-                  shape=None):
+def dist_avg_pool(
+    x,
+    P,
+    kernel_size,
+    stride=None,
+    padding=0,
+    ceil_mode=False,
+    count_include_pad=True,
+    *,
+    divisor_override=None,
+    shape=None,
+):
     """Average pooling of 1 to 3 spatial dims, as torch.nn.functional.avg_pool1d/2d/3d.
 
     Args:
@@ -136,8 +171,14 @@ def dist_avg_pool(x, P, kernel_size, stride=None, padding=0, ceil_mode=False, co
     """
     op = "dist_avg_pool"
     if divisor_override == 0:
-        raise PartitionError("divisor_override cannot be zero", op=op, expected="a number", actual=0, partitions=P,
-                             next_step="leave it out, or give another divisor")
+        raise PartitionError(
+            "divisor_override cannot be zero",
+            op=op,
+            expected="a number",
+            actual=0,
+            partitions=P,
+            next_step="leave it out, or give another divisor",
+        )
 
     def body(x, L):
         kernel, step, pads, _, spec = _arguments(op, L, kernel_size, stride, padding, 1, ceil_mode)
@@ -173,7 +214,8 @@ def _sums(window, kernel, step):
 def dist_l2_pool(x, P, kernel_size, stride=None, *, shape=None):
     """L2 pooling of 1 to 3 spatial dims: y = √Σ x² over each window, channel by channel.
 
-    Where a whole window is zero y is not differentiable, and all derivatives are taken to be zero (not NaN), in every mode.
+    Where a whole window is zero y is not differentiable, and all derivatives are taken to be zero (not NaN), in every
+    mode.
 
     Args:
         x: (batch, channels, *space), this rank's block.
@@ -203,8 +245,14 @@ def _adaptive_spec(op, L, output_size):
     sizes = per_dim(output_size, n, "output_size", op)
     sizes = tuple(have if want is None else want for want, have in zip(sizes, L.shape[2:]))
     if n not in _MAX or min(sizes) < 0:
-        raise PartitionError("not a legal output_size", op=op, partitions=L, expected="sizes >= 0", actual=output_size,
-                             next_step="give sizes of at least 0, or None for the input's")
+        raise PartitionError(
+            "not a legal output_size",
+            op=op,
+            partitions=L,
+            expected="sizes >= 0",
+            actual=output_size,
+            next_step="give sizes of at least 0, or None for the input's",
+        )
 
     def need(d, o0, o1):
         return (o0, o1) if d < 2 else (_start(o0, L.shape[d], sizes[d - 2]), -(-o1 * L.shape[d] // sizes[d - 2]))
@@ -249,8 +297,10 @@ def dist_adaptive_max_pool(x, P, output_size, *, return_indices=False, shape=Non
                 lo = box[d - 2][0]
                 found = [window.narrow(d, a, m).max(d, keepdim=True) for a, m in _adaptive_cuts(spec, sizes, d)]
                 cuts = _adaptive_cuts(spec, sizes, d)
-                indices = [torch.cat([i.narrow(d, a, m).gather(d, f.indices) for f, (a, m) in zip(found, cuts)], d)
-                           for i in indices]
+                indices = [
+                    torch.cat([i.narrow(d, a, m).gather(d, f.indices) for f, (a, m) in zip(found, cuts)], d)
+                    for i in indices
+                ]
                 indices.append(torch.cat([f.indices + (a + lo) for f, (a, _) in zip(found, cuts)], d))
                 window = torch.cat([f.values for f in found], d)
             place, scale = torch.zeros((), dtype=torch.int64, device=window.device), 1
@@ -268,7 +318,8 @@ def dist_adaptive_max_pool(x, P, output_size, *, return_indices=False, shape=Non
 def dist_adaptive_avg_pool(x, P, output_size, *, shape=None):
     """Adaptive average pooling of 1 to 3 spatial dims, as torch.nn.functional.adaptive_avg_pool1d/2d/3d.
 
-    ``output_size=1`` is global average pooling: local sums, then one sum_reduce of |y| to the ranks that hold the output (a
+    ``output_size=1`` is global average pooling: local sums, then one sum_reduce of |y| to the ranks that hold the
+    output (a
     mean of means would be wrong on uneven blocks). Otherwise one halo exchange; arguments as for
     :func:`dist_adaptive_max_pool`.
     """

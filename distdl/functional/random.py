@@ -1,9 +1,9 @@
 """Random numbers that do not depend on the partition: element i of a global tensor is a hash of (seed, i).
 
 So a rank draws its own block only, no message is sent, and 1, 2 or 1000 ranks draw the same global tensor. There is no
-state: the same seed gives the same numbers, and :func:`fold_in` makes a new seed for each layer and each step. The hash is
-SplitMix64's finaliser (Steele, Lea & Flood, OOPSLA 2014) of seed' + i·γ, all in int64, which wraps alike on every device;
-normal numbers go through erfinv, and may differ in the last bit between CPU and CUDA.
+state: the same seed gives the same numbers, and :func:`fold_in` makes a new seed for each layer and each step. The hash
+is SplitMix64's finaliser (Steele, Lea & Flood, OOPSLA 2014) of seed' + i·γ, all in int64, which wraps alike on every
+device; normal numbers go through erfinv, and may differ in the last bit between CPU and CUDA.
 """
 
 from __future__ import annotations
@@ -48,21 +48,32 @@ def _mix(z):
 
 
 def _key(seed, device):
-    """``seed`` (an int, or an integer tensor without dims, perhaps under vmap), well mixed: an int of 64 bits, or an int64 tensor.
+    """``seed`` (an int, or an integer tensor without dims, perhaps under vmap), well mixed: an int of 64 bits, or an
+    int64 tensor.
 
     Of an int no tensor is made: it stays a number on the meta device and under FakeTensorMode.
     """
     if isinstance(seed, torch.Tensor):
         if seed.dim() or seed.is_floating_point() or seed.is_complex():
-            raise ShapeError("a seed is one integer", op="random", expected="an int, or an integer tensor of shape ()",
-                             actual=f"{seed.dtype} of shape {tuple(seed.shape)}", next_step="use the same int on every rank")
+            raise ShapeError(
+                "a seed is one integer",
+                op="random",
+                expected="an int, or an integer tensor of shape ()",
+                actual=f"{seed.dtype} of shape {tuple(seed.shape)}",
+                next_step="use the same int on every rank",
+            )
         seed = seed.to(device, torch.int64)
     else:
         try:
             return _mix(_signed(_times(_signed(as_int(seed)), _GAMMA) + _MIX1))
         except TypeError:
-            raise ShapeError("a seed is one integer", op="random", expected="an int, or an integer tensor of shape ()",
-                             actual=seed, next_step="draw one number and give every rank the same") from None
+            raise ShapeError(
+                "a seed is one integer",
+                op="random",
+                expected="an int, or an integer tensor of shape ()",
+                actual=seed,
+                next_step="draw one number and give every rank the same",
+            ) from None
     return _mix(seed * _GAMMA + _MIX1)
 
 
@@ -86,9 +97,10 @@ def examples(device):
 class Calls:
     """Numbers of calls: 1, 2, ... and, where a call is run again, the number that it had.
 
-    They are counted, as ranks' generators may differ: the same calls have the same numbers on all ranks. But each call also draws a
-    number of torch's generator, which every kind of checkpoint puts back before it runs a region again, and which vmap puts back
-    between the chunks of a batch whose ``randomness`` is "same". So a number that comes again names the call.
+    They are counted, as ranks' generators may differ: the same calls have the same numbers on all ranks. But each call
+    also draws a number of torch's generator, which every kind of checkpoint puts back before it runs a region again,
+    and which vmap puts back between the chunks of a batch whose ``randomness`` is "same". So a number that comes again
+    names the call.
 
     Attributes:
         count: of the calls so far.
@@ -111,10 +123,14 @@ class Calls:
         call, seen = self._known.get(drawn, (0, True))
         if again and not call:
             what = "another" if call == 0 else "two calls began with the same"
-            raise DistdlError("this call cannot be told from others: it is run again in backward, and needs its mask", op=op,
-                              expected="the state that torch's generator had in forward", actual=f"{what} state",
-                              next_step="checkpoint with preserve_rng_state=True, and never seed two regions alike; or use "
-                                        "dist_dropout, and give it a seed")
+            raise DistdlError(
+                "this call cannot be told from others: it is run again in backward, and needs its mask",
+                op=op,
+                expected="the state that torch's generator had in forward",
+                actual=f"{what} state",
+                next_step="checkpoint with preserve_rng_state=True, and never seed two regions alike; or use "
+                "dist_dropout, and give it a seed",
+            )
         if call and (again or same):
             self._known[drawn] = call, True
             return call
@@ -127,8 +143,8 @@ class Calls:
 
 
 def _merged(box, shape):
-    """The block as (start, size, stride in the global tensor) of as few dims as possible: a dim that is whole joins the one
-    before it."""
+    """The block as (start, size, stride in the global tensor) of as few dims as possible: a dim that is whole joins the
+    one before it."""
     dims, stride = [], 1
     for (start, stop), n in reversed(list(zip(box, shape))):
         if dims and dims[-1][0] == 0 and dims[-1][1] * dims[-1][2] == stride:

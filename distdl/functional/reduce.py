@@ -1,12 +1,13 @@
 """Reductions of a partitioned tensor. Results are *invariant*: one value, stored on every rank that was reduced over.
 
-Every function takes this rank's block ``x`` over ``P`` (a Partition or a Layout, one dim for each of x; nothing is negotiated
-but where said), ``dim`` (an int, a tuple, or ``None``: all dims) and ``keepdim``, as torch does. The result is invariant along the
-partition dims ``dim``, and keeps this rank's block, varying, in the others. With no dim left it is a scalar that may be used as
-a loss: ``.backward()`` and ``torch.func.grad`` are right as they stand. Empty blocks contribute nothing. A rank outside ``P`` gets
-a connected zero loss (no dim left), or a connected tensor without elements, of as many dims as elsewhere.
-A dtype that a reduction is not for (means of integers, maxima of complex numbers) is a ShapeError, as a repeated dim is a
-PartitionError.
+Every function takes this rank's block ``x`` over ``P`` (a Partition or a Layout, one dim for each of x; nothing is
+negotiated but where said), ``dim`` (an int, a tuple, or ``None``: all dims) and ``keepdim``, as torch does. The result
+is invariant along the partition dims ``dim``, and keeps this rank's block, varying, in the others. With no dim left it
+is a scalar that may be used as
+a loss: ``.backward()`` and ``torch.func.grad`` are right as they stand. Empty blocks contribute nothing. A rank outside
+``P`` gets a connected zero loss (no dim left), or a connected tensor without elements, of as many dims as elsewhere.
+A dtype that a reduction is not for (means of integers, maxima of complex numbers) is a ShapeError, as a repeated dim is
+a PartitionError.
 
 Below, N is the number of elements of the result on this rank, and k the number of ranks reduced over. As the adjoint of
 ``invariant_sum`` is the identity, **no reduction sends anything in backward**; its jvp sends what the sum sends.
@@ -48,29 +49,58 @@ def check_block(op, x, P, what="x") -> None:
     """Raise unless ``x`` can be this rank's block over ``P``."""
     where = partition_of(P)
     if not isinstance(x, torch.Tensor):
-        raise ShapeError(f"{what} is not a tensor", op=op, partitions=P, expected="this rank's block", actual=type(x).__name__,
-                         next_step="pass this rank's block as a tensor")
+        raise ShapeError(
+            f"{what} is not a tensor",
+            op=op,
+            partitions=P,
+            expected="this rank's block",
+            actual=type(x).__name__,
+            next_step="pass this rank's block as a tensor",
+        )
     if isinstance(P, Layout):
         if tuple(x.shape) != P.local_shape():
-            raise ShapeError(f"{what} is not this rank's block", op=op, partitions=P, expected=P.local_shape(),
-                             actual=tuple(x.shape), next_step="pass layout.shard(x_global), or the layout that x has")
+            raise ShapeError(
+                f"{what} is not this rank's block",
+                op=op,
+                partitions=P,
+                expected=P.local_shape(),
+                actual=tuple(x.shape),
+                next_step="pass layout.shard(x_global), or the layout that x has",
+            )
     elif x.dim() != where.ndim:
-        raise ShapeError(f"{what} has another number of dims than the partition", op=op, partitions=where,
-                         expected=f"{where.ndim} dims", actual=tuple(x.shape),
-                         next_step="give the partition one dim for each dim of the tensor (1: not split)")
+        raise ShapeError(
+            f"{what} has another number of dims than the partition",
+            op=op,
+            partitions=where,
+            expected=f"{where.ndim} dims",
+            actual=tuple(x.shape),
+            next_step="give the partition one dim for each dim of the tensor (1: not split)",
+        )
 
 
 def check_kind(op, x, P, kinds) -> None:
-    """Raise where ``op`` is not of tensors of x's dtype: on every rank, as those outside pass the dtype that the others have."""
-    fits = {"any dtype": True, "a floating or complex dtype": x.is_floating_point() or x.is_complex(),
-            "a floating dtype": x.is_floating_point(), "a real dtype": not x.is_complex()}
+    """Raise where ``op`` is not of tensors of x's dtype: on every rank, as those outside pass the dtype that the others
+    have."""
+    fits = {
+        "any dtype": True,
+        "a floating or complex dtype": x.is_floating_point() or x.is_complex(),
+        "a floating dtype": x.is_floating_point(),
+        "a real dtype": not x.is_complex(),
+    }
     if not fits[kinds]:
-        raise ShapeError("not of such tensors", op=op, partitions=P, expected=kinds, actual=x.dtype,
-                         next_step="convert the tensor first")
+        raise ShapeError(
+            "not of such tensors",
+            op=op,
+            partitions=P,
+            expected=kinds,
+            actual=x.dtype,
+            next_step="convert the tensor first",
+        )
 
 
 def one_each(x, P, dims):
-    """All-gather of tensors that have size 1 along ``dims``: rank i's entry stands at place i, so no shape is asked for.
+    """All-gather of tensors that have size 1 along ``dims``: rank i's entry stands at place i, so no shape is asked
+    for.
 
     ``x``: a tensor, or several of one shape; leading axes that ``P`` lacks stay as they are.
     """
@@ -99,7 +129,8 @@ def zero_loss(*tensors):
 
 
 def summed(total, counts, P, dims):
-    """Sum ``total`` (a tensor) and ``counts`` (a scalar, or ``None``) over ``dims`` in one all-reduce; both invariant."""
+    """Sum ``total`` (a tensor) and ``counts`` (a scalar, or ``None``) over ``dims`` in one all-reduce; both
+    invariant."""
     if counts is None:
         return invariant_sum(total, P, dims), None
     if isinstance(counts, torch.Tensor):
@@ -128,7 +159,8 @@ def _start(op, x, P, dim, kinds="any dtype"):
 
 
 def _outside(x, P, dims, keepdim, dtype=None):
-    """The result of a rank that takes no part, whatever it passed: of as many dims as its peers', and of their dtype."""
+    """The result of a rank that takes no part, whatever it passed: of as many dims as its peers', and of their
+    dtype."""
     shape, dtype = outside_shape(x, P)[: partition_of(P).ndim], x.dtype if dtype is None else dtype
     left = [1 if d in dims else n for d, n in enumerate(shape) if keepdim or d not in dims]
     return nothing((0, *left[1:]), x, dtype=dtype) if left else zero_loss(x).to(dtype)
@@ -171,8 +203,8 @@ def _sum_and_count(x, P, dims, keepdim):
 
 
 def dist_var(x, P, dim=None, keepdim=False, *, correction=1):
-    """The variance over ``dim``, divided by n - ``correction``: from the global mean, without cancellation; of complex x the
-    mean of |x - mean|², as in torch.
+    """The variance over ``dim``, divided by n - ``correction``: from the global mean, without cancellation; of complex
+    x the mean of |x - mean|², as in torch.
 
     Messages: two all-reduces, of N + 1 elements (N with a Layout) and of N; backward one of N, for the mean.
     """
@@ -200,9 +232,11 @@ def dist_logsumexp(x, P, dim, keepdim=False):
 
 
 def dist_max(x, P, dim=None, keepdim=False):
-    """The largest element over ``dim``, as ``x.amax(dim)``: the gradient is divided evenly among equal largest elements.
+    """The largest element over ``dim``, as ``x.amax(dim)``: the gradient is divided evenly among equal largest
+    elements.
 
-    Every rank learns the largest value and how often it occurs; the invariant sum then carries the derivative only. An empty
+    Every rank learns the largest value and how often it occurs; the invariant sum then carries the derivative only. An
+    empty
     tensor has no maximum: ShapeError with a Layout, NaN without.
 
     Messages: one all-gather of 2N elements and one all-reduce of N (integers: an all-gather of N); none backward.
@@ -226,8 +260,14 @@ def _worst(dtype, pick):
 
 def _check_some(op, L, dims) -> None:
     if isinstance(L, Layout) and 0 in (L.shape[d] for d in dims):
-        raise ShapeError("there is no element to choose", op=op, partitions=L, actual=L.shape,
-                         expected="elements in the reduced dims", next_step="reduce over dims that have elements")
+        raise ShapeError(
+            "there is no element to choose",
+            op=op,
+            partitions=L,
+            actual=L.shape,
+            expected="elements in the reduced dims",
+            next_step="reduce over dims that have elements",
+        )
 
 
 def _extreme(op, x, P, dim, keepdim, pick):
@@ -236,7 +276,9 @@ def _extreme(op, x, P, dim, keepdim, pick):
         return _outside(x, P, dims, keepdim)
     _check_some(op, P, dims)
     some = all(x.shape[d] for d in dims)
-    mine = pick(x, dims, keepdim=True) if some else x.sum(dims, True).to(x.dtype) + x.new_full((), _worst(x.dtype, pick))
+    mine = (
+        pick(x, dims, keepdim=True) if some else x.sum(dims, True).to(x.dtype) + x.new_full((), _worst(x.dtype, pick))
+    )
     if not x.is_floating_point():
         return _squeeze(pick(one_each(mine, where, dims), dims, keepdim=True), dims, keepdim)
     held = mine.detach()
@@ -245,7 +287,8 @@ def _extreme(op, x, P, dim, keepdim, pick):
     best = pick(values, dims, keepdim=True)
     total = torch.where(values == best, counts, 0).sum(dims, True)
     share = ties / total
-    # best + the sum of differences from it, all of them 0: the value is exact, and each tie has its share of the derivative.
+    # best + the sum of differences from it, all of them 0: the value is exact, and each tie has its share of the
+    # derivative.
     base = torch.where(best.isinf(), 0, best)
     moved = torch.where((held == best) & (ties > 0), (mine.to(ties.dtype) - base) * share, 0)
     nowhere = torch.where(total == 0, math.nan, 0.0).to(base.dtype)  # no rank has an element
@@ -296,8 +339,14 @@ def dist_argmax(x, P, dim=None, keepdim=False):
     if not where.active:
         return _outside(x, P, dims, keepdim, torch.int64)
     if dim is not None and len(dims) != 1:
-        raise PartitionError("one dim at a time", op="dist_argmax", partitions=P, expected="an int or None", actual=dim,
-                             next_step="call it once for each dim, or with None for all of them")
+        raise PartitionError(
+            "one dim at a time",
+            op="dist_argmax",
+            partitions=P,
+            expected="an int or None",
+            actual=dim,
+            next_step="call it once for each dim, or with None for all of them",
+        )
     (x,), (L,) = resolve("dist_argmax", (x.detach(),), P)
     _check_some("dist_argmax", L, dims)
     last = torch.iinfo(torch.int64).max

@@ -1,7 +1,7 @@
 """What networks need between layers: flatten and unflatten, pad and unpad, concatenate and stack, across a partition.
 
-Results lie in documented layouts, and each ``*_layout`` function gives the one that does not follow at a glance. No rank ever
-holds more than its blocks.
+Results lie in documented layouts, and each ``*_layout`` function gives the one that does not follow at a glance. No
+rank ever holds more than its blocks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,17 @@ from .movement import halo_exchange
 from .reduce import check_block
 from .window import with_layout
 
-__all__ = ["cat_layout", "dist_cat", "dist_flatten", "dist_pad", "dist_stack", "dist_unflatten", "dist_unpad", "pad_layout",
-           "stack_layout"]
+__all__ = [
+    "cat_layout",
+    "dist_cat",
+    "dist_flatten",
+    "dist_pad",
+    "dist_stack",
+    "dist_unflatten",
+    "dist_unpad",
+    "pad_layout",
+    "stack_layout",
+]
 
 
 def _joined(runs):
@@ -81,21 +90,33 @@ def _flattening(L: Layout, flat: Layout) -> LinearMap:
 def _flat_shape(op, L, start_dim):
     start = start_dim + L.ndim if start_dim < 0 else start_dim
     if not 0 <= start < L.ndim:
-        raise PartitionError("no such dim to flatten from", op=op, partitions=L, expected=f"a dim of {L.ndim}",
-                             actual=start_dim, next_step="count dims from 0, or from the end with negative numbers")
+        raise PartitionError(
+            "no such dim to flatten from",
+            op=op,
+            partitions=L,
+            expected=f"a dim of {L.ndim}",
+            actual=start_dim,
+            next_step="count dims from 0, or from the end with negative numbers",
+        )
     return (*L.shape[:start], math.prod(L.shape[start:]))
 
 
 def _flat_layout(op, P, shape) -> Layout:
     if partition_of(P).ndim != len(shape):
-        raise PartitionError("the flattened tensor has another number of dims than its partition", op=op, partitions=P,
-                             expected=len(shape), actual=partition_of(P).ndim,
-                             next_step="give the result a partition with one dim for each of its own")
+        raise PartitionError(
+            "the flattened tensor has another number of dims than its partition",
+            op=op,
+            partitions=P,
+            expected=len(shape),
+            actual=partition_of(P).ndim,
+            next_step="give the result a partition with one dim for each of its own",
+        )
     return maps.layout_over(P, shape, op)
 
 
 def _in_between(L, flat):
-    """The layout of L's shape over the ranks of ``flat`` whose flattened blocks are those of ``flat``; ``None``: none is."""
+    """The layout of L's shape over the ranks of ``flat`` whose flattened blocks are those of ``flat``; ``None``: none
+    is."""
     start = flat.ndim - 1
     found = _as_box(flat.blocks(start), L.shape[start:])
     if found is None:
@@ -120,9 +141,9 @@ def dist_flatten(x, P_in, P_out, start_dim=1, *, shape=None):
     Returns:
         This rank's block over ``P_out`` (balanced, unless that is a Layout). Adjoint: :func:`dist_unflatten`.
 
-    Messages: one from each rank that holds some of a rank's features, of just these. Where feature blocks are whole channels
-    (more exactly: whole slices of the first flattened dim that is not 1) it is a repartition with one box per message; otherwise
-    one box for each contiguous run that the two blocks share.
+    Messages: one from each rank that holds some of a rank's features, of just these. Where feature blocks are whole
+    channels (more exactly: whole slices of the first flattened dim that is not 1) it is a repartition with one box per
+    message; otherwise one box for each contiguous run that the two blocks share.
 
     y[n, (c·H + h)·W + w] = x[n, c, h, w].
 
@@ -181,14 +202,25 @@ def _pads(op, L, pad):
     """``pad``, in torch's order (the last dim first), as (before, after) of each dim."""
     pad = sizes_of(pad, "pad", op)
     if len(pad) % 2 or len(pad) > 2 * L.ndim:
-        raise PartitionError("pad needs two numbers for each padded dim", op=op, partitions=L, actual=pad,
-                             expected=f"an even number, at most {2 * L.ndim}",
-                             next_step="give (before, after) for the last dim, then the one before it, as torch does")
+        raise PartitionError(
+            "pad needs two numbers for each padded dim",
+            op=op,
+            partitions=L,
+            actual=pad,
+            expected=f"an even number, at most {2 * L.ndim}",
+            next_step="give (before, after) for the last dim, then the one before it, as torch does",
+        )
     pairs = [tuple(pad[i : i + 2]) for i in range(0, len(pad), 2)][::-1]
     pairs = [(0, 0)] * (L.ndim - len(pairs)) + pairs
     if min([n + a + b for n, (a, b) in zip(L.shape, pairs)], default=0) < 0:
-        raise PartitionError("more is cut off than there is", op=op, partitions=L, expected="sizes >= 0", actual=pad,
-                             next_step="cut off less")
+        raise PartitionError(
+            "more is cut off than there is",
+            op=op,
+            partitions=L,
+            expected="sizes >= 0",
+            actual=pad,
+            next_step="cut off less",
+        )
     return pairs
 
 
@@ -212,23 +244,33 @@ def dist_pad(x, P, pad, mode="constant", value=0, *, shape=None):
     Returns:
         This rank's block, of layout :func:`pad_layout`.
 
-    Messages: one halo exchange: from each rank that holds some of the result's block, just that part; backward its transpose.
+    Messages: one halo exchange: from each rank that holds some of the result's block, just that part; backward its
+    transpose.
 
     Raises:
-        PartitionError: an unknown mode, an odd number of pads, a reflection beyond the tensor, or more cut than there is.
+        PartitionError: an unknown mode, an odd number of pads, a reflection beyond the tensor, or more cut than there
+            is.
     """
     op = "dist_pad"
     if mode not in _BOUNDARY:
-        raise PartitionError("no such mode", op=op, expected=sorted(_BOUNDARY), actual=mode, partitions=P,
-                             next_step="use one of them")
+        raise PartitionError(
+            "no such mode", op=op, expected=sorted(_BOUNDARY), actual=mode, partitions=P, next_step="use one of them"
+        )
     if mode != "constant" and value:
-        raise PartitionError(f"mode '{mode}' takes no value", op=op, expected=0, actual=value, partitions=P,
-                             next_step="leave value out, or use mode 'constant'")
+        raise PartitionError(
+            f"mode '{mode}' takes no value",
+            op=op,
+            expected=0,
+            actual=value,
+            partitions=P,
+            next_step="leave value out, or use mode 'constant'",
+        )
 
     def body(x, L):
         pairs = _pads(op, L, pad)
-        spec = HaloSpec.needs(L, None, pad_layout(L, pad), lambda d, o0, o1: (o0 - pairs[d][0], o1 - pairs[d][0]),
-                              _BOUNDARY[mode])
+        spec = HaloSpec.needs(
+            L, None, pad_layout(L, pad), lambda d, o0, o1: (o0 - pairs[d][0], o1 - pairs[d][0]), _BOUNDARY[mode]
+        )
         y = halo_exchange(x, spec)
         if not value or not L.active:
             return y
@@ -254,11 +296,17 @@ def _same(op, layouts, dim) -> None:
     first = layouts[0]
     for L in layouts[1:]:
         fits = L.partition == first.partition and all(
-            L.shape[d] == first.shape[d] and L.blocks(d) == first.blocks(d) for d in range(first.ndim) if d != dim)
+            L.shape[d] == first.shape[d] and L.blocks(d) == first.blocks(d) for d in range(first.ndim) if d != dim
+        )
         if not fits:
-            raise PartitionError("the tensors do not fit together", op=op, partitions=first, actual=L,
-                                 expected=f"the same partition and blocks, but for dim {dim}",
-                                 next_step="repartition one of them first")
+            raise PartitionError(
+                "the tensors do not fit together",
+                op=op,
+                partitions=first,
+                actual=L,
+                expected=f"the same partition and blocks, but for dim {dim}",
+                next_step="repartition one of them first",
+            )
 
 
 def cat_layout(layouts, dim=0) -> Layout:
@@ -289,19 +337,31 @@ def _concatenation(layouts, dim: int) -> LinearMap:
 
 
 def _several(op, xs, P, shapes):
-    """Layouts of several tensors: ``P`` a partition (with ``shapes``, or negotiated all at once) or one Layout for each."""
+    """Layouts of several tensors: ``P`` a partition (with ``shapes``, or negotiated all at once) or one Layout for
+    each."""
     xs = list(xs)
     layouts = list(P) if isinstance(P, (tuple, list)) else [P] * len(xs)
     if not xs or len(layouts) != len(xs) or (shapes is not None and len(shapes) != len(xs)):
-        raise PartitionError("one layout or shape for each tensor", op=op, expected=f"{max(len(xs), 1)}",
-                             actual=(len(xs), len(layouts)), partitions=P,
-                             next_step="give as many layouts (or shapes) as tensors, and at least one tensor")
+        raise PartitionError(
+            "one layout or shape for each tensor",
+            op=op,
+            expected=f"{max(len(xs), 1)}",
+            actual=(len(xs), len(layouts)),
+            partitions=P,
+            next_step="give as many layouts (or shapes) as tensors, and at least one tensor",
+        )
     if shapes is not None:
         layouts = [maps.layout_over(Q, tuple(shape), op) for Q, shape in zip(layouts, shapes)]
     if not all(isinstance(Q, Layout) for Q in layouts):
         if any(layouts[0] != Q for Q in layouts):
-            raise PartitionError("tensors lie over one partition", op=op, expected=layouts[0], actual=layouts, partitions=P,
-                                 next_step="repartition them to one partition first")
+            raise PartitionError(
+                "tensors lie over one partition",
+                op=op,
+                expected=layouts[0],
+                actual=layouts,
+                partitions=P,
+                next_step="repartition them to one partition first",
+            )
         xs, layouts = resolve(op, xs, layouts[0])
     return xs, layouts
 
@@ -317,8 +377,8 @@ def dist_cat(xs, P, dim=0, *, shapes=None):
     Returns:
         This rank's block, of layout :func:`cat_layout`: balanced along ``dim``.
 
-    Messages: none where ``dim`` is not split. Else one from each rank that holds some of the result's block, of just that part,
-    for all tensors together; backward its transpose.
+    Messages: none where ``dim`` is not split. Else one from each rank that holds some of the result's block, of just
+    that part, for all tensors together; backward its transpose.
 
     Raises:
         PartitionError: tensors whose other dims lie differently.
@@ -342,8 +402,14 @@ def stack_layout(L, dim=0, n=1) -> Layout:
     """The layout of :func:`dist_stack`'s result: L with a new dim of size ``n``, not split."""
     P, at = L.partition, dim + L.ndim + 1 if dim < 0 else dim
     if not 0 <= at <= L.ndim:
-        raise PartitionError("no such dim", op="dist_stack", partitions=L, expected=f"a dim of {L.ndim + 1}", actual=dim,
-                             next_step="count dims from 0, or from the end with negative numbers")
+        raise PartitionError(
+            "no such dim",
+            op="dist_stack",
+            partitions=L,
+            expected=f"a dim of {L.ndim + 1}",
+            actual=dim,
+            next_step="count dims from 0, or from the end with negative numbers",
+        )
 
     def put(values, new):
         return (*values[:at], new, *values[at:])

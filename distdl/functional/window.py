@@ -1,4 +1,5 @@
-"""Windowed operations (convolution, pooling): halo exchange, then the local operation on windows that need no padding."""
+"""Windowed operations (convolution, pooling): halo exchange, then the local operation on windows that need no
+padding."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ def on_window(window, spec: HaloSpec, least, local):
 
     Args:
         spec: windows of the blocks of x; its ``out_layout`` says what each rank gets.
-        least: smallest legal window of each trailing dim (of the channels too, where ``local`` needs some). A rank without
-            outputs runs ``local`` on zeros of that size and keeps nothing of it, so that it stays in the graph as its peers do.
+        least: smallest legal window of each trailing dim (of the channels too, where ``local`` needs some). A rank
+            without outputs runs ``local`` on zeros of that size and keeps nothing of it, so that it stays in the graph
+            as its peers do.
         local: (window) -> (batch, channels, *outputs).
     """
     first = window.dim() - len(least)
@@ -62,8 +64,8 @@ def on_window(window, spec: HaloSpec, least, local):
 def with_layout(op, x, P, shape, body, indices=False, kinds="any dtype"):
     """Resolve the layout of x and call ``body(x, layout)``; on a rank that takes no part, a placeholder.
 
-    ``indices``: there are two results, the second one integers; outside, ``body`` returns the first one. ``kinds``: what dtypes x
-    may have, see :func:`check_kind`.
+    ``indices``: there are two results, the second one integers; outside, ``body`` returns the first one. ``kinds``:
+    what dtypes x may have, see :func:`check_kind`.
     """
 
     def outside_result(y):
@@ -82,8 +84,16 @@ def with_layout(op, x, P, shape, body, indices=False, kinds="any dtype"):
         return outside_result(body(x if x.shape == layout.local_shape() else nothing(layout.local_shape(), x), layout))
     check_block(op, x, layout)
     y = body(x, layout)
-    if x.dim() not in _FORMATS or x.is_contiguous() or _torch.transforms_active() or not channels_last(x.shape, x.stride()):
+    if (
+        x.dim() not in _FORMATS
+        or x.is_contiguous()
+        or _torch.transforms_active()
+        or not channels_last(x.shape, x.stride())
+    ):
         return y
     # As torch's own layers keep it. Movements and most operators have done so; indexing and concatenation have not.
-    ys = [t.contiguous(memory_format=_FORMATS[x.dim()]) if t.dim() == x.dim() else t for t in (y if type(y) is tuple else (y,))]
+    ys = [
+        t.contiguous(memory_format=_FORMATS[x.dim()]) if t.dim() == x.dim() else t
+        for t in (y if type(y) is tuple else (y,))
+    ]
     return tuple(ys) if type(y) is tuple else ys[0]

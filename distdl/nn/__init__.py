@@ -1,8 +1,9 @@
-"""Modules: each holds parameters and calls one function of :mod:`distdl.functional`, with torch.nn's arguments after the partition.
+"""Modules: each holds parameters and calls one function of :mod:`distdl.functional`, with torch.nn's arguments after
+the partition.
 
-Parameters are this rank's blocks, the same global tensor on any number of ranks, and ``params="invariant"`` always: gradients are
-right on every copy as they stand. They work under ``torch.func.functional_call``, ``state_dict``, ``deepcopy``, pickle, ``.to`` and
-on the meta device (``to_empty`` and ``reset_parameters`` then fill them).
+Parameters are this rank's blocks, the same global tensor on any number of ranks, and ``params="invariant"`` always:
+gradients are right on every copy as they stand. They work under ``torch.func.functional_call``, ``state_dict``,
+``deepcopy``, pickle, ``.to`` and on the meta device (``to_empty`` and ``reset_parameters`` then fill them).
 """
 
 from .._names import only_public

@@ -21,15 +21,27 @@ from ..world import world
 
 _OF_DIMS = ("Conv", "ConvTranspose", "LocalConv", "MaxPool", "AvgPool", "L2Pool", "AdaptiveMaxPool", "AdaptiveAvgPool")
 __all__ = [
-    "BatchNorm", "Dropout", "Embedding", "FeatureDropout", "GroupNorm", "InstanceNorm", "LCN", "Layer", "LayerNorm", "Linear",
-    "Movement", "RMSNorm", "Upsample", *(f"{name}{n}d" for name in _OF_DIMS for n in (1, 2, 3)),
-]  # fmt: skip
+    "BatchNorm",
+    "Dropout",
+    "Embedding",
+    "FeatureDropout",
+    "GroupNorm",
+    "InstanceNorm",
+    "LCN",
+    "Layer",
+    "LayerNorm",
+    "Linear",
+    "Movement",
+    "RMSNorm",
+    "Upsample",
+    *(f"{name}{n}d" for name in _OF_DIMS for n in (1, 2, 3)),
+]
 
 
 def agreed_seed(P) -> int:
-    """A seed from torch's generator on the CPU, the one of ``P``'s first rank: parameters fit together also where generators do
-    not. A number also where tensors have none (meta device, FakeTensorMode): what is filled in later has the values of a module
-    that was made at once."""
+    """A seed from torch's generator on the CPU, the one of ``P``'s first rank: parameters fit together also where
+    generators do not. A number also where tensors have none (meta device, FakeTensorMode): what is filled in later has
+    the values of a module that was made at once."""
     with _torch.no_modes():
         seed, P = int(torch.randint(2**62, (), device="cpu")), partition_of(P)
     where = world(P.world)
@@ -40,7 +52,8 @@ def agreed_seed(P) -> int:
 
 @_torch.opaque
 def _enter(layer) -> None:
-    """What a layer does before its forward: whatever tensors stand for its parameters now, functional_call's too, are marked."""
+    """What a layer does before its forward: whatever tensors stand for its parameters now, functional_call's too, are
+    marked."""
     layer.hold_parameters()
     layer._check_parts()
     ranks, reduced = _torch.reduced_by_ddp()
@@ -48,10 +61,14 @@ def _enter(layer) -> None:
         R = Partition((len(ranks),), ranks, partition_of(layer.P).world)
         for name, p in layer.named_parameters():
             if id(p) in reduced and complete(held(p), R, "DistributedDataParallel", name):
-                raise PartitionError("this layer sums its gradients over the ranks itself", op="DistributedDataParallel",
-                                     partitions=layer.P, expected=f"{name} of {type(layer).__name__} on DDP's ignore list",
-                                     actual=f"a sum over {ranks}, once more",
-                                     next_step="call dd.parallel.ignore_in_ddp(model, P) before DistributedDataParallel(model)")
+                raise PartitionError(
+                    "this layer sums its gradients over the ranks itself",
+                    op="DistributedDataParallel",
+                    partitions=layer.P,
+                    expected=f"{name} of {type(layer).__name__} on DDP's ignore list",
+                    actual=f"a sum over {ranks}, once more",
+                    next_step="call dd.parallel.ignore_in_ddp(model, P) before DistributedDataParallel(model)",
+                )
 
 
 class Layer(Checked, torch.nn.Module):
@@ -59,7 +76,8 @@ class Layer(Checked, torch.nn.Module):
 
     Attributes:
         P: the partition (or Layout) that its function takes.
-        layouts: the global layout of every parameter and buffer, by name (:func:`distdl.nn.layouts` asks a whole model).
+        layouts: the global layout of every parameter and buffer, by name (:func:`distdl.nn.layouts` asks a whole
+            model).
     """
 
     def __init__(self, P, device=None, dtype=None):
@@ -69,7 +87,8 @@ class Layer(Checked, torch.nn.Module):
         self._kind = {"device": device, "dtype": dtype}
 
     def _parameter(self, name: str, shape, dims, draw, wanted=True):
-        """Register a parameter of global ``shape``, dim i split along partition dim ``dims[i]``; ``draw(layout, seed, ...)``."""
+        """Register a parameter of global ``shape``, dim i split along partition dim ``dims[i]``; ``draw(layout, seed,
+        ...)``."""
         if not wanted:
             self.register_parameter(name, None)
             return
@@ -80,8 +99,8 @@ class Layer(Checked, torch.nn.Module):
         self.register_parameter(name, torch.nn.Parameter(self._block(name, **self._kind)))
 
     def _parts(self):
-        """(name, tensor that the parameter of that name is made of by torch's hooks or parametrizations, whether it is an original,
-        whether the function that makes it is known to act on blocks as on the whole)."""
+        """(name, tensor that the parameter of that name is made of by torch's hooks or parametrizations, whether it is
+        an original, whether the function that makes it is known to act on blocks as on the whole)."""
         for name, tensor in self._parameters.items():
             of, _, suffix = name.rpartition("_")
             if tensor is not None and of in self._marks and suffix in ("g", "v", "orig"):  # torch's older hooks
@@ -93,8 +112,8 @@ class Layer(Checked, torch.nn.Module):
                 yield name, tensor, any(tensor is t for t in made._parameters.values()), blockwise
 
     def hold_parameters(self) -> None:
-        """Mark the tensors that stand for this layer's parameters now: over which ranks it sums their gradients, and of what they
-        are blocks (:mod:`distdl.functional.held`), for whoever reduces gradients. No message."""
+        """Mark the tensors that stand for this layer's parameters now: over which ranks it sums their gradients, and of
+        what they are blocks (:mod:`distdl.functional.held`), for whoever reduces gradients. No message."""
         for name, mark in self._marks.items():
             if (tensor := self._parameters.get(name, self._buffers.get(name))) is not None:
                 hold(tensor, mark, f"{name} of {type(self).__name__}")
@@ -106,10 +125,15 @@ class Layer(Checked, torch.nn.Module):
         """Refuse what is made of one block as if it were the whole, or of tensors whose gradients others sum too."""
         for name, tensor, _, blockwise in self._parts():
             if not blockwise and self._marks.get(name, (None,))[-1]:
-                raise PartitionError(f"a parametrization would see one block of {name}", op=type(self).__name__, partitions=self.P,
-                                     actual=self.layouts[name].partition.shape, expected="a parameter that every rank has whole",
-                                     next_step="if it acts on each block as on the whole tensor (element by element), give its "
-                                     "class the attribute blockwise = True; else compute the weight in a layer of your own")
+                raise PartitionError(
+                    f"a parametrization would see one block of {name}",
+                    op=type(self).__name__,
+                    partitions=self.P,
+                    actual=self.layouts[name].partition.shape,
+                    expected="a parameter that every rank has whole",
+                    next_step="if it acts on each block as on the whole tensor (element by element), give its "
+                    "class the attribute blockwise = True; else compute the weight in a layer of your own",
+                )
             unmarked_dims(tensor, partition_of(self.P), (), type(self).__name__)
 
     def register_parameter(self, name, param):
@@ -183,23 +207,45 @@ class Linear(Layer):
 
 
 class _Conv(Layer):
-    """torch.nn's arguments after the partition: (batch, channel, *space), or with one dim more (batch, out, in, *space)."""
+    """torch.nn's arguments after the partition: (batch, channel, *space), or with one dim more (batch, out, in,
+    *space)."""
 
     n: int
 
-    def __init__(self, P, in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, groups=1, bias=True,
-                 padding_mode="zeros", device=None, dtype=None, **layout):
+    def __init__(
+        self,
+        P,
+        in_channels,
+        out_channels,
+        kernel_size,
+        stride=1,
+        padding=0,
+        dilation=1,
+        groups=1,
+        bias=True,
+        padding_mode="zeros",
+        device=None,
+        dtype=None,
+        **layout,
+    ):
         in_channels, out_channels, groups = self._counts(P, in_channels, out_channels, groups)
-        options = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, padding_mode=padding_mode, **layout)
+        options = dict(
+            stride=stride, padding=padding, dilation=dilation, groups=groups, padding_mode=padding_mode, **layout
+        )
         shape = (out_channels, in_channels // groups, *per_dim(kernel_size, self.n, "kernel_size", type(self).__name__))
         self._build(P, shape, out_channels, in_channels, groups, bias, device, dtype, options)
 
     def _counts(self, P, in_channels, out_channels, groups):
         numbers = per_dim((in_channels, out_channels, groups), 3, "a number of channels or groups", type(self).__name__)
         if groups < 1 or in_channels % groups or out_channels % groups:
-            raise PartitionError("groups do not divide the channels", op=type(self).__name__, actual=groups,
-                                 expected=f"a divisor of {in_channels} and {out_channels}", partitions=P,
-                                 next_step="choose groups that divide both")
+            raise PartitionError(
+                "groups do not divide the channels",
+                op=type(self).__name__,
+                actual=groups,
+                expected=f"a divisor of {in_channels} and {out_channels}",
+                partitions=P,
+                next_step="choose groups that divide both",
+            )
         return numbers
 
     def _build(self, P, shape, out_channels, in_channels, groups, bias, device, dtype, options):
@@ -221,10 +267,26 @@ class _Conv(Layer):
 class _ConvTranspose(_Conv):
     """As the convolutions, with torch.nn.ConvTranspose's arguments."""
 
-    def __init__(self, P, in_channels, out_channels, kernel_size, stride=1, padding=0, output_padding=0, groups=1, bias=True,
-                 dilation=1, device=None, dtype=None, **layout):
+    def __init__(
+        self,
+        P,
+        in_channels,
+        out_channels,
+        kernel_size,
+        stride=1,
+        padding=0,
+        output_padding=0,
+        groups=1,
+        bias=True,
+        dilation=1,
+        device=None,
+        dtype=None,
+        **layout,
+    ):
         in_channels, out_channels, groups = self._counts(P, in_channels, out_channels, groups)
-        options = dict(stride=stride, padding=padding, output_padding=output_padding, groups=groups, dilation=dilation, **layout)
+        options = dict(
+            stride=stride, padding=padding, output_padding=output_padding, groups=groups, dilation=dilation, **layout
+        )
         shape = (in_channels, out_channels // groups, *per_dim(kernel_size, self.n, "kernel_size", type(self).__name__))
         self._build(P, shape, out_channels, in_channels, groups, bias, device, dtype, options)
 
@@ -234,9 +296,14 @@ class _ConvTranspose(_Conv):
             self._parameter("weight", shape, (2, 1, *(None,) * self.n), _weight)
         elif groups > 1 and k > 1:
             if groups % k:
-                raise PartitionError("ranks of the channel dim need whole groups", op=type(self).__name__, partitions=self.P,
-                                     expected=f"a multiple of {k} groups", actual=groups,
-                                     next_step="use fewer ranks along the channels, or more groups")
+                raise PartitionError(
+                    "ranks of the channel dim need whole groups",
+                    op=type(self).__name__,
+                    partitions=self.P,
+                    expected=f"a multiple of {k} groups",
+                    actual=groups,
+                    next_step="use fewer ranks along the channels, or more groups",
+                )
             self._parameter("weight", shape, (1, None, *(None,) * self.n), _weight)
         else:
             self._parameter("weight", shape, (None, 1, *(None,) * self.n), _weight)
@@ -247,13 +314,16 @@ class _ConvTranspose(_Conv):
 
 
 class _LocalConv(Layer):
-    """:func:`distdl.functional.dist_local_conv`; ``input_size`` is the spatial size of x, as every output pixel has its filters."""
+    """:func:`distdl.functional.dist_local_conv`; ``input_size`` is the spatial size of x, as every output pixel has its
+    filters."""
 
     n: int
 
     def __init__(self, P, in_channels, out_channels, kernel_size, input_size, stride=1, device=None, dtype=None):
         super().__init__(P, device, dtype)
-        kernel, size, step = (per_dim(v, self.n, "an argument", type(self).__name__) for v in (kernel_size, input_size, stride))
+        kernel, size, step = (
+            per_dim(v, self.n, "an argument", type(self).__name__) for v in (kernel_size, input_size, stride)
+        )
         self.options = {"stride": step, "out_channels": out_channels}
         shape = (out_channels, *((m - k) // s + 1 for m, k, s in zip(size, kernel, step)), in_channels, *kernel)
         dims = (*range(1, self.n + 2), *(None,) * (self.n + 1))
@@ -266,7 +336,8 @@ class _LocalConv(Layer):
 
 
 class _Function(Checked, torch.nn.Module):
-    """A function of :mod:`distdl.functional` without parameters: ``Module(P, *args, **kwargs)(x)`` is ``function(x, P, ...)``."""
+    """A function of :mod:`distdl.functional` without parameters: ``Module(P, *args, **kwargs)(x)`` is ``function(x, P,
+    ...)``."""
 
     function: staticmethod
 
@@ -299,7 +370,8 @@ class Movement(torch.nn.Module):
 
 
 class Upsample(_Function):
-    """:func:`distdl.functional.dist_interpolate`: ``Upsample(P, size=None, scale_factor=None, mode="nearest", ...)``."""
+    """:func:`distdl.functional.dist_interpolate`: ``Upsample(P, size=None, scale_factor=None, mode="nearest",
+    ...)``."""
 
     function = staticmethod(F.dist_interpolate)
 
@@ -319,25 +391,41 @@ for _n in (1, 2, 3):
     _define(_Conv, f"Conv{_n}d", _n)
     _define(_ConvTranspose, f"ConvTranspose{_n}d", _n)
     _define(_LocalConv, f"LocalConv{_n}d", _n)
-    for _kind, _function in (("MaxPool", F.dist_max_pool), ("AvgPool", F.dist_avg_pool), ("L2Pool", F.dist_l2_pool),
-                             ("AdaptiveMaxPool", F.dist_adaptive_max_pool), ("AdaptiveAvgPool", F.dist_adaptive_avg_pool)):
+    for _kind, _function in (
+        ("MaxPool", F.dist_max_pool),
+        ("AvgPool", F.dist_avg_pool),
+        ("L2Pool", F.dist_l2_pool),
+        ("AdaptiveMaxPool", F.dist_adaptive_max_pool),
+        ("AdaptiveAvgPool", F.dist_adaptive_avg_pool),
+    ):
         _define(_Function, f"{_kind}{_n}d", _n, function=staticmethod(_function))
 
 
 class BatchNorm(Layer, torch.nn.modules.batchnorm._BatchNorm):
     """:func:`distdl.functional.dist_batch_norm` for any number of spatial dims; torch.nn.BatchNorm1d/2d/3d's arguments.
 
-    In training it updates its running statistics (buffers), once, also where a checkpoint runs it again in backward; inside
-    torch.func transforms use the pure function. An instance of torch's ``_BatchNorm``: what ``torch.optim.swa_utils.update_bn``
-    and its like do with one is right here.
+    In training it updates its running statistics (buffers), once, also where a checkpoint runs it again in backward;
+    inside torch.func transforms use the pure function. An instance of torch's ``_BatchNorm``: what
+    ``torch.optim.swa_utils.update_bn`` and its like do with one is right here.
     """
 
     running_mean: torch.Tensor
     running_var: torch.Tensor
     num_batches_tracked: torch.Tensor
 
-    def __init__(self, P, num_features, eps=1e-5, momentum=0.1, affine=True, track_running_stats=True, device=None, dtype=None, *,
-                 bias=True):
+    def __init__(
+        self,
+        P,
+        num_features,
+        eps=1e-5,
+        momentum=0.1,
+        affine=True,
+        track_running_stats=True,
+        device=None,
+        dtype=None,
+        *,
+        bias=True,
+    ):
         Layer.__init__(self, P, device, dtype)
         self.eps, self.momentum, self.affine, self.track_running_stats = eps, momentum, affine, track_running_stats
         self._parameter("weight", (num_features,), (1,), _ones, affine)
@@ -353,12 +441,17 @@ class BatchNorm(Layer, torch.nn.modules.batchnorm._BatchNorm):
 
     @property
     def num_features(self):  # type: ignore[override]
-        """Raises: who asks a ``_BatchNorm`` for it makes another norm of this one (``SyncBatchNorm.convert_sync_batchnorm``), which
-        would know nothing of the partition."""
-        raise PartitionError("torch's norm cannot take the place of this one", op="BatchNorm.num_features", partitions=self.P,
-                             expected="a norm that knows the partition", actual="a request for the number of features",
-                             next_step="keep this norm, whose statistics are those of all ranks (SyncBatchNorm adds nothing), or "
-                                       "ask module.layouts['running_mean'].shape")
+        """Raises: who asks a ``_BatchNorm`` for it makes another norm of this one
+        (``SyncBatchNorm.convert_sync_batchnorm``), which would know nothing of the partition."""
+        raise PartitionError(
+            "torch's norm cannot take the place of this one",
+            op="BatchNorm.num_features",
+            partitions=self.P,
+            expected="a norm that knows the partition",
+            actual="a request for the number of features",
+            next_step="keep this norm, whose statistics are those of all ranks (SyncBatchNorm adds nothing), or "
+            "ask module.layouts['running_mean'].shape",
+        )
 
     def reset_parameters(self) -> None:
         """Draw the parameters again, the same as at first, and forget the statistics."""
@@ -366,16 +459,26 @@ class BatchNorm(Layer, torch.nn.modules.batchnorm._BatchNorm):
         super().reset_parameters()
 
     def forward(self, x):
-        """Normalise with the batch's statistics in training, with the running ones (where there are any) in evaluation."""
+        """Normalise with the batch's statistics in training, with the running ones (where there are any) in
+        evaluation."""
         tracked = self.track_running_stats and self.running_mean is not None
         update = self.training and tracked and not _torch.in_backward()
         if update and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         count = int(self.num_batches_tracked) if self.training and tracked and self.momentum is None else None
         old = (self.running_mean, self.running_var) if tracked or not self.training else (None, None)  # torch's rule
-        y, mean, var = F.dist_batch_norm(x, self.P, *old, self.weight, self.bias,
-                                         self.training or old[0] is None, self.momentum, self.eps, num_batches_tracked=count,
-                                         params="invariant")
+        y, mean, var = F.dist_batch_norm(
+            x,
+            self.P,
+            *old,
+            self.weight,
+            self.bias,
+            self.training or old[0] is None,
+            self.momentum,
+            self.eps,
+            num_batches_tracked=count,
+            params="invariant",
+        )
         if update:
             with torch.no_grad():
                 self.running_mean.copy_(mean)
@@ -443,7 +546,8 @@ class InstanceNorm(_Norm):
 
 
 class Embedding(Layer):
-    """:func:`distdl.functional.dist_embedding`: ``P`` is (*dims of idx, vocabulary, embedding); takes its keyword arguments."""
+    """:func:`distdl.functional.dist_embedding`: ``P`` is (*dims of idx, vocabulary, embedding); takes its keyword
+    arguments."""
 
     def __init__(self, P, num_embeddings, embedding_dim, padding_idx=None, device=None, dtype=None, **options):
         super().__init__(P, device, dtype)
@@ -469,12 +573,13 @@ def _rows(layout, seed, padding_idx, **kind):
 class Dropout(Checked, torch.nn.Module):
     """:func:`distdl.functional.dist_dropout`: the same global mask on any partition, another one at each call.
 
-    Calls are counted, so every rank must call it equally often; the seed comes from torch's generator. A call that a checkpoint
-    runs again has its first mask again. Under vmap ``randomness`` decides, as it does for torch's: "same" is one mask for all
-    examples, "different" one for each, and "error" an error.
+    Calls are counted, so every rank must call it equally often; the seed comes from torch's generator. A call that a
+    checkpoint runs again has its first mask again. Under vmap ``randomness`` decides, as it does for torch's: "same" is
+    one mask for all examples, "different" one for each, and "error" an error.
 
     Raises:
-        DistdlError: a call in backward that is no repetition of one in forward (a checkpoint with preserve_rng_state=False).
+        DistdlError: a call in backward that is no repetition of one in forward (a checkpoint with
+            preserve_rng_state=False).
     """
 
     function = staticmethod(F.dist_dropout)

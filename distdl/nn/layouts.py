@@ -11,11 +11,16 @@ __all__ = ["layouts"]
 
 @checked
 def layouts(module) -> dict[str, Layout]:
-    """{name: Layout} of the partitioned parameters and buffers of a module and its children, named as in ``state_dict()``.
+    """{name: Layout} of the partitioned parameters and buffers of a module and its children, named as in
+    ``state_dict()``.
 
-    A name that is missing belongs to a module that knows no partition: its tensor is whole on every rank. A layout names the
-    ranks of one copy, the one that this rank is in; where layers are replicated, other ranks name others.
+    A name that is missing belongs to a module that knows no partition: its tensor is whole on every rank. A layout
+    names the ranks of one copy, the one that this rank is in; where layers are replicated, other ranks name others.
     """
-    return {f"{prefix}.{name}" if prefix else name: layout for prefix, child in
-            module.named_modules(remove_duplicate=False) if isinstance(child, Layer)
-            for name, layout in child.layouts.items() if getattr(child, name) is not None}
+    return {
+        f"{prefix}.{name}" if prefix else name: layout
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        if isinstance(child, Layer)
+        for name, layout in child.layouts.items()
+        if getattr(child, name) is not None
+    }

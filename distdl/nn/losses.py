@@ -36,10 +36,19 @@ class Loss(Checked, torch.nn.Module):
 
 
 for _name, _function in {
-    "BCELoss": F.dist_bce_loss, "BCEWithLogitsLoss": F.dist_bce_with_logits_loss, "CrossEntropyLoss": F.dist_cross_entropy,
-    "HuberLoss": F.dist_huber_loss, "KLDivLoss": F.dist_kl_div, "L1Loss": F.dist_l1_loss, "MSELoss": F.dist_mse_loss,
-    "NLLLoss": F.dist_nll_loss, "PoissonNLLLoss": F.dist_poisson_nll_loss, "SmoothL1Loss": F.dist_smooth_l1_loss,
-}.items():  # fmt: skip
+    "BCELoss": F.dist_bce_loss,
+    "BCEWithLogitsLoss": F.dist_bce_with_logits_loss,
+    "CrossEntropyLoss": F.dist_cross_entropy,
+    "HuberLoss": F.dist_huber_loss,
+    "KLDivLoss": F.dist_kl_div,
+    "L1Loss": F.dist_l1_loss,
+    "MSELoss": F.dist_mse_loss,
+    "NLLLoss": F.dist_nll_loss,
+    "PoissonNLLLoss": F.dist_poisson_nll_loss,
+    "SmoothL1Loss": F.dist_smooth_l1_loss,
+}.items():
     _doc = f":func:`distdl.functional.{_function.__name__}` as a module."
-    globals()[_name] = type(_name, (Loss,), {"function": staticmethod(_function), "__doc__": _doc, "__module__": __name__})
+    globals()[_name] = type(
+        _name, (Loss,), {"function": staticmethod(_function), "__doc__": _doc, "__module__": __name__}
+    )
     __all__.append(_name)

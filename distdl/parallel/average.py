@@ -1,4 +1,5 @@
-"""Parameter averaging: ranks train alone, and take the mean of their parameters every few steps (local SGD, arXiv:1805.09767)."""
+"""Parameter averaging: ranks train alone, and take the mean of their parameters every few steps (local SGD,
+arXiv:1805.09767)."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def average_parameters(params, P, dims=None, *, weight=None, of=None):
         of: the module by whose names ``params`` is a dictionary, where the tensors are not its parameters themselves.
 
     Returns:
-        The (weighted) mean: invariant along ``dims``. Messages: one all-reduce of the parameters, one element more with ``weight``;
-        weighted halves go in float32.
+        The (weighted) mean: invariant along ``dims``. Messages: one all-reduce of the parameters, one element more with
+        ``weight``; weighted halves go in float32.
 
     Raises:
         PartitionError: these ranks hold different blocks of a parameter.
@@ -39,7 +40,11 @@ def average_parameters(params, P, dims=None, *, weight=None, of=None):
         means = [s / copies for s in F.invariant_sum(leaves, where, dims)]
     else:
         dtype = wider(leaves[0].dtype)  # weights are counts, which halves do not hold
-        own = weight.to(dtype) if isinstance(weight, torch.Tensor) else torch.full((), weight, dtype=dtype, device=leaves[0].device)
+        own = (
+            weight.to(dtype)
+            if isinstance(weight, torch.Tensor)
+            else torch.full((), weight, dtype=dtype, device=leaves[0].device)
+        )
         *sums, total = F.invariant_sum([wide(leaf) * own for leaf in leaves] + [own], where, dims)
         means = [(s / total).to(leaf.dtype) for s, leaf in zip(sums, leaves)]
     return _torch.unflatten(means, tree)
@@ -49,14 +54,20 @@ def average_due(params, step: int, P, periods):
     """Hierarchical averaging: after step ``step`` (from 1 on), the mean along the dims whose period has come.
 
     Args:
-        periods: {steps between two means: partition dims}, e.g. ``{4: 1, 16: None}`` on a (node, rank) grid: in the node every 4
-            steps, over all every 16. Of the periods that divide ``step`` the longest counts.
+        periods: {steps between two means: partition dims}, e.g. ``{4: 1, 16: None}`` on a (node, rank) grid: in the
+            node every 4 steps, over all every 16. Of the periods that divide ``step`` the longest counts.
 
     Returns:
         The parameters as they are (no message) where no period divides ``step``. Every rank passes the same step.
     """
     if min(periods, default=0) < 1:
-        raise DistdlError("periods are numbers of steps", op="average_due", expected="{steps >= 1: dims}", actual=periods,
-                          partitions=P, next_step="give the dims to average over under each number of steps")
+        raise DistdlError(
+            "periods are numbers of steps",
+            op="average_due",
+            expected="{steps >= 1: dims}",
+            actual=periods,
+            partitions=P,
+            next_step="give the dims to average over under each number of steps",
+        )
     due = [period for period in periods if step % period == 0]
     return average_parameters(params, P, periods[max(due)]) if due else params

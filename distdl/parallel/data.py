@@ -1,9 +1,10 @@
 """Data parallelism: every rank has all parameters, and its share of the batch.
 
-Two forms of one thing, the adjoint of ``F.mark_varying``. *Functional*: ``w = replicate(w, P)`` inside the loss, with every
-transform. *Plain autograd*: :class:`~distdl.parallel.GradientSync` hangs on the leaves of any ``torch.nn.Module``, and reduces each
-bucket as soon as its last gradient is there. Gradients are **sums over ranks**: divide losses by the global count
-(:func:`global_mean`), which is exact for uneven and empty shares.
+Two forms of one thing, the adjoint of ``F.mark_varying``. *Functional*: ``w = replicate(w, P)`` inside the loss, with
+every
+transform. *Plain autograd*: :class:`~distdl.parallel.GradientSync` hangs on the leaves of any ``torch.nn.Module``, and
+reduces each bucket as soon as its last gradient is there. Gradients are **sums over ranks**: divide losses by the
+global count (:func:`global_mean`), which is exact for uneven and empty shares.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from .hooks import all_reduce
 
 __all__ = ["LIMITS", "accumulate", "bucketed", "global_mean", "reduce_gradients", "replicas", "replicate"]
 
-LIMITS = (2**20, 25 * 2**20)  # bytes of the first bucket, which backward fills first, and of the others: DistributedDataParallel's
+LIMITS = (
+    2**20,
+    25 * 2**20,
+)  # bytes of the first bucket, which backward fills first, and of the others: DistributedDataParallel's
 
 
 def bucketed(leaves, limits=LIMITS) -> list[list[int]]:
     """Numbers of the tensors in each bucket: last tensors first, as backward finds them.
 
-    A bucket is closed once it has as many bytes as its limit; ``limits[0]`` is that of the first bucket, the last one that of all
-    others. Tensors of one dtype and device share buckets (Li et al., arXiv:2006.15704, section 4.2).
+    A bucket is closed once it has as many bytes as its limit; ``limits[0]`` is that of the first bucket, the last one
+    that of all others. Tensors of one dtype and device share buckets (Li et al., arXiv:2006.15704, section 4.2).
     """
     opened: dict = {}
     done, counts, nbytes = [], {}, {}
@@ -44,7 +48,8 @@ def bucketed(leaves, limits=LIMITS) -> list[list[int]]:
 
 
 def _unsummed(op, tree, of, P, dims, found=None) -> list[int]:
-    """Numbers of the differentiable leaves whose gradients are still to be summed along partition dims ``dims`` of ``P``."""
+    """Numbers of the differentiable leaves whose gradients are still to be summed along partition dims ``dims`` of
+    ``P``."""
     fibre = partition_of(P).along(dims)
     found = found or holders(op, tree, of, P=P)
     R = fibre and Partition((fibre.size,), fibre.ranks, fibre.world)
@@ -63,7 +68,8 @@ def _by_bucket(leaves, smooth, limits, each):
 
 
 def replicas(tree, P, *, root: int = 0, of=None):
-    """Rank ``root``'s tensors, on every rank of ``P``: how parameters and buffers begin equal. Other ranks pass any such tree.
+    """Rank ``root``'s tensors, on every rank of ``P``: how parameters and buffers begin equal. Other ranks pass any
+    such tree.
 
     Args:
         of: see :func:`replicate`.
@@ -79,20 +85,21 @@ def replicas(tree, P, *, root: int = 0, of=None):
 def replicate(params, P, dims=None, *, of=None, limits=LIMITS):
     """The parameters, for use on this rank's share of the batch: ``F.mark_varying``, bucket by bucket.
 
-    Parameters of ``dd.nn`` whose layer sums over these ranks itself stay as they are. Tensors that stand for them (detached ones,
-    torch.func's) do not know that: they are marked, and the layer that gets them does not sum again.
+    Parameters of ``dd.nn`` whose layer sums over these ranks itself stay as they are. Tensors that stand for them
+    (detached ones, torch.func's) do not know that: they are marked, and the layer that gets them does not sum again.
 
     Args:
         params: a pytree of tensors, equal on the ranks along ``dims``. Regularise them before, not after.
         P, dims: the batch's partition, and its dims that split the batch (None: all).
-        of: whose parameters they are, where a layer does not get the tensors as they are (behind a parametrization): the module, by
-            whose names ``params`` is a dictionary, or a pytree of its parameters.
+        of: whose parameters they are, where a layer does not get the tensors as they are (behind a parametrization):
+            the module, by whose names ``params`` is a dictionary, or a pytree of its parameters.
         limits: bytes of a bucket, see :func:`bucketed`.
 
     Returns:
-        The same values. Backward sums each bucket over the ranks in one all-reduce of its bytes, once all of its gradients are
-        there. Autograd runs later calls first: mark a layer's parameters right before the layer, and the reduction follows the
-        layer's own backward; mark all of them first, and all reductions come last.
+        The same values. Backward sums each bucket over the ranks in one all-reduce of its bytes, once all of its
+        gradients are
+        there. Autograd runs later calls first: mark a layer's parameters right before the layer, and the reduction
+        follows the layer's own backward; mark all of them first, and all reductions come last.
 
     Raises:
         PartitionError: a layer sums over some of these ranks, and not over others.
@@ -111,7 +118,8 @@ def global_mean(total, count, P, dims=None):
         count: how many there were.
 
     Returns:
-        The mean, in ``total``'s dtype; of halves the sum and the count are taken in float32, since float16 ends at 65504.
+        The mean, in ``total``'s dtype; of halves the sum and the count are taken in float32, since float16 ends at
+        65504.
 
     Messages: one all-reduce of one element more than ``total`` has. None backward.
     """
@@ -120,13 +128,14 @@ def global_mean(total, count, P, dims=None):
 
 
 def reduce_gradients(grads, P, dims=None, *, of=None, hook=None, states=None, limits=LIMITS):
-    """The sum of every rank's gradients: the adjoint of :func:`replicate`, for gradients that were worked out without it.
+    """The sum of every rank's gradients: the adjoint of :func:`replicate`, for gradients that were worked out without
+    it.
 
     Args:
         grads: a pytree of this rank's gradients.
-        of: what they are gradients of: the parameters, in a pytree like that of ``grads``; or the module, by whose names
-            ``grads`` is a dictionary. Gradients that a layer of ``dd.nn`` has summed over these ranks stay as they are. ``p.grad``
-            knows it without; what ``torch.func.grad`` returns does not, and is summed.
+        of: what they are gradients of: the parameters, in a pytree like that of ``grads``; or the module, by whose
+            names ``grads`` is a dictionary. Gradients that a layer of ``dd.nn`` has summed over these ranks stay as
+            they are. ``p.grad`` knows it without; what ``torch.func.grad`` returns does not, and is summed.
         hook: see :mod:`distdl.parallel.hooks`; default: the exact sum.
         states: what the last call returned: the hook's state for each bucket.
 
@@ -136,7 +145,9 @@ def reduce_gradients(grads, P, dims=None, *, of=None, hook=None, states=None, li
     Raises:
         PartitionError: a layer sums over some of these ranks, and not over others.
     """
-    return _reduced(grads, _unsummed("reduce_gradients", grads, of, P, dims), hook or all_reduce(P, dims), states, limits)
+    return _reduced(
+        grads, _unsummed("reduce_gradients", grads, of, P, dims), hook or all_reduce(P, dims), states, limits
+    )
 
 
 def _reduced(grads, ours, hook, states, limits):
@@ -155,14 +166,16 @@ def accumulate(loss, params, batches, P, dims=None, *, of=None, hook=None, state
     """Loss and gradients of the mean over all micro-batches of all ranks, with **one** reduction.
 
     Args:
-        loss: ``loss(params, batch) -> (sum of the samples' losses, their number)``. Where it sends nothing itself, ranks may have
-            different numbers of micro-batches, of any sizes, none included.
-        params: a pytree of tensors, equal on all ranks. What a layer of ``dd.nn`` gets, and sums itself, is not summed again.
+        loss: ``loss(params, batch) -> (sum of the samples' losses, their number)``. Where it sends nothing itself,
+            ranks may have different numbers of micro-batches, of any sizes, none included.
+        params: a pytree of tensors, equal on all ranks. What a layer of ``dd.nn`` gets, and sums itself, is not summed
+            again.
         batches: this rank's micro-batches.
         of: see :func:`reduce_gradients`.
 
     Returns:
-        (mean loss, gradients, states), equal on all ranks. Messages: one all-reduce of two elements, and the gradients once.
+        (mean loss, gradients, states), equal on all ranks. Messages: one all-reduce of two elements, and the gradients
+        once.
     """
     leaves, tree = _torch.flatten(params)
     like = next(leaf for leaf in leaves if is_smooth(leaf))
@@ -172,7 +185,9 @@ def accumulate(loss, params, batches, P, dims=None, *, of=None, hook=None, state
     def counted(leaves, batch):
         value, n = loss(_torch.unflatten(leaves, tree), batch)
         known[:] = [how or held(leaf) for how, leaf in zip(known, leaves)]  # layers have marked what they were given
-        return value, n if isinstance(n, torch.Tensor) else torch.full((), n, device=value.device)  # no copy from the host
+        return value, n if isinstance(n, torch.Tensor) else torch.full(
+            (), n, device=value.device
+        )  # no copy from the host
 
     step = grad_and_value(counted, has_aux=True)
     for batch in batches:

@@ -1,8 +1,9 @@
 """Communication hooks: how a bucket of gradients is summed. Pure functions ``hook(bucket, state) -> (bucket, state)``.
 
-A bucket is a list of tensors of one dtype, this rank's gradients; the result is their sum over the ranks, or what stands for it,
-equal on every rank. ``state`` is ``None`` on the first call. Lossy hooks feed their error back: what a step leaves out is added
-to the next step's gradients, so that nothing is lost, only late. A step whose sum is not finite (mixed precision skips it) leaves
+A bucket is a list of tensors of one dtype, this rank's gradients; the result is their sum over the ranks, or what
+stands for it, equal on every rank. ``state`` is ``None`` on the first call. Lossy hooks feed their error back: what a
+step leaves out is added to the next step's gradients, so that nothing is lost, only late. A step whose sum is not
+finite (mixed precision skips it) leaves
 the state as it was: an infinity in there would come again for ever.
 """
 
@@ -40,7 +41,8 @@ def _like(flat, bucket):
 
 
 def cast(P, dtype=torch.bfloat16, dims=None):
-    """Summed in ``dtype`` (float16 or bfloat16), which is sent. Each rank sums its block of the bucket in float32, and rounds once.
+    """Summed in ``dtype`` (float16 or bfloat16), which is sent. Each rank sums its block of the bucket in float32, and
+    rounds once.
 
     Messages, for n elements on k ranks: a reduce-scatter and an all-gather of n elements of ``dtype``: 2n(k-1)/k sent.
     """
@@ -54,14 +56,22 @@ def cast(P, dtype=torch.bfloat16, dims=None):
 
 
 def top_k(P, share: float = 0.01, dims=None):
-    """Only the ``share`` largest entries of each rank's bucket, with error feedback (Stich et al., arXiv:1809.07599, algorithm 1).
+    """Only the ``share`` largest entries of each rank's bucket, with error feedback (Stich et al., arXiv:1809.07599,
+    algorithm 1).
 
-    The state is this rank's error. Messages: an all-gather of ⌈share·n⌉ values and as many int64 places. Values are added rank by
+    The state is this rank's error. Messages: an all-gather of ⌈share·n⌉ values and as many int64 places. Values are
+    added rank by
     rank, in one order everywhere: a device adds what falls on one place in any order, and parameters would drift apart.
     """
     if not 0 < share <= 1:
-        raise DistdlError("a share of the entries", op="top_k", expected="0 < share <= 1", actual=share, partitions=P,
-                          next_step="give the share of entries to send, such as 0.01")
+        raise DistdlError(
+            "a share of the entries",
+            op="top_k",
+            expected="0 < share <= 1",
+            actual=share,
+            partitions=P,
+            next_step="give the share of entries to send, such as 0.01",
+        )
 
     def hook(bucket, state):
         line = along(P, dims)
@@ -83,10 +93,12 @@ def top_k(P, share: float = 0.01, dims=None):
 def power_sgd(P, rank: int = 4, dims=None, seed: int = 0):
     """Matrices by a low-rank approximation, with error feedback (Vogels et al., arXiv:1905.13727, algorithms 1 and 2).
 
-    M ≈ P̂ Qᵀ with M the sum of the ranks' matrices (gradients reshaped to their first dim times the rest), P̂ an orthonormal basis of
-    M Q from the last step's Q. What is not smaller that way, vectors first of all, is summed exactly.
+    M ≈ P̂ Qᵀ with M the sum of the ranks' matrices (gradients reshaped to their first dim times the rest), P̂ an
+    orthonormal basis of M Q from the last step's Q. What is not smaller that way, vectors first of all, is summed
+    exactly.
 
-    Messages, for matrices (n, m) on k ranks: two all-reduces, of Σ n·rank and Σ m·rank elements, and one of all that is exact.
+    Messages, for matrices (n, m) on k ranks: two all-reduces, of Σ n·rank and Σ m·rank elements, and one of all that is
+    exact.
     """
 
     def hook(bucket, state):
@@ -103,7 +115,10 @@ def power_sgd(P, rank: int = 4, dims=None, seed: int = 0):
         matrices = [bucket[i].reshape(bucket[i].shape[0], -1) for i in small]
         if state is None:
             draw = torch.Generator().manual_seed(seed)  # the same first guess on every rank
-            guess = [torch.randn(M.shape[1], rank, dtype=M.dtype, generator=draw, device="cpu").to(M.device) for M in matrices]
+            guess = [
+                torch.randn(M.shape[1], rank, dtype=M.dtype, generator=draw, device="cpu").to(M.device)
+                for M in matrices
+            ]
             errors = [torch.zeros_like(M) for M in matrices]
         else:
             guess, errors = state

@@ -1,15 +1,17 @@
 """Pipeline parallelism: one executor for any schedule (see schedules.py), from explicit forward and adjoint hand-offs.
 
-Stage k is a function y = f_k(params_k, x). Over m micro-batches the network is the composition of stages and *hand-offs*, and a
-hand-off is a repartition from one rank to another; its adjoint takes the cotangent back. So the gradient is, for each
-micro-batch, one vjp per stage and the adjoint of each hand-off, in whatever order the schedule says:
+Stage k is a function y = f_k(params_k, x). Over m micro-batches the network is the composition of stages and
+*hand-offs*, and a hand-off is a repartition from one rank to another; its adjoint takes the cotangent back. So the
+gradient is, for each micro-batch, one vjp per stage and the adjoint of each hand-off, in whatever order the schedule
+says:
 
     F(k, m)   y, pull = vjp(f_k, params_k, x)      then y  goes to stage k + 1 by A
     B(k, m)   (gradient, x̄) = pull(ȳ)              then x̄ goes to stage k - 1 by Aᵀ
 
-**Order.** :func:`simulate` merges the devices' lists into one global order, and every rank goes through its part of that order: it
-starts a send where it ran the task, and the matching receive where its peer did, whether or not it needs the message yet. Both
-ends of every pair so meet their messages in one order, and even transfers that block (under ``dd.checking()``) cannot wait
+**Order.** :func:`simulate` merges the devices' lists into one global order, and every rank goes through its part of
+that order: it starts a send where it ran the task, and the matching receive where its peer did, whether or not it needs
+the message yet. Both ends of every pair so meet their messages in one order, and even transfers that block (under
+``dd.checking()``) cannot wait
 in a circle: the earliest unfinished task of the order can always go on. Nothing is negotiated: shapes are given.
 """
 
@@ -36,39 +38,47 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None)
     """A training step over the ranks of ``P`` by any schedule: the value and gradient of the sequential network.
 
     Args:
-        table: a schedule for P.size devices; device d is the d-th rank of ``P``. It is simulated here, so that one that would hang
-            is an error at once.
-        stages: the functions f_k(params_k, x) -> y, one for each stage; a rank calls its own ones. They may hold movements among
-            the ranks of *other* dims of a grid (tensor or spatial parallelism).
-        loss: a function of the last stage's output and the micro-batch's number i, 0-dim: its share of the whole loss. Shares are
-            added, so that micro-batches of any size, empty ones too, count exactly where sums are divided by the whole count.
+        table: a schedule for P.size devices; device d is the d-th rank of ``P``. It is simulated here, so that one that
+            would hang is an error at once.
+        stages: the functions f_k(params_k, x) -> y, one for each stage; a rank calls its own ones. They may hold
+            movements among the ranks of *other* dims of a grid (tensor or spatial parallelism).
+        loss: a function of the last stage's output and the micro-batch's number i, 0-dim: its share of the whole loss.
+            Shares are added, so that micro-batches of any size, empty ones too, count exactly where sums are divided by
+            the whole count.
         P: the pipeline's ranks; of a grid ``P.along(dim)``.
-        shapes: a function (stage k, micro-batch i) -> shape of the output of f_k, for all stages but the last: nothing is
-            negotiated.
+        shapes: a function (stage k, micro-batch i) -> shape of the output of f_k, for all stages but the last: nothing
+            is negotiated.
         dtype: dtype of the activations. Default: that of the first parameter of every rank.
-        device: device of the activations; the same kind on all ranks. Default: that of the first parameter or, where a rank's
-            stages have none, of the inputs, or torch's default device.
+        device: device of the activations; the same kind on all ranks. Default: that of the first parameter or, where a
+            rank's stages have none, of the inputs, or torch's default device.
 
     Returns:
-        ``step(params, inputs) -> (value, grads)``. ``params`` is {stage: any pytree of floating tensors} for this rank's stages,
-        and ``grads`` has the same form; ``inputs`` is a list of the micro-batches (any dtype) on the first stage's rank, and
-        ignored elsewhere. ``value`` is the sum of the shares, invariant over P. Where the ranks of a data dim run a pipeline
+        ``step(params, inputs) -> (value, grads)``. ``params`` is {stage: any pytree of floating tensors} for this
+        rank's stages, and ``grads`` has the same form; ``inputs`` is a list of the micro-batches (any dtype) on the
+        first stage's rank, and ignored elsewhere. ``value`` is the sum of the shares, invariant over P. Where the ranks
+        of a data dim run a pipeline
         each, reduce once, after the step: ``F.all_sum_reduce(grads, P.along(data))``.
 
-    Messages: for each micro-batch y of each stage but the last, and as many elements of ȳ back; one all-reduce of one number, the
-    loss (in float32, or wider). A send to a peer is waited for before the next one to it. ``step`` is a pure function: under
-    torch.func it has derivatives (its ``jvp`` gives Hessian-vector products), and there transfers are waited for at once.
-    Elsewhere parameters that require gradients are detached.
+    Messages: for each micro-batch y of each stage but the last, and as many elements of ȳ back; one all-reduce of one
+    number, the loss (in float32, or wider). A send to a peer is waited for before the next one to it. ``step`` is a
+    pure function: under torch.func it has derivatives (its ``jvp`` gives Hessian-vector products), and there transfers
+    are waited for at once. Elsewhere parameters that require gradients are detached.
 
     Raises:
-        PartitionError: the table is no schedule, never ends, or does not fit P and stages; params of other stages than this
-            rank's; more or fewer inputs than micro-batches. ShapeError: an output of another shape or dtype.
+        PartitionError: the table is no schedule, never ends, or does not fit P and stages; params of other stages than
+            this rank's; more or fewer inputs than micro-batches. ShapeError: an output of another shape or dtype.
     """
     order, p, last = simulate(table).order, P.size, len(stages) - 1
     planned, count = (len(table), 1 + max(t.stage for t in order)), 1 + max(t.micro for t in order)
     if planned != (p, last + 1):
-        raise PartitionError("the schedule does not fit", op="pipeline", partitions=P, expected=f"{p} devices, {last + 1} stages",
-                             actual=f"{planned[0]} devices, {planned[1]} stages", next_step="schedule(kind, P.size, m)")
+        raise PartitionError(
+            "the schedule does not fit",
+            op="pipeline",
+            partitions=P,
+            expected=f"{p} devices, {last + 1} stages",
+            actual=f"{planned[0]} devices, {planned[1]} stages",
+            next_step="schedule(kind, P.size, m)",
+        )
 
     def home(stage):
         return P.ranks[stage % p]
@@ -88,13 +98,25 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None)
         rank, pure = world(P.world).rank, _torch.transforms_active()  # pure: something differentiates this step
         mine = {k for k in range(last + 1) if home(k) == rank}
         if params.keys() != mine:
-            raise PartitionError("params are not those of this rank's stages", op="pipeline", partitions=P, rank=rank,
-                                 expected=f"stages {sorted(mine)}", actual=f"stages {sorted(params)}",
-                                 next_step="pass {stage: parameters} for the stages of this rank: rank r of p has r, r + p, ...")
+            raise PartitionError(
+                "params are not those of this rank's stages",
+                op="pipeline",
+                partitions=P,
+                rank=rank,
+                expected=f"stages {sorted(mine)}",
+                actual=f"stages {sorted(params)}",
+                next_step="pass {stage: parameters} for the stages of this rank: rank r of p has r, r + p, ...",
+            )
         if 0 in mine and (inputs is None or len(inputs) != count):
-            raise PartitionError("one input for each micro-batch", op="pipeline", partitions=P, rank=rank,
-                                 expected=f"{count} inputs", actual="None" if inputs is None else len(inputs),
-                                 next_step="split the batch: x.split(sizes)")
+            raise PartitionError(
+                "one input for each micro-batch",
+                op="pipeline",
+                partitions=P,
+                rank=rank,
+                expected=f"{count} inputs",
+                actual="None" if inputs is None else len(inputs),
+                next_step="split the batch: x.split(sizes)",
+            )
         params = {k: w if pure else tree_map(torch.Tensor.detach, w) for k, w in params.items()}
         leaves = _torch.flatten(params)[0]
         if leaves:
@@ -125,7 +147,9 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None)
         def backward(task):
             k, i = task.stage, task.micro
             cotangent = total.new_ones(()) if k == last else take(inbox, task)
-            with torch.set_grad_enabled(pure and torch.is_grad_enabled()):  # torch records the pullback too, unless told not to
+            with torch.set_grad_enabled(
+                pure and torch.is_grad_enabled()
+            ):  # torch records the pullback too, unless told not to
                 g, *x_bar = pulls.pop((k, i))(cotangent)
             grads[k] = tree_map(torch.add, grads[k], g) if k in grads else g
             return x_bar[0] if k else None
@@ -142,11 +166,19 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None)
                 if key in outbox:
                     unused.append(take(outbox, key))
                 if y is not None and y.dtype != anchor.dtype:
-                    raise ShapeError("a stage's output has another dtype", op="pipeline", partitions=P, rank=rank, actual=y.dtype,
-                                     expected=anchor.dtype, next_step=f"let stage {task.stage} return it, or pass dtype=")
+                    raise ShapeError(
+                        "a stage's output has another dtype",
+                        op="pipeline",
+                        partitions=P,
+                        rank=rank,
+                        actual=y.dtype,
+                        expected=anchor.dtype,
+                        next_step=f"let stage {task.stage} return it, or pass dtype=",
+                    )
                 sent = nothing((0,), anchor) if y is None else y
-                # In derivatives independent transfers come in autograd's order: by numbers that each thread counts for itself, so
-                # not in one order on all ranks where a device's thread takes part. So none of them is independent.
+                # In derivatives independent transfers come in autograd's order: by numbers that each thread counts for
+                # itself, so not in one order on all ranks where a device's thread takes part. So none of them is
+                # independent.
                 transfer = start(A, tie(sent, before) if pure else sent)
                 box[key] = before = wait(transfer) if pure else transfer
         unused += [take(outbox, peer) for peer in list(outbox)]

@@ -22,7 +22,9 @@ _LARGEST = torch.finfo(torch.float32).max
 def _cast(tree, dtype):
     """Floating-point leaves in ``dtype`` (None: as they are)."""
     leaves, structure = _torch.flatten(tree)
-    cast = [keep(t.to(dtype), t) if dtype and isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in leaves]
+    cast = [
+        keep(t.to(dtype), t) if dtype and isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in leaves
+    ]
     return _torch.unflatten(cast, structure)
 
 
@@ -34,7 +36,8 @@ class Precision:
 
     Attributes:
         param: of parameters and inputs inside the function.
-        reduce: in which gradients are summed over the ranks; not narrower than ``param`` (for that, see ``hooks.cast``).
+        reduce: in which gradients are summed over the ranks; not narrower than ``param`` (for that, see
+            ``hooks.cast``).
         output: of the function's results.
     """
 
@@ -44,11 +47,17 @@ class Precision:
 
     def __post_init__(self):
         if self.param and self.reduce and torch.promote_types(self.param, self.reduce) != self.reduce:
-            raise DistdlError("parameters would be rounded to the sum's dtype", op="Precision", actual=(self.param, self.reduce),
-                              expected="reduce to hold every value of param", next_step="sum in fewer bits by hooks.cast")
+            raise DistdlError(
+                "parameters would be rounded to the sum's dtype",
+                op="Precision",
+                actual=(self.param, self.reduce),
+                expected="reduce to hold every value of param",
+                next_step="sum in fewer bits by hooks.cast",
+            )
 
     def replicate(self, params, P, dims=None, *, of=None):
-        """:func:`distdl.parallel.replicate`: gradients come in ``param``, are summed in ``reduce``, and end in the master's."""
+        """:func:`distdl.parallel.replicate`: gradients come in ``param``, are summed in ``reduce``, and end in the
+        master's."""
         return _cast(replicate(_cast(params, self.reduce), P, dims, of=of), self.param)
 
     def gather(self, sharding, block):
@@ -78,11 +87,11 @@ class LossScale:
         scale = scale.updated(finite)
 
     Attributes:
-        scale: what losses are multiplied by: a number, or a float32 tensor of no dim on the gradients' device. Then the next scale
-            is worked out there, and no step waits for the device.
+        scale: what losses are multiplied by: a number, or a float32 tensor of no dim on the gradients' device. Then the
+            next scale is worked out there, and no step waits for the device.
         good: finite steps since it last changed; beside a tensor ``scale`` an integer tensor after the first step.
-        growth, backoff, interval: times ``growth`` after ``interval`` finite steps in a row, as long as float32 holds it, times
-            ``backoff`` after any other.
+        growth, backoff, interval: times ``growth`` after ``interval`` finite steps in a row, as long as float32 holds
+            it, times ``backoff`` after any other.
     """
 
     scale: float | torch.Tensor = 2.0**16
@@ -98,7 +107,8 @@ class LossScale:
     def unscaled(self, grads, P, dims=None):
         """(gradients over the scale, whether all of them are finite on **all** ranks of ``P`` along ``dims``).
 
-        The flag is an equal bool tensor on every rank: an inf on one makes all skip. Messages: one all-reduce of 4 bytes.
+        The flag is an equal bool tensor on every rank: an inf on one makes all skip. Messages: one all-reduce of 4
+        bytes.
         """
         leaves, tree = _torch.flatten(grads)
         finite = F.invariant_sum(_all_finite(leaves), along(P, dims)) == 0
@@ -125,15 +135,20 @@ def select(condition, yes, no):
     """``yes`` where ``condition`` (a bool tensor) holds, else ``no``: pytrees of one structure."""
     ours, tree = _torch.flatten(yes)
     theirs, _ = _torch.flatten(no)
-    return _torch.unflatten([torch.where(condition, a, b) if isinstance(a, torch.Tensor) else a if bool(condition) else b
-                             for a, b in zip(ours, theirs)], tree)
+    return _torch.unflatten(
+        [
+            torch.where(condition, a, b) if isinstance(a, torch.Tensor) else a if bool(condition) else b
+            for a, b in zip(ours, theirs)
+        ],
+        tree,
+    )
 
 
 def spread_overflow(grads, P, dims=None):
     """Gradients as they are; infinite on **every** rank where they are not finite on any.
 
-    Then :class:`torch.amp.GradScaler` itself, one on each rank, skips everywhere: its own flag is local. (Gradients that were
-    summed over the ranks have spread their infinities already; blocks of sharded ones have not.)
+    Then :class:`torch.amp.GradScaler` itself, one on each rank, skips everywhere: its own flag is local. (Gradients
+    that were summed over the ranks have spread their infinities already; blocks of sharded ones have not.)
 
     Messages: one all-reduce of 4 bytes.
     """

@@ -1,7 +1,7 @@
 """torch.distributed beside distdl: the environment that ``env://`` reads, from MPI's ranks.
 
-RPC, remote references, parameter servers and elastic restarts are not data flow, and torch has them. This makes them start in a job
-that MPI launched, with the same ranks.
+RPC, remote references, parameter servers and elastic restarts are not data flow, and torch has them. This makes them
+start in a job that MPI launched, with the same ranks.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ __all__ = ["export_rendezvous"]
 
 
 def export_rendezvous(name: str = "default", *, addr: str | None = None, port: int | None = None) -> dict[str, str]:
-    """Set the variables by which ``torch.distributed.init_process_group`` and ``rpc.init_rpc`` find each other. Collective.
+    """Set the variables by which ``torch.distributed.init_process_group`` and ``rpc.init_rpc`` find each other.
+    Collective.
 
     Args:
         name: the world whose ranks they get.
-        addr: name or address of rank 0's node, where the store listens. Default: ``127.0.0.1`` where all ranks are on one node, and
-            rank 0's host name elsewhere.
-        port: where it listens; rank 0's choice counts. Default: one that is free on rank 0's node now (another program could take
-            it before torch does).
+        addr: name or address of rank 0's node, where the store listens. Default: ``127.0.0.1`` where all ranks are on
+            one node, and rank 0's host name elsewhere.
+        port: where it listens; rank 0's choice counts. Default: one that is free on rank 0's node now (another program
+            could take it before torch does).
 
     Returns:
-        What was set in ``os.environ``: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, as
-        torchrun sets them, and over its own ones where it started the launcher; TORCHELASTIC_USE_AGENT_STORE is ``False``, because
-        the ranks have a store of their own. On one node also GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME, the loopback interface,
+        What was set in ``os.environ``: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and
+        MASTER_PORT, as torchrun sets them, and over its own ones where it started the launcher;
+        TORCHELASTIC_USE_AGENT_STORE is ``False``, because the ranks have a store of their own. On one node also
+        GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME, the loopback interface,
         where they are not set: nothing then listens on a network.
     """
     where, here = world(name), Topology.discover(name)
@@ -35,9 +37,16 @@ def export_rendezvous(name: str = "default", *, addr: str | None = None, port: i
     if where.rank == 0:
         mine = addr or ("127.0.0.1" if here.num_nodes == 1 else socket.gethostname()), port or _free_port()
     address, number = where.all_gather(mine, range(where.size), "export_rendezvous")[0]
-    found = {"RANK": here.rank, "WORLD_SIZE": here.world_size, "LOCAL_RANK": here.local_rank, "LOCAL_WORLD_SIZE": here.local_size,
-             "GROUP_RANK": here.node, "MASTER_ADDR": address, "MASTER_PORT": number,
-             "TORCHELASTIC_USE_AGENT_STORE": False}  # fmt: skip
+    found = {
+        "RANK": here.rank,
+        "WORLD_SIZE": here.world_size,
+        "LOCAL_RANK": here.local_rank,
+        "LOCAL_WORLD_SIZE": here.local_size,
+        "GROUP_RANK": here.node,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": number,
+        "TORCHELASTIC_USE_AGENT_STORE": False,
+    }
     if here.num_nodes == 1:
         loopback = next((interface for _, interface in socket.if_nameindex() if interface.startswith("lo")), None)
         for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):

@@ -27,8 +27,9 @@ def schedule(kind: str, stages: int, microbatches: int, chunks: int = 1) -> tupl
     """What each device does, in order: plain data, which :func:`simulate` proves and :func:`pipeline` runs.
 
     Args:
-        kind: ``"gpipe"`` (all forwards, then all backwards), ``"1f1b"`` (device s starts with min(p - s - 1, m) forwards, then
-            does one forward and one backward in turn), ``"interleaved"`` (1F1B with ``chunks`` stages on each device).
+        kind: ``"gpipe"`` (all forwards, then all backwards), ``"1f1b"`` (device s starts with min(p - s - 1, m)
+            forwards, then does one forward and one backward in turn), ``"interleaved"`` (1F1B with ``chunks`` stages on
+            each device).
         stages: p, the number of devices.
         microbatches: m. Any number; ``"interleaved"`` needs a multiple of p.
         chunks: v, for ``"interleaved"``. Stage k of the v·p stages lives on device k mod p.
@@ -37,20 +38,29 @@ def schedule(kind: str, stages: int, microbatches: int, chunks: int = 1) -> tupl
         For each device a tuple of :class:`Task`. Any other table of this form may be used in its place.
 
     With equal stages, F taking 1 and B taking b, a step takes (m + p - 1)(1 + b), of which (p - 1)/(m + p - 1) is idle;
-    interleaved, for v > 1 chunks of 1/v of the work each, (m + (p - 1)/v)(1 + b). Device s keeps m (GPipe), min(p - s, m) (1F1B)
-    or min(2(p - s - 1) + (v - 1)p + 1, vm) pullbacks (interleaved; each of 1/v of a device's layers).
+    interleaved, for v > 1 chunks of 1/v of the work each, (m + (p - 1)/v)(1 + b). Device s keeps m (GPipe), min(p - s,
+    m) (1F1B) or min(2(p - s - 1) + (v - 1)p + 1, vm) pullbacks (interleaved; each of 1/v of a device's layers).
 
     Raises:
         PartitionError: an unknown kind, sizes below 1, or micro-batches that are no multiple of p.
     """
     p, m, v = stages, microbatches, chunks
     if kind not in ("gpipe", "1f1b", "interleaved") or min(p, m, v) < 1 or (kind != "interleaved" and v > 1):
-        raise PartitionError("no such schedule", op="schedule", actual=(kind, p, m, v),
-                             expected='"gpipe", "1f1b" or "interleaved", sizes >= 1; chunks > 1 only interleaved',
-                             next_step="choose one of these; one chunk unless interleaved")
+        raise PartitionError(
+            "no such schedule",
+            op="schedule",
+            actual=(kind, p, m, v),
+            expected='"gpipe", "1f1b" or "interleaved", sizes >= 1; chunks > 1 only interleaved',
+            next_step="choose one of these; one chunk unless interleaved",
+        )
     if kind == "interleaved" and m % p:
-        raise PartitionError("interleaved stages take groups of p micro-batches", op="schedule", actual=f"{m} micro-batches",
-                             expected=f"a multiple of {p}", next_step="use 1f1b, or another number of micro-batches")
+        raise PartitionError(
+            "interleaved stages take groups of p micro-batches",
+            op="schedule",
+            actual=f"{m} micro-batches",
+            expected=f"a multiple of {p}",
+            next_step="use 1f1b, or another number of micro-batches",
+        )
     table = []
     for s in range(p):
         warm = {"gpipe": m, "1f1b": p - s - 1, "interleaved": 2 * (p - s - 1) + (v - 1) * p}[kind]
@@ -114,7 +124,8 @@ def simulate(table, forward: float = 1, backward: float = 2) -> Timeline:
         forward, backward: what one task costs, above 0.
 
     Raises:
-        PartitionError: a task is missing, doubled, or on the wrong device; or the devices wait for each other in a circle.
+        PartitionError: a task is missing, doubled, or on the wrong device; or the devices wait for each other in a
+            circle.
     """
     p, tasks = len(table), Counter(Task(*t) for row in table for t in row)
     last, count = max((t.stage for t in tasks), default=-1), 1 + max((t.micro for t in tasks), default=-1)
@@ -122,9 +133,13 @@ def simulate(table, forward: float = 1, backward: float = 2) -> Timeline:
     astray = [t for d, row in enumerate(table) for t in row if Task(*t).stage % p != d]
     wrong = astray + sorted(every - tasks.keys()) + [t for t in tasks if tasks[t] > 1 or t not in every]
     if wrong or not tasks or (last + 1) % p:
-        raise PartitionError("not a schedule", op="simulate", actual=f"{last + 1} stages; astray, missing or doubled: {wrong[:3]}",
-                             expected=f"each F and B of {last + 1} stages x {count} micro-batches once, on device stage mod {p}",
-                             next_step="start from dd.parallel.schedule(...)'s table")
+        raise PartitionError(
+            "not a schedule",
+            op="simulate",
+            actual=f"{last + 1} stages; astray, missing or doubled: {wrong[:3]}",
+            expected=f"each F and B of {last + 1} stages x {count} micro-batches once, on device stage mod {p}",
+            next_step="start from dd.parallel.schedule(...)'s table",
+        )
     spans: dict[Task, tuple] = {}
     rows, clock, live, peak = [list(row) for row in table], [0] * p, [0] * p, [0] * p
     places, moved = [0] * p, True
@@ -141,9 +156,13 @@ def simulate(table, forward: float = 1, backward: float = 2) -> Timeline:
                 places[d], moved = places[d] + 1, True
     stuck = {d: Task(*row[at]) for d, (row, at) in enumerate(zip(rows, places)) if at < len(row)}
     if stuck:
-        raise PartitionError("this schedule never ends", op="simulate", expected="an order in which every task can run",
-                             actual="; ".join(f"device {d} waits before {tuple(t)}" for d, t in stuck.items()),
-                             next_step="put each task after those that it needs")
+        raise PartitionError(
+            "this schedule never ends",
+            op="simulate",
+            expected="an order in which every task can run",
+            actual="; ".join(f"device {d} waits before {tuple(t)}" for d, t in stuck.items()),
+            next_step="put each task after those that it needs",
+        )
     order = tuple(sorted(spans, key=lambda t: (spans[t][1], t.stage % p)))
     makespan = max(clock)
     busy = sum(end - begin for begin, end in spans.values())

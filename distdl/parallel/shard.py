@@ -1,12 +1,15 @@
-"""Sharded training: each rank keeps 1/k of the parameters, of their gradients and of the optimizer's state (ZeRO, FSDP).
+"""Sharded training: each rank keeps 1/k of the parameters, of their gradients and of the optimizer's state (ZeRO,
+FSDP).
 
-A *unit* of parameters (a layer's, say) is one flat vector, cut into balanced blocks. ``w = sharding.gather(block)`` is an
-all-gather; its adjoint, the reduce-scatter, brings this rank's block of the summed gradient. Optimizers that work element by
-element (SGD, Adam, ...) then step on blocks, exactly as they would on the whole (Rajbhandari et al., arXiv:1910.02054):
+A *unit* of parameters (a layer's, say) is one flat vector, cut into balanced blocks. ``w = sharding.gather(block)`` is
+an all-gather; its adjoint, the reduce-scatter, brings this rank's block of the summed gradient. Optimizers that work
+element by element (SGD, Adam, ...) then step on blocks, exactly as they would on the whole (Rajbhandari et al.,
+arXiv:1910.02054):
 
     ZeRO-1   whole gradients, ``sharding.reduce(grads)``, a step on the block, ``sharding.gather(block)``
     ZeRO-2   :func:`chain` with ``remat=False``: a layer's gradient is reduce-scattered before the next layer's backward
-    ZeRO-3   :func:`chain`: a layer's parameters are gathered for its forward, freed, and gathered again for its backward, where its
+    ZeRO-3   :func:`chain`: a layer's parameters are gathered for its forward, freed, and gathered again for its
+    backward, where its
              activations are worked out again as well, or are kept (``remat="parameters"``)
 """
 
@@ -38,7 +41,8 @@ class Sharding:
 
     Attributes:
         structure, shapes: the pytree of the whole parameters.
-        layout: the flat vector's balanced blocks over the ranks of this fibre; some are empty where ranks outnumber elements.
+        layout: the flat vector's balanced blocks over the ranks of this fibre; some are empty where ranks outnumber
+            elements.
     """
 
     structure: Any
@@ -58,8 +62,14 @@ class Sharding:
         leaves = _torch.as_given(leaves, structure)  # as they always lay in checkpoints
         _refuse_summed("Sharding.of", params, along(P, dims))
         if not leaves or len({leaf.dtype for leaf in leaves}) > 1:
-            raise ShapeError("one unit has one dtype", op="Sharding.of", partitions=P, expected="tensors of one dtype",
-                             actual=[str(leaf.dtype) for leaf in leaves], next_step="make a unit for each dtype")
+            raise ShapeError(
+                "one unit has one dtype",
+                op="Sharding.of",
+                partitions=P,
+                expected="tensors of one dtype",
+                actual=[str(leaf.dtype) for leaf in leaves],
+                next_step="make a unit for each dtype",
+            )
         shapes = tuple(tuple(leaf.shape) for leaf in leaves)
         return cls(structure, shapes, Layout(along(P, dims), (sum(map(math.prod, shapes)),)))
 
@@ -68,14 +78,24 @@ class Sharding:
         if len(leaves) == len(self.shapes):
             leaves = _torch.as_given(leaves, self.structure)
         if tuple(tuple(leaf.shape) for leaf in leaves) != self.shapes:
-            raise ShapeError("not this unit's tensors", op="Sharding", partitions=self.layout, expected=self.shapes,
-                             actual=tuple(tuple(leaf.shape) for leaf in leaves),
-                             next_step="pass the tensors from which the Sharding was made, in their order")
+            raise ShapeError(
+                "not this unit's tensors",
+                op="Sharding",
+                partitions=self.layout,
+                expected=self.shapes,
+                actual=tuple(tuple(leaf.shape) for leaf in leaves),
+                next_step="pass the tensors from which the Sharding was made, in their order",
+            )
         return torch.cat([leaf.reshape(-1) for leaf in leaves])
 
     def _tree(self, flat):
-        parts = [part.view(shape) for part, shape in zip(flat.split([math.prod(shape) for shape in self.shapes]), self.shapes)]
-        tag(parts, [None] * len(parts), self.layout.partition)  # a layer that gets them does not sum over these ranks again
+        parts = [
+            part.view(shape)
+            for part, shape in zip(flat.split([math.prod(shape) for shape in self.shapes]), self.shapes)
+        ]
+        tag(
+            parts, [None] * len(parts), self.layout.partition
+        )  # a layer that gets them does not sum over these ranks again
         return _torch.unflatten_as_given(parts, self.structure)
 
     def _held(self, block):
@@ -107,14 +127,19 @@ class Sharding:
 def _refuse_summed(op, tree, R):
     """Sharding sums gradients over all ranks: not for parameters whose layers do."""
     if any(complete_over(holders(op, tree, P=R), R, op)):
-        raise PartitionError("a layer sums these gradients over these ranks itself", op=op, partitions=R, actual="layers of dd.nn",
-                             expected="parameters whose gradients are still to be summed",
-                             next_step="keep the parameters of layers that span these ranks out of the unit")
+        raise PartitionError(
+            "a layer sums these gradients over these ranks itself",
+            op=op,
+            partitions=R,
+            actual="layers of dd.nn",
+            expected="parameters whose gradients are still to be summed",
+            next_step="keep the parameters of layers that span these ranks out of the unit",
+        )
 
 
 def _gathered_again(layer, tree, whole):
-    """``layer(tree(flats), x)`` of ``flats = whole(blocks)``, without keeping ``flats``: when a gradient of the result comes, on
-    every rank, ``whole`` brings them again for what backward saved of them."""
+    """``layer(tree(flats), x)`` of ``flats = whole(blocks)``, without keeping ``flats``: when a gradient of the result
+    comes, on every rank, ``whole`` brings them again for what backward saved of them."""
 
     def call(blocks, x):
         flats, again = whole(blocks), []
@@ -174,33 +199,50 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
 
     Args:
         layers: functions ``layer(params, x) -> x``; the last may return the loss.
-        shardings: one for each layer; or a tuple of them, where an optimizer treats parts of a layer differently (decayed weights
-            and other parameters, say). Then a layer's blocks, and what it gets, are tuples too.
-        remat: free a layer's parameters and activations after its forward, and gather and compute them again in backward (ZeRO-3,
-            FSDP with activation checkpointing). ``"parameters"``: gather these again, and keep the activations (FSDP alone); what a
-            layer makes of its parameters, a cast say, counts among these; inside torch.func, which has no hooks for what is
+        shardings: one for each layer; or a tuple of them, where an optimizer treats parts of a layer differently
+            (decayed weights and other parameters, say). Then a layer's blocks, and what it gets, are tuples too.
+        remat: free a layer's parameters and activations after its forward, and gather and compute them again in
+            backward (ZeRO-3, FSDP with activation checkpointing). ``"parameters"``: gather these again, and keep the
+            activations (FSDP alone); what a layer makes of its parameters, a cast say, counts among these; inside
+            torch.func, which has no hooks for what is
             saved, as ``True``. ``False``: keep both (ZeRO-2).
-        prefetch: start to gather the next layer's parameters (in backward: the one's before) while this one computes; not inside
-            torch.func.
+        prefetch: start to gather the next layer's parameters (in backward: the one's before) while this one computes;
+            not inside torch.func.
 
     Returns:
-        ``run(blocks, x)``, with ``blocks`` this rank's block of each layer. Messages, for n elements in all on k ranks, each way
-        (k-1)/k·n elements: an all-gather forward, a reduce-scatter backward, and with ``remat`` one more all-gather there.
+        ``run(blocks, x)``, with ``blocks`` this rank's block of each layer. Messages, for n elements in all on k ranks,
+        each way (k-1)/k·n elements: an all-gather forward, a reduce-scatter backward, and with ``remat`` one more
+        all-gather there.
     """
     if len(layers) != len(shardings):
-        raise DistdlError("one sharding for each layer", op="chain", expected=len(layers), actual=len(shardings),
-                          next_step="give lists of equal length")
+        raise DistdlError(
+            "one sharding for each layer",
+            op="chain",
+            expected=len(layers),
+            actual=len(shardings),
+            next_step="give lists of equal length",
+        )
     if remat not in (True, False, "parameters"):
-        raise DistdlError("no such way", op="chain", expected='True, False or "parameters"', actual=remat,
-                          next_step="pass one of them as remat=")
+        raise DistdlError(
+            "no such way",
+            op="chain",
+            expected='True, False or "parameters"',
+            actual=remat,
+            next_step="pass one of them as remat=",
+        )
 
     def run(blocks, x):
         inside = _torch.transforms_active()
         parts, under_way = [_parts(s) for s in shardings], {}
         found, planned = ([len(_parts(one)) for one in several] for several in (blocks, shardings))
         if found != planned:
-            raise DistdlError("not this chain's blocks", op="chain", expected=f"{planned} blocks of the layers", actual=found,
-                              next_step="pass sharding.block(params) of each layer, in tuples where its shardings are one")
+            raise DistdlError(
+                "not this chain's blocks",
+                op="chain",
+                expected=f"{planned} blocks of the layers",
+                actual=found,
+                next_step="pass sharding.block(params) of each layer, in tuples where its shardings are one",
+            )
 
         def early(i):
             if 0 <= i < len(layers) and i not in under_way:
@@ -250,32 +292,43 @@ def _norm(g, order):
 
 
 def global_norm(grads, P, dims=None, *, of=None, norm_type: float = 2.0):
-    """The norm of all gradients of all ranks, each element counted once: torch's ``get_total_norm``, of blocks and copies.
+    """The norm of all gradients of all ranks, each element counted once: torch's ``get_total_norm``, of blocks and
+    copies.
 
     Args:
         grads: a pytree of gradients, in one order on all ranks.
-        P, dims: the ranks of the model: each has a block or a copy of all these parameters (so not the stages of a pipeline).
-        of: what they are gradients of: the parameters, in a pytree like that of ``grads``; or the module, by whose names
-            ``grads`` is a dictionary. Parameters of ``dd.nn``, and blocks of a :class:`Sharding`, know of what they are blocks,
-            and ``p.grad`` knows its parameter; all others are whole on every rank. Without ``of``, and where no gradient knows
-            any better, they are blocks that differ along ``dims`` (``()`` for whole, equal gradients).
+        P, dims: the ranks of the model: each has a block or a copy of all these parameters (so not the stages of a
+            pipeline).
+        of: what they are gradients of: the parameters, in a pytree like that of ``grads``; or the module, by whose
+            names ``grads`` is a dictionary. Parameters of ``dd.nn``, and blocks of a :class:`Sharding`, know of what
+            they are blocks, and ``p.grad`` knows its parameter; all others are whole on every rank. Without ``of``, and
+            where no gradient knows any better, they are blocks that differ along ``dims`` (``()`` for whole, equal
+            gradients).
         norm_type: the order; ``inf`` for the largest entry.
 
     Returns:
-        An invariant scalar; float32 where gradients are float16 or bfloat16, whose own range 256 squared leaves. Norms of several
+        An invariant scalar; float32 where gradients are float16 or bfloat16, whose own range 256 squared leaves. Norms
+        of several
         groups combine as norms do: ``(a**2 + b**2) ** 0.5``.
 
-    Messages: one all-reduce of one element (``inf``: an all-gather); where some are blocks and others copies, of three for each.
+    Messages: one all-reduce of one element (``inf``: an all-gather); where some are blocks and others copies, of three
+    for each.
 
     Raises:
         ShapeError: no tensor at all, which has neither dtype nor device: pass a zero on a rank that has no gradients.
-        PartitionError: without ``of``, some gradients know what they are and others do not; blocks on ranks that are not in
-            ``P``; a gradient that should be equal on all ranks is not.
+        PartitionError: without ``of``, some gradients know what they are and others do not; blocks on ranks that are
+            not in ``P``; a gradient that should be equal on all ranks is not.
     """
     leaves, _ = _torch.flatten(grads)
     if not leaves:
-        raise ShapeError("no gradients", op="global_norm", partitions=P, expected="one tensor or more on every rank", actual=grads,
-                         next_step="pass torch.zeros(()), of the other ranks' dtype and device, where a rank has none")
+        raise ShapeError(
+            "no gradients",
+            op="global_norm",
+            partitions=P,
+            expected="one tensor or more on every rank",
+            actual=grads,
+            next_step="pass torch.zeros(()), of the other ranks' dtype and device, where a rank has none",
+        )
     found = holders("global_norm", grads, of, P=P)
     norms = torch.stack([_norm(g, norm_type) for g in leaves])
     line = along(P, dims)
@@ -284,9 +337,14 @@ def global_norm(grads, P, dims=None, *, of=None, norm_type: float = 2.0):
     powers = norms**norm_type
     if line.size > 1 and (of is not None or any(found)):
         if of is None and None in found:
-            raise PartitionError("some gradients are of split layers, others of none that is known", op="global_norm", partitions=P,
-                                 expected="of=", actual=f"{found.count(None)} of {len(found)} unknown",
-                                 next_step="pass of=list(model.parameters()): what no layer splits is then whole")
+            raise PartitionError(
+                "some gradients are of split layers, others of none that is known",
+                op="global_norm",
+                partitions=P,
+                expected="of=",
+                actual=f"{found.count(None)} of {len(found)} unknown",
+                next_step="pass of=list(model.parameters()): what no layer splits is then whole",
+            )
         total = _counted_once(powers.double(), found, line).to(powers.dtype)
     else:
         total = F.invariant_sum(powers.sum(), line)
@@ -308,26 +366,42 @@ def _counted_once(powers, found, line):
     found = [how or Held(line, ()) for how in found]
     for how in found:
         if not _all_blocks_in(how, line):
-            raise PartitionError("a parameter has blocks on other ranks, or unknown ones", op="global_norm", partitions=line,
-                                 expected="all ranks that hold its blocks", actual=f"dims {how.split} of {how.grid.shape}",
-                                 next_step="pass a partition of all ranks of the model, and blockwise parametrizations only")
-    holds, blocks = powers.new_tensor([me in how.grid.ranks for how in found]), powers.new_tensor([how.blocks for how in found])
+            raise PartitionError(
+                "a parameter has blocks on other ranks, or unknown ones",
+                op="global_norm",
+                partitions=line,
+                expected="all ranks that hold its blocks",
+                actual=f"dims {how.split} of {how.grid.shape}",
+                next_step="pass a partition of all ranks of the model, and blockwise parametrizations only",
+            )
+    holds, blocks = (
+        powers.new_tensor([me in how.grid.ranks for how in found]),
+        powers.new_tensor([how.blocks for how in found]),
+    )
     total, squares, count = F.invariant_sum(torch.stack([powers * holds, powers**2 * holds, holds]), line)
     count = count.clamp(min=1)
     differ = (blocks == 1) & (count * squares - total**2 > 1e-8 * total**2)
     if not _torch.transforms_active() and differ.any():
-        raise PartitionError("a gradient that should be equal on all ranks differs", op="global_norm", partitions=line,
-                             expected="sums over the ranks, of parameters that are whole on every rank",
-                             actual=f"tensors {differ.nonzero().reshape(-1).tolist()} differ",
-                             next_step="sum them first (GradientSync.finish(), reduce_gradients); dd.nn.declare tells of blocks")
+        raise PartitionError(
+            "a gradient that should be equal on all ranks differs",
+            op="global_norm",
+            partitions=line,
+            expected="sums over the ranks, of parameters that are whole on every rank",
+            actual=f"tensors {differ.nonzero().reshape(-1).tolist()} differ",
+            next_step="sum them first (GradientSync.finish(), reduce_gradients); dd.nn.declare tells of blocks",
+        )
     return (total * blocks / count).sum()
 
 
-def clip_grad_norm_(parameters, max_norm: float, P, dims=None, *, norm_type: float = 2.0, error_if_nonfinite: bool = False):
-    """:func:`torch.nn.utils.clip_grad_norm_` of a model whose parameters are split, copied or sharded over the ranks, in one call.
+def clip_grad_norm_(
+    parameters, max_norm: float, P, dims=None, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
+):
+    """:func:`torch.nn.utils.clip_grad_norm_` of a model whose parameters are split, copied or sharded over the ranks,
+    in one call.
 
     Args:
-        parameters: a module, or its parameters: the same ones in one order on every rank. One without a gradient counts as zero.
+        parameters: a module, or its parameters: the same ones in one order on every rank. One without a gradient counts
+            as zero.
         P, dims, norm_type: see :func:`global_norm`; a parameter of which nothing is known is whole on every rank.
 
     Returns:
@@ -339,16 +413,25 @@ def clip_grad_norm_(parameters, max_norm: float, P, dims=None, *, norm_type: flo
         ask(parameters)
     if not of:
         return torch.zeros(())
-    norm = global_norm([torch.zeros_like(p) if p.grad is None else p.grad for p in of], P, dims, of=of, norm_type=norm_type)
+    norm = global_norm(
+        [torch.zeros_like(p) if p.grad is None else p.grad for p in of], P, dims, of=of, norm_type=norm_type
+    )
     if error_if_nonfinite and not norm.isfinite():
-        raise DistdlError("the gradients' norm is not finite", op="clip_grad_norm_", partitions=P, expected="a finite norm",
-                          actual=float(norm), next_step="skip the step, or error_if_nonfinite=False")
+        raise DistdlError(
+            "the gradients' norm is not finite",
+            op="clip_grad_norm_",
+            partitions=P,
+            expected="a finite norm",
+            actual=float(norm),
+            next_step="skip the step, or error_if_nonfinite=False",
+        )
     torch.nn.utils.clip_grads_with_norm_(of, max_norm, norm)
     return norm
 
 
 def clip_by_norm(grads, norm, max_norm: float):
-    """Gradients scaled to a global norm of at most ``max_norm``, as :func:`torch.nn.utils.clip_grad_norm_` does, in new memory."""
+    """Gradients scaled to a global norm of at most ``max_norm``, as :func:`torch.nn.utils.clip_grad_norm_` does, in new
+    memory."""
     leaves, tree = _torch.flatten(grads)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return _torch.unflatten([g * factor.to(g.dtype) for g in leaves], tree)

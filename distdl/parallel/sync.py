@@ -19,8 +19,9 @@ __all__ = ["GradientSync", "ignore_in_ddp"]
 
 
 def ignore_in_ddp(module, P, dims=None) -> list[str]:
-    """Tell torch's DistributedDataParallel, *before* it is put around ``module``, what is not its: on its ignore list go parameters
-    that are complete over the ranks ``P`` of its process group, as their layers sum them, and buffers of these layers.
+    """Tell torch's DistributedDataParallel, *before* it is put around ``module``, what is not its: on its ignore list
+    go parameters that are complete over the ranks ``P`` of its process group, as their layers sum them, and buffers of
+    these layers.
 
     Returns:
         Their names. What the list had before stays.
@@ -30,38 +31,47 @@ def ignore_in_ddp(module, P, dims=None) -> list[str]:
     """
     R = along(P, dims)
     ask(module)
-    names = {name for name, p in module.named_parameters(remove_duplicate=False) if complete(held(p), R, "ignore_in_ddp", name)}
+    names = {
+        name
+        for name, p in module.named_parameters(remove_duplicate=False)
+        if complete(held(p), R, "ignore_in_ddp", name)
+    }
     for prefix, layer in module.named_modules(remove_duplicate=False):
         own = [complete(held(p), R, "ignore_in_ddp") for p in layer.parameters(recurse=False)]
         if own and all(own):
             names.update(f"{prefix}.{name}" if prefix else name for name, _ in layer.named_buffers(recurse=False))
     before = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(names.union(before)))
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        module, sorted(names.union(before))
+    )
     return sorted(names)
 
 
 class GradientSync:
-    """Sums ``.grad`` of leaf tensors over the ranks while ``.backward()`` runs; then any ``torch.optim`` optimizer steps::
+    """Sums ``.grad`` of leaf tensors over the ranks while ``.backward()`` runs; then any ``torch.optim`` optimizer
+    steps::
 
         sync = dd.parallel.GradientSync(model, P)
         loss.backward()     # a bucket is reduced as soon as its last gradient is there
         sync.finish()       # waits; now .grad is the sum, equal on every rank
         optimizer.step(); optimizer.zero_grad()
 
-    Parameters whose layer sums over these ranks itself (those of ``dd.nn`` over a grid that spans them, blocks of a ``Sharding``)
-    are left as they are. Frozen parameters are left alone, for as long as they are frozen; unfrozen ones, and those that a module
-    gets later, are summed from the next backward on, on every rank alike.
+    Parameters whose layer sums over these ranks itself (those of ``dd.nn`` over a grid that spans them, blocks of a
+    ``Sharding``) are left as they are. Frozen parameters are left alone, for as long as they are frozen; unfrozen ones,
+    and those that a module gets later, are summed from the next backward on, on every rank alike.
 
-    Buckets start in one order on all ranks, whatever the order in which gradients come. On CUDA all of it, the hook's own work too,
-    goes on a stream beside backward's; MPI's all-reduce blocks. The summed gradients of a bucket are views of one vector. Its hooks
+    Buckets start in one order on all ranks, whatever the order in which gradients come. On CUDA all of it, the hook's
+    own work too, goes on a stream beside backward's; MPI's all-reduce blocks. The summed gradients of a bucket are
+    views of one vector. Its hooks
     go with it: keep it as long as gradients are to be summed.
 
     Args:
-        params: a module, whose parameters of later are seen too, and named in errors; or leaf tensors (``model.parameters()``).
+        params: a module, whose parameters of later are seen too, and named in errors; or leaf tensors
+            (``model.parameters()``).
         P, dims: see :func:`replicate`.
         hook: see :mod:`distdl.parallel.hooks`.
-        find_unused: gradients may be missing, on some ranks (they count as zero) or on all (they stay ``None``); costs one
-            all-reduce of an int32 for each tensor. Without it a missing gradient is an error.
+        find_unused: gradients may be missing, on some ranks (they count as zero) or on all (they stay ``None``); costs
+            one all-reduce of an int32 for each tensor. Without it a missing gradient is an error.
 
     Raises:
         DistdlError: a second backward without :meth:`finish`; gradients that were summed already; a missing gradient.
@@ -102,18 +112,23 @@ class GradientSync:
                 if not complete(held(p), self.P, "GradientSync", self._name(i)):
                     ours.append(i)
                 if i not in self._hooks:
-                    self._hooks[i] = p.register_post_accumulate_grad_hook(lambda _, i=i: (sync := this()) and sync._arrived(i))
+                    self._hooks[i] = p.register_post_accumulate_grad_hook(
+                        lambda _, i=i: (sync := this()) and sync._arrived(i)
+                    )
         return ours
 
     def _name(self, i) -> str:
         return f"parameter {i}" + (f", {self._names[i]}" if i in self._names else "")
 
     def _begin(self):
-        self._left: list | None = None  # of each bucket, whose gradients have yet to come: known from the first gradient on
+        self._left: list | None = (
+            None  # of each bucket, whose gradients have yet to come: known from the first gradient on
+        )
         self._under_way: list = []
 
     def _open(self):
-        """The buckets of this backward. One keeps its parameters for ever, as its hook's state does; new ones get new buckets."""
+        """The buckets of this backward. One keeps its parameters for ever, as its hook's state does; new ones get new
+        buckets."""
         self._ours = set(self._look())
         fresh = sorted(self._ours - self._bucket_of.keys())
         for bucket in bucketed([self.params[i] for i in fresh], self.limits):
@@ -130,9 +145,14 @@ class GradientSync:
         if i not in self._ours:
             return
         if i not in self._left[self._bucket_of[i]]:
-            raise DistdlError("a second gradient before finish()", op="GradientSync", actual=self._name(i),
-                              expected="one backward", next_step="call finish() after backward, or accumulate in no_sync()",
-                              partitions=self.P)
+            raise DistdlError(
+                "a second gradient before finish()",
+                op="GradientSync",
+                actual=self._name(i),
+                expected="one backward",
+                next_step="call finish() after backward, or accumulate in no_sync()",
+                partitions=self.P,
+            )
         attend(self.params[i].device)  # each gradient comes on the stream on which its parameter was used
         self._left[self._bucket_of[i]].discard(i)
         while len(self._under_way) < len(self.buckets) and not self._left[len(self._under_way)]:
@@ -147,16 +167,32 @@ class GradientSync:
                 continue
             grad = self.params[i].grad
             if grad is None and not self.find_unused:
-                raise DistdlError("no gradient came", op="GradientSync", actual=f"none for {self._name(i)}",
-                                  expected="one for each", partitions=self.P,
-                                  next_step="use every parameter, F.tie the rest to the loss, or pass find_unused=True")
+                raise DistdlError(
+                    "no gradient came",
+                    op="GradientSync",
+                    actual=f"none for {self._name(i)}",
+                    expected="one for each",
+                    partitions=self.P,
+                    next_step="use every parameter, F.tie the rest to the loss, or pass find_unused=True",
+                )
             if grad is not None and i in self._summed and grad is self._summed[i]():
-                raise DistdlError("this gradient was summed over the ranks before", op="GradientSync", actual=self._name(i),
-                                  expected="a gradient of this rank", partitions=self.P,
-                                  next_step="optimizer.zero_grad() after each step; with set_to_none=True, its default")
+                raise DistdlError(
+                    "this gradient was summed over the ranks before",
+                    op="GradientSync",
+                    actual=self._name(i),
+                    expected="a gradient of this rank",
+                    partitions=self.P,
+                    next_step="optimizer.zero_grad() after each step; with set_to_none=True, its default",
+                )
             if grad is not None and grad.layout != torch.strided:
-                raise DistdlError("a sparse gradient", op="GradientSync", actual=f"{grad.layout} for {self._name(i)}",
-                                  expected="a dense one", next_step="make the layer with sparse=False", partitions=self.P)
+                raise DistdlError(
+                    "a sparse gradient",
+                    op="GradientSync",
+                    actual=f"{grad.layout} for {self._name(i)}",
+                    expected="a dense one",
+                    next_step="make the layer with sparse=False",
+                    partitions=self.P,
+                )
             grads.append(torch.zeros_like(self.params[i]) if grad is None else grad.detach())
         with Beside(grads[0].device, grads) as beside:
             reduced, self.states[number] = self.hook(grads, self.states[number])
@@ -173,7 +209,8 @@ class GradientSync:
 
     @torch.no_grad()
     def finish(self):
-        """Wait until every gradient is the sum. ``optimizer.register_step_pre_hook(lambda *_: sync.finish())`` calls it for you."""
+        """Wait until every gradient is the sum. ``optimizer.register_step_pre_hook(lambda *_: sync.finish())`` calls it
+        for you."""
         if self._left is None:
             self._open()
         used = None

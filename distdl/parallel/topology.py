@@ -24,8 +24,14 @@ def along(P, dims=None) -> Partition:
     where = partition_of(P)
     fibre = where.along(dims)
     if fibre is None:
-        raise PartitionError("this rank is not part of the grid", op="parallel", partitions=P, expected=f"one of {where.ranks}",
-                             actual="another rank", next_step="call it on the grid's ranks only")
+        raise PartitionError(
+            "this rank is not part of the grid",
+            op="parallel",
+            partitions=P,
+            expected=f"one of {where.ranks}",
+            actual="another rank",
+            next_step="call it on the grid's ranks only",
+        )
     return Partition((fibre.size,), fibre.ranks, fibre.world)
 
 
@@ -38,29 +44,37 @@ def block_mapping(processes) -> tuple[int, ...]:
 
 
 def cyclic_mapping(processes) -> tuple[int, ...]:
-    """The node of each rank when ranks are dealt to the nodes in turn, as ``--map-by node`` does; full nodes are left out."""
+    """The node of each rank when ranks are dealt to the nodes in turn, as ``--map-by node`` does; full nodes are left
+    out."""
     return tuple(n for turn in range(max(processes, default=0)) for n, count in enumerate(processes) if turn < count)
 
 
 def hierarchical_all_reduce(x, nodes, *, world: str = "default"):
-    """The sum of ``x`` over all ranks, on every rank: equal to :func:`distdl.functional.all_sum_reduce`, and its own adjoint.
+    """The sum of ``x`` over all ranks, on every rank: equal to :func:`distdl.functional.all_sum_reduce`, and its own
+    adjoint.
 
-    Nodes of equal size G: a reduce-scatter in the node, an all-reduce of 1/G of the data across nodes, an all-gather in the node.
+    Nodes of equal size G: a reduce-scatter in the node, an all-reduce of 1/G of the data across nodes, an all-gather in
+    the node.
     Otherwise: a sum on each node's first rank, an all-reduce among these, a broadcast in the node.
 
     Args:
         x: a tensor or a pytree, of equal shapes on all ranks.
         nodes: the ranks of each node, as ``Topology.discover().nodes``; every node in the same order on all ranks.
 
-    Messages, for n bytes and N equal nodes: n·(G-1)/G sent in the node, an all-reduce of n/G across, n·(G-1)/G in the node
-    again. Backward the same. float16 and bfloat16 travel in float32 and are rounded once, as by the flat sum
+    Messages, for n bytes and N equal nodes: n·(G-1)/G sent in the node, an all-reduce of n/G across, n·(G-1)/G in the
+    node again. Backward the same. float16 and bfloat16 travel in float32 and are rounded once, as by the flat sum
     (not so in a world with ``half_sums="native"``).
     """
     nodes = tuple(tuple(ranks) for ranks in nodes)
     mine = [ranks for ranks in nodes if Partition((len(ranks),), ranks, world).active]
     if len(mine) != 1:
-        raise PartitionError("this rank must be on exactly one node", op="hierarchical_all_reduce", expected="one node",
-                             actual=mine, next_step="pass every rank of the sum once: Topology.discover().nodes")
+        raise PartitionError(
+            "this rank must be on exactly one node",
+            op="hierarchical_all_reduce",
+            expected="one node",
+            actual=mine,
+            next_step="pass every rank of the sum once: Topology.discover().nodes",
+        )
     node = Partition((len(mine[0]),), mine[0], world)
     (place,) = node.index()
     leaves, tree = _torch.flatten(x)

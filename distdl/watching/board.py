@@ -1,6 +1,8 @@
-"""A board in shared memory on which every rank of a node writes what it does: a rank that is stuck, or gone, can still be read.
+"""A board in shared memory on which every rank of a node writes what it does: a rank that is stuck, or gone, can still
+be read.
 
-The memory is a file that is unlinked as soon as all ranks of the node have mapped it, so nothing is left behind, whatever happens.
+The memory is a file that is unlinked as soon as all ranks of the node have mapped it, so nothing is left behind,
+whatever happens.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ import time
 from typing import NamedTuple
 
 _SLOT, _TEXT = 2048, 640  # bytes per rank, and of each of its three texts
-# Version (odd while it is being written), state, whether the current movement is the last completed one, since, count, lengths.
+# Version (odd while it is being written), state, whether the current movement is the last completed one, since, count,
+# lengths.
 _HEAD = struct.Struct("<QB?dQHHH")
 _STATES = ("not started", "idle", "inside", "left")
 IDLE, INSIDE, LEFT = 1, 2, 3
 
 
 class Entry(NamedTuple):
-    """What a rank wrote: its state, since when (``time.monotonic``), how many movements it has begun, the one that it is in
-    (with the place of the user's call), and the last one that it completed."""
+    """What a rank wrote: its state, since when (``time.monotonic``), how many movements it has begun, the one that it
+    is in (with the place of the user's call), and the last one that it completed."""
 
     state: str
     since: float
@@ -39,7 +42,8 @@ class Entry(NamedTuple):
 
 
 class Board:
-    """The entries of this node's ranks. ``missing``: ranks from which this process still waits for something, where it knows."""
+    """The entries of this node's ranks. ``missing``: ranks from which this process still waits for something, where it
+    knows."""
 
     def __init__(self, rank: int = 0, places: dict[int, int] | None = None, memory=None):
         self.places = {rank: 0} if places is None else places
@@ -82,7 +86,11 @@ class Board:
     def enter(self, op: str, where: str) -> None:
         """This rank is inside ``op``."""
         before = self.done
-        texts = [None if op == self.op else op, None if where == self.where else where, None if before == self.before else before]
+        texts = [
+            None if op == self.op else op,
+            None if where == self.where else where,
+            None if before == self.before else before,
+        ]
         self.op, self.where, self.before, self.over = op, where, before, False
         self.state, self.since, self.count = INSIDE, time.monotonic(), self.count + 1
         self._write(texts)
@@ -96,7 +104,9 @@ class Board:
         """This rank has left its world."""
         self.state, self.since = LEFT, time.monotonic()
         self._write()
-        self.memory = bytearray(self.memory)  # what was there last: a mapping holds a file descriptor until its last user is gone
+        self.memory = bytearray(
+            self.memory
+        )  # what was there last: a mapping holds a file descriptor until its last user is gone
 
     def _write(self, texts=()) -> None:
         memory, at, lengths = self.memory, self.at, self.lengths
@@ -119,8 +129,10 @@ class Board:
             version, state, over, since, count, *lengths = _HEAD.unpack_from(slot)
             if version % 2 == 0 and version == _HEAD.unpack_from(self.memory, place * _SLOT)[0]:
                 break
-        texts = [slot[start : start + n].decode(errors="replace")
-                 for start, n in zip(range(_HEAD.size, _SLOT, _TEXT), lengths)]
+        texts = [
+            slot[start : start + n].decode(errors="replace")
+            for start, n in zip(range(_HEAD.size, _SLOT, _TEXT), lengths)
+        ]
         op, where, before = texts
         return Entry(_STATES[state], since, count, op, where, f"{op} at {where}" if over else before)
 

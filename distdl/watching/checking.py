@@ -13,10 +13,10 @@ from .observer import Observer, default_timeout
 def checking(timeout: float | None = None):
     """Compare, before every movement inside the block, what its ranks are about to do; for all threads of this process.
 
-    Every movement (forward, adjoint, tangent, batch) and every negotiation first swaps one small message with each of its ranks:
-    operator, partitions, number of tensors, batch axes, dtype, device kind and layouts must be equal. Where a cotangent is
-    invariant, and where a value is marked varying, the copies must be equal to the last bit. Results and graphs do not change.
-    Enter it on all ranks.
+    Every movement (forward, adjoint, tangent, batch) and every negotiation first swaps one small message with each of
+    its ranks: operator, partitions, number of tensors, batch axes, dtype, device kind and layouts must be equal. Where
+    a cotangent is invariant, and where a value is marked varying, the copies must be equal to the last bit. Results and
+    graphs do not change. Enter it on all ranks.
 
     Args:
         timeout: seconds that a rank may be late (default: ``DISTDL_CHECK_TIMEOUT``, else 60).
@@ -27,8 +27,13 @@ def checking(timeout: float | None = None):
         InvariantError: copies of an invariant cotangent or value differ; the error names the rule that was broken.
     """
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise AgreementError("not a time limit", op="checking", expected="seconds, more than 0", actual=timeout,
-                             next_step="dd.checking(timeout=30), or leave it out")
+        raise AgreementError(
+            "not a time limit",
+            op="checking",
+            expected="seconds, more than 0",
+            actual=timeout,
+            next_step="dd.checking(timeout=30), or leave it out",
+        )
     before = _transport.observer
     _transport.observer = Observer(default_timeout() if timeout is None else timeout)
     try:

@@ -1,10 +1,11 @@
 """The lookout: what a rank does that has waited long for a message of a box plan. No checking is needed for it.
 
-Both ends of a pair count the movements in which they exchange anything, and a message's tag says its number and some bits of the
-plan. A rank that has waited for :attr:`Lookout.patience` looks for messages that it should have expected by now, and did not: of
-the same number but another plan, or of one before. Then the two ranks tell each other what they have called, all ranks of the
-world hear of it, and each raises the same error as soon as it waits. A local error counts as a movement that its rank has given
-up; the others of that call hear of it at once, and raise when they miss that rank's message.
+Both ends of a pair count the movements in which they exchange anything, and a message's tag says its number and some
+bits of the plan. A rank that has waited for :attr:`Lookout.patience` looks for messages that it should have expected by
+now, and did not: of the same number but another plan, or of one before. Then the two ranks tell each other what they
+have called, all ranks of the world hear of it, and each raises the same error as soon as it waits. A local error counts
+as a movement that its rank has given up; the others of that call hear of it at once, and raise when they miss that
+rank's message.
 
 After such an error all numbers begin anew, in another *era*, so that what is still on its way disturbs nobody.
 """
@@ -34,7 +35,8 @@ def tag_bits(most: int) -> tuple[int, int, int]:
 
 
 class Lookout:
-    """The numbers and eras of one rank, and its alarms. ``numbers[peer]`` counts in steps of :attr:`step`, a tag's unit."""
+    """The numbers and eras of one rank, and its alarms. ``numbers[peer]`` counts in steps of :attr:`step`, a tag's
+    unit."""
 
     patience = 5.0  # seconds until a rank looks for messages that it did not expect,
     interval = 0.25  # between two looks at the side channel,
@@ -148,15 +150,21 @@ class Lookout:
             for _, kind, era, *what in self.inbox:
                 if kind == "error" and era == self.era:  # some other rank was first
                     self._raise(what[0], era=era)
-            theirs = next((tuple(what) for source, kind, era, *what in self.inbox
-                           if source == peer and kind in ("asked", "answer") and era == self.era), ())
+            theirs = next(
+                (
+                    tuple(what)
+                    for source, kind, era, *what in self.inbox
+                    if source == peer and kind in ("asked", "answer") and era == self.era
+                ),
+                (),
+            )
             time.sleep(0.001)
         other, where, calls = theirs or (number, "a place unknown: it does not answer", {})
         self._raise(self._in_words({peer: (where, calls), self.rank: mine}, min(number, other)), self.size)
 
     def _in_words(self, told: dict, number: int) -> dict[str, Any]:
-        """An error's parts, from {rank: what :meth:`_mine` says there} of two ranks: their calls of this number, or else the first
-        ones that differ."""
+        """An error's parts, from {rank: what :meth:`_mine` says there} of two ranks: their calls of this number, or
+        else the first ones that differ."""
         told = dict(sorted(told.items()))
         (_, first), (_, second) = told.values()
         apart = [n for n in sorted(set(first) & set(second)) if first[n] != second[n]]
@@ -164,11 +172,19 @@ class Lookout:
             number = apart[0]
         calls = {r: history.get(number) for r, (_, history) in told.items()}
         op, partitions = next((call for call in calls.values() if call), ("a movement", ""))
-        said = [f"rank {r}: {f'{call[0]} over {call[1]}' if call else 'another call'}, now in {where}"
-                for (r, (where, _)), call in zip(told.items(), calls.values())]
-        return dict(problem="the ranks are in different calls", op=op, partitions=partitions, expected="the same on every rank",
-                    actual="; ".join(said), next_step="make the same calls in the same order on every rank, also after an error "
-                    "that one rank has caught; dd.checking() compares before each call, and says more")  # fmt: skip
+        said = [
+            f"rank {r}: {f'{call[0]} over {call[1]}' if call else 'another call'}, now in {where}"
+            for (r, (where, _)), call in zip(told.items(), calls.values())
+        ]
+        return dict(
+            problem="the ranks are in different calls",
+            op=op,
+            partitions=partitions,
+            expected="the same on every rank",
+            actual="; ".join(said),
+            next_step="make the same calls in the same order on every rank, also after an error "
+            "that one rank has caught; dd.checking() compares before each call, and says more",
+        )
 
     def _raise(self, parts: dict, tell: int = 0, era: int | None = None) -> None:
         """Tell ranks 0 to ``tell``, and raise, in a new era."""
@@ -180,5 +196,12 @@ class Lookout:
         self._error(parts)
 
     def _error(self, parts: dict) -> None:
-        raise AgreementError(parts["problem"], op=parts["op"], partitions=parts.get("partitions"), expected=parts["expected"],
-                             actual=parts["actual"], next_step=parts["next_step"], rank=self.rank)
+        raise AgreementError(
+            parts["problem"],
+            op=parts["op"],
+            partitions=parts.get("partitions"),
+            expected=parts["expected"],
+            actual=parts["actual"],
+            next_step=parts["next_step"],
+            rank=self.rank,
+        )

@@ -1,11 +1,14 @@
-"""Checking: before a movement its ranks compare what they are about to do, so that a disagreement is an error and not a hang.
+"""Checking: before a movement its ranks compare what they are about to do, so that a disagreement is an error and not a
+hang.
 
-:class:`Checked` wraps any engine for one movement. :class:`Observer` makes it: it writes on the node's board (for those who wait,
-and for the watchdog), and, where a time limit is set, first swaps a signature with every rank of the movement: point-to-point on
-a communicator of its own, because a collective would itself wait for a rank that never comes. A rank that finds a fault tells
-all ranks of the movement, also those that come later, and raises; they raise the same error.
+:class:`Checked` wraps any engine for one movement. :class:`Observer` makes it: it writes on the node's board (for those
+who wait, and for the watchdog), and, where a time limit is set, first swaps a signature with every rank of the
+movement: point-to-point on a communicator of its own, because a collective would itself wait for a rank that never
+comes. A rank that finds a fault tells all ranks of the movement, also those that come later, and raises; they raise the
+same error.
 
-This changes neither results nor graphs. While ``distdl.engine.transport.observer`` is ``None``, a movement pays for one comparison.
+This changes neither results nor graphs. While ``distdl.engine.transport.observer`` is ``None``, a movement pays for one
+comparison.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ def default_timeout() -> float:
 
 
 class Checked:
-    """The engine ``inner`` during one movement: the board says while this rank waits in it, and from whom something is missing."""
+    """The engine ``inner`` during one movement: the board says while this rank waits in it, and from whom something is
+    missing."""
 
     def __init__(self, inner, board: Board, op: str, where: str):
         self.inner, self.board, self.op, self.where = inner, board, op, where
@@ -134,24 +138,33 @@ class Observer:
         board = getattr(host, "board", None)
         if self.timeout is not None and board is not None and P.size > 1 and host.rank in P.ranks:
             said = called()
-            fields = (Field("the operator called", op, True, "call the same operators in the same order"), *told_of(said))
-            self._checked(host, board, host, Call(op, str(P).splitlines()[0], P.ranks, P.ranks, (), False, fields), said)
+            fields = (
+                Field("the operator called", op, True, "call the same operators in the same order"),
+                *told_of(said),
+            )
+            self._checked(
+                host, board, host, Call(op, str(P).splitlines()[0], P.ranks, P.ranks, (), False, fields), said
+            )
 
     def local_error(self, host, ranks, op: str, text: str) -> bool:
-        """This rank leaves a call over ``ranks`` by an error of its own: they hear of it in place of its next signature, and so
-        before any message. Whether this compares."""
+        """This rank leaves a call over ``ranks`` by an error of its own: they hear of it in place of its next
+        signature, and so before any message. Whether this compares."""
         side = host.side
         if self.timeout is None:
             return False
         parts, left = gave_up(side.rank, op, text), f"left by {text[:1000]}"
-        call = Call(op, f"ranks {ranks}", ranks, (), (), True, (Field("the operator called", left, True, parts["next_step"]),))
+        call = Call(
+            op, f"ranks {ranks}", ranks, (), (), True, (Field("the operator called", left, True, parts["next_step"]),)
+        )
         for r in ranks:
             if r != side.rank:
                 side.counts[r] += 1
                 side.failed[r] = side.counts[r]
                 side.report(r, pickle.dumps((side.counts[r], errors.AgreementError.__name__, parts)))
                 head = HEAD.pack(side.counts[r], *call.digests, False, bytes(8), 0.0)
-                side.stand_in(r, head + call.packed + pickle.dumps(("", host.board.done)))  # one message for each number
+                side.stand_in(
+                    r, head + call.packed + pickle.dumps(("", host.board.done))
+                )  # one message for each number
         return True
 
     def _checked(self, host, board, transport, call, said=None, maps=(), xs=(), recorded=False):
@@ -177,7 +190,9 @@ class Observer:
         mine = 0, *call.digests, recorded, hashed, norm
         body = call.packed + pickle.dumps((where, board.done, prints))
         swap = side.swap({r: HEAD.pack(side.counts[r], *mine[1:]) + body for r in others}, mine)
-        problem = _reported(side) or self._wait(side, board, call, where, swap)  # one message for each number, also then
+        problem = _reported(side) or self._wait(
+            side, board, call, where, swap
+        )  # one message for each number, also then
         if problem is None and call.copies:
             heads = swap.heads()
             if len({head[4] for head in heads.values()}) > 1:
@@ -203,7 +218,9 @@ class Observer:
                 heard = _reported(side)
                 if heard is not None:
                     return heard
-                wrong = any(head[1:3] != call.digests for head in swap.found.values()) and differs(call, swap, side.rank)
+                wrong = any(head[1:3] != call.digests for head in swap.found.values()) and differs(
+                    call, swap, side.rank
+                )
                 if complete:
                     return self._disagreement(call, swap, side.rank, where) if wrong else None
                 waited, missing = time.monotonic() - began, swap.missing()
@@ -228,25 +245,37 @@ class Observer:
         for r in absent:
             entry = board.read(r)
             last = swap.said(r)  # of its message before this one
-            said.append(f"{names([r])} {entry}" if entry else f"{names([r])} is on another node, and was last "
-                        f"{f'in {last.op} at {last.where}' if last else 'nowhere'}")
-        said += [f"{names(rs)} {'is' if len(rs) == 1 else 'are'} in {call.op} at {place}" for place, rs in groups(here).items()]
+            said.append(
+                f"{names([r])} {entry}"
+                if entry
+                else f"{names([r])} is on another node, and was last "
+                f"{f'in {last.op} at {last.where}' if last else 'nowhere'}"
+            )
+        said += [
+            f"{names(rs)} {'is' if len(rs) == 1 else 'are'} in {call.op} at {place}"
+            for place, rs in groups(here).items()
+        ]
         said += self._hints([call.op])
         verb = why or f"did not come within {self.timeout:g} s"
         if len(absent) > 1:
             verb = verb.replace("has left", "have left")
         return errors.AbsenceError, dict(
-            problem=f"{names(absent)} {verb}", expected=f"all of {names(call.ranks)}",
+            problem=f"{names(absent)} {verb}",
+            expected=f"all of {names(call.ranks)}",
             actual="; ".join(said),
-            next_step="make the same movements in the same order on every rank; an output that a rank does not use needs F.tie, "
-            "a rank without data F.nothing")  # fmt: skip
+            next_step="make the same movements in the same order on every rank; an output that a rank does not "
+            "use needs F.tie, "
+            "a rank without data F.nothing",
+        )
 
     def _disagreement(self, call, swap, rank, where):
         """The first field in which ranks differ, and what each has; in the same words on every rank."""
         said = dict(sorted({rank: call.said(where), **{r: swap.said(r) for r in swap.here()}}.items()))
         field, shown = first_difference(said)
         first = next(iter(said.values()))
-        told = [f"{names(rs)}: {text}" for text, rs in groups(shown).items()] + self._hints(one.op for one in said.values())
+        told = [f"{names(rs)}: {text}" for text, rs in groups(shown).items()] + self._hints(
+            one.op for one in said.values()
+        )
         return errors.AgreementError, dict(
             problem=f"the ranks disagree in {field.name}", op=first.op, partitions=first.partitions,
             expected="the same on every rank", actual="; ".join(told), next_step=field.next_step)  # fmt: skip
@@ -258,8 +287,10 @@ class Observer:
     def _note_unrecorded(self, A, heads, where):
         """Remember that some ranks recorded no graph for this movement: they will not come to its adjoint."""
         without, recorded = ([r for r in sorted(heads) if heads[r][3] == wanted] for wanted in (False, True))
-        text = (f"{names(without)} recorded no graph for {A} at {where[without[0]]} (an input without requires_grad, or "
-                f"torch.no_grad), {names(recorded)} did")  # fmt: skip
+        text = (
+            f"{names(without)} recorded no graph for {A} at {where[without[0]]} (an input without requires_grad, or "
+            f"torch.no_grad), {names(recorded)} did"
+        )
         self.unrecorded.setdefault(str(A.T), {})[A.T] = text
 
     def _fail(self, side, call, problem):

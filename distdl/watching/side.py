@@ -13,7 +13,8 @@ _ROOM = 8192  # bytes of a swapped message, at most
 
 
 class SideChannel:
-    """Beside the tensors' messages. ``counts``: swaps begun with each rank; ``failed``: the last one that raised here."""
+    """Beside the tensors' messages. ``counts``: swaps begun with each rank; ``failed``: the last one that raised
+    here."""
 
     def __init__(self, comm):
         self.comm = comm.Dup()
@@ -25,7 +26,8 @@ class SideChannel:
         self.told: list = []  # reports of movements to which this rank has not come
 
     def swap(self, data: dict[int, bytes], mine: tuple) -> Swap:
-        """Begin to send ``data[r]`` to each rank r, and to receive what it sends. ``mine``: the head of this rank's own."""
+        """Begin to send ``data[r]`` to each rank r, and to receive what it sends. ``mine``: the head of this rank's
+        own."""
         return Swap(self, data, mine)
 
     def report(self, peer: int, data: bytes) -> None:

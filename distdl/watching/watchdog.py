@@ -1,9 +1,10 @@
-"""The watchdog: ``DISTDL_WATCHDOG_S=30`` ends a job in which a movement is stuck for longer, and says who waits for whom.
+"""The watchdog: ``DISTDL_WATCHDOG_S=30`` ends a job in which a movement is stuck for longer, and says who waits for
+whom.
 
 The first use of a world is collective over its ranks: those that wait there say who is missing (:func:`meet`).
 
-A thread of each rank looks at that rank's own entry on the board. It needs no help from the thread that is stuck (MPI releases
-the interpreter while it waits), and none from other ranks: what those last did is read from the board.
+A thread of each rank looks at that rank's own entry on the board. It needs no help from the thread that is stuck (MPI
+releases the interpreter while it waits), and none from other ranks: what those last did is read from the board.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _given_up: dict = {}  # by name, the barrier of a first use that was given up: t
 
 
 def watch(host) -> None:
-    """Start what the environment asks for: checking (``DISTDL_CHECK=1``), the watchdog (``DISTDL_WATCHDOG_S``), or both."""
+    """Start what the environment asks for: checking (``DISTDL_CHECK=1``), the watchdog (``DISTDL_WATCHDOG_S``), or
+    both."""
     limit = float(os.environ.get("DISTDL_WATCHDOG_S") or 0)
     if _transport.observer is None and os.environ.get("DISTDL_CHECK", "0") not in ("", "0"):
         _transport.observer = Observer(default_timeout())
@@ -57,8 +59,17 @@ def report(host, stuck: float) -> str:
     stack = "".join(traceback.format_stack(main)).rstrip()
     missing = board.missing
     waiting = f"still missing: {', '.join(f'rank {r}' for r in missing)}" if missing else "still missing: see below"
-    title = f"distdl watchdog: rank {host.rank} of {host.size} is stuck for {stuck:.0f} s in {board.op} at {board.where}; {waiting}"
-    lines = [title, f"last completed: {board.done or 'nothing'}", "stack of the main thread:", stack, "the other ranks:"]
+    title = (
+        f"distdl watchdog: rank {host.rank} of {host.size} is stuck for {stuck:.0f} s in {board.op} at "
+        f"{board.where}; {waiting}"
+    )
+    lines = [
+        title,
+        f"last completed: {board.done or 'nothing'}",
+        "stack of the main thread:",
+        stack,
+        "the other ranks:",
+    ]
     for r in range(host.size):
         if r != host.rank:
             lines.append(f"  rank {r} {board.read(r) or 'is on another node'}")
@@ -66,8 +77,8 @@ def report(host, stuck: float) -> str:
 
 
 def end_job(text: str, error: BaseException | None = None) -> None:
-    """End every rank. Where ``distdl run`` or ``dd.launch`` started this process it prints the text, last, after all that the MPI
-    launcher says; elsewhere this process does, and MPI's own words may follow. Does not return."""
+    """End every rank. Where ``distdl run`` or ``dd.launch`` started this process it prints the text, last, after all
+    that the MPI launcher says; elsewhere this process does, and MPI's own words may follow. Does not return."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -85,7 +96,8 @@ def _reports() -> str | None:
 
 
 def meet(comm, name: str) -> None:
-    """Wait until every rank of ``comm`` is at the first use of the world ``name``. After 10 s one that waits says who is missing.
+    """Wait until every rank of ``comm`` is at the first use of the world ``name``. After 10 s one that waits says who
+    is missing.
 
     Raises:
         AbsenceError: under checking, after its time limit. The watchdog ends the job after its own.
@@ -108,13 +120,16 @@ def meet(comm, name: str) -> None:
             if not (over or stuck or (waited > _LATE and not said)):
                 continue
             absent, here, there = missing()
-            problem = f"{absent} did not come to the first use of distdl{'' if name == 'default' else f' (world {name!r})'}"
+            problem = (
+                f"{absent} did not come to the first use of distdl{'' if name == 'default' else f' (world {name!r})'}"
+            )
             told = f"{here} waited {waited:.0f} s at {user_line()}"
             step = "the first movement, or dd.world(), is collective: make it on every rank of its communicator"
             if over:
                 _given_up[name] = request
-                raise errors.AbsenceError(problem, op="World", expected=f"all {comm.size} ranks", actual=told, rank=comm.rank,
-                                          next_step=step)
+                raise errors.AbsenceError(
+                    problem, op="World", expected=f"all {comm.size} ranks", actual=told, rank=comm.rank, next_step=step
+                )
             if stuck:
                 end_job(f"distdl watchdog: rank {comm.rank} of {comm.size}: {problem}; {told}; {step}")
             if there and comm.rank == there[0]:
@@ -124,16 +139,18 @@ def meet(comm, name: str) -> None:
 
 @contextlib.contextmanager
 def _attendance(comm, name: str):
-    """Sign a roll of those that are at this first use, on this machine; yields a function that reads it: who is missing, who is
-    here (as text), and the ranks that are here. Without a launcher of ours it is a file in shared memory, named after what the
-    launcher tells its ranks, or after their parent."""
+    """Sign a roll of those that are at this first use, on this machine; yields a function that reads it: who is
+    missing, who is here (as text), and the ranks that are here. Without a launcher of ours it is a file in shared
+    memory, named after what the launcher tells its ranks, or after their parent."""
     from mpi4py import MPI
 
     _uses[name] += 1
     step = [os.environ[word] for word in ("SLURM_JOB_ID", "SLURM_STEP_ID") if word in os.environ]
     job = os.environ.get("PMIX_NAMESPACE") or "-".join([*step, str(os.getppid())])
     words = re.sub(r"[^\w.@-]", "_", f"distdl-first-{os.getuid()}-{job}-{name}-{_uses[name]}")
-    path = os.path.join(_reports() or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()), words[:200])
+    path = os.path.join(
+        _reports() or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()), words[:200]
+    )
     places = MPI.Group.Translate_ranks(comm.group, list(range(comm.size)), MPI.COMM_WORLD.group)
     roll = None
     with contextlib.suppress(OSError):  # no folder to write to, or somebody else's file: nobody is named

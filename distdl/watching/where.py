@@ -1,4 +1,5 @@
-"""Where the user's program is: the innermost line that is neither distdl's nor torch's, and the public function called there."""
+"""Where the user's program is: the innermost line that is neither distdl's nor torch's, and the public function called
+there."""
 
 from __future__ import annotations
 
@@ -9,19 +10,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-_DISTDL, _TORCH = (os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
+_DISTDL, _TORCH = (
+    os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), torch.__file__)
+)
 _FUNCTIONAL = os.path.join(_DISTDL, "functional", "")
 _known: dict[str, bool] = {}
 _NO_LINE, _TENSOR = "backward, on a thread of torch's own", "a tensor"
 
 
 def _users(filename: str) -> bool:
-    return not filename.startswith((_DISTDL, _TORCH, "<frozen")) and not filename.endswith(("contextlib.py", "functools.py"))
+    return not filename.startswith((_DISTDL, _TORCH, "<frozen")) and not filename.endswith(
+        ("contextlib.py", "functools.py")
+    )
 
 
 def _stack():
-    """The frames from the caller's outwards, to the innermost one of the user's (as far as this thread knows it: CUDA backward has
-    threads of its own), each with whether it is the user's."""
+    """The frames from the caller's outwards, to the innermost one of the user's (as far as this thread knows it: CUDA
+    backward has threads of its own), each with whether it is the user's."""
     frame, known = sys._getframe(2), _known
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -47,8 +52,9 @@ def user_line() -> str:
 
 
 class Called(NamedTuple):
-    """The call of the library that a movement belongs to: its line, the outermost function of :mod:`distdl.functional` on the way
-    (none in a backward, or where a map was called), its plain arguments and the pytree that moves, in words."""
+    """The call of the library that a movement belongs to: its line, the outermost function of :mod:`distdl.functional`
+    on the way (none in a backward, or where a map was called), its plain arguments and the pytree that moves, in
+    words."""
 
     line: str = _NO_LINE
     name: str = ""
@@ -64,7 +70,9 @@ def called() -> Called:
             line = _line(frame)
         elif frame.f_code.co_filename.startswith(_FUNCTIONAL):
             outer = frame
-            if frame.f_code.co_name == "moved":  # has the pytree, also where it is that of the ranks that hold something
+            if (
+                frame.f_code.co_name == "moved"
+            ):  # has the pytree, also where it is that of the ranks that hold something
                 structure = frame.f_locals["tree"]
                 tree = _TENSOR if structure is None else _short(structure.text)
     if outer is None:
@@ -74,7 +82,8 @@ def called() -> Called:
 
 
 def collective_call():
-    """(the frame of the outermost call that concerns several ranks, their numbers, their world); ``None`` outside of any."""
+    """(the frame of the outermost call that concerns several ranks, their numbers, their world); ``None`` outside of
+    any."""
     found = None
     for frame, users in _stack():
         code = frame.f_code
@@ -108,11 +117,14 @@ def _places(value: Any) -> list:
 
 
 def _plain(value: Any) -> str | None:
-    """A number, a text, a dtype, or several of these, in words; ``None`` for what may differ by rank: tensors and all else."""
+    """A number, a text, a dtype, or several of these, in words; ``None`` for what may differ by rank: tensors and all
+    else."""
     if isinstance(value, (bool, str, complex, torch.dtype)):
         return repr(value)
     if isinstance(value, (int, float)):
-        return repr(int(value) if value == value and abs(value) != float("inf") and int(value) == value else float(value))
+        return repr(
+            int(value) if value == value and abs(value) != float("inf") and int(value) == value else float(value)
+        )
     if isinstance(value, (tuple, list)):
         parts = ["None" if one is None else _plain(one) for one in value]
         return None if None in parts else f"({', '.join(map(str, parts))})"

@@ -22,18 +22,30 @@ def movements():
     L = dd.Layout(rows, (2 * n + 1, 5))
     x = L.shard(torch.linspace(-1, 1, (2 * n + 1) * 5, dtype=torch.float64).reshape(2 * n + 1, 5)).clone()
     spec, v = dd.HaloSpec(L, (1, 2), boundary="reflect"), torch.arange(3.0, dtype=torch.float64) + dd.world().rank
-    return {"repartition": (lambda t: F.repartition(t, L, columns), x), "bare": (lambda t: F.repartition(t, rows, columns), x),
-            "halo": (lambda t: F.halo_exchange(t, spec), x), "all_sum": (lambda t: F.all_sum_reduce(t, line), v),
-            "gather": (lambda t: F.all_gather(t, L), x), "invariant": (lambda t: F.invariant_sum(t.square().sum(), line), v)}
+    return {
+        "repartition": (lambda t: F.repartition(t, L, columns), x),
+        "bare": (lambda t: F.repartition(t, rows, columns), x),
+        "halo": (lambda t: F.halo_exchange(t, spec), x),
+        "all_sum": (lambda t: F.all_sum_reduce(t, line), v),
+        "gather": (lambda t: F.all_gather(t, L), x),
+        "invariant": (lambda t: F.invariant_sum(t.square().sum(), line), v),
+    }
 
 
 @pytest.mark.parametrize("name", ["repartition", "bare", "halo", "all_sum", "gather", "invariant"])
 def test_equals_the_cpu(name):
     call, x = movements()[name]
     loss = lambda t: (call(t) ** 3).sum()
-    for transform in (call, grad(loss), lambda t: jvp(grad(loss), (t,), (t,))[1], lambda t: vmap(call)(torch.stack([t, 2 * t]))):
+    for transform in (
+        call,
+        grad(loss),
+        lambda t: jvp(grad(loss), (t,), (t,))[1],
+        lambda t: vmap(call)(torch.stack([t, 2 * t])),
+    ):
         found, expected = transform(x.to(device())), transform(x)
-        dd.testing.collective_assert(found.device == device() and torch.allclose(found.cpu(), expected), f"{name}: differs")
+        dd.testing.collective_assert(
+            found.device == device() and torch.allclose(found.cpu(), expected), f"{name}: differs"
+        )
     leaf = x.to(device()).requires_grad_()
     loss(leaf).backward()
     dd.testing.collective_assert(torch.allclose(leaf.grad.cpu(), grad(loss)(x)), f"{name}: backward differs")
@@ -44,8 +56,9 @@ def test_layers():
     L = dd.Layout(dd.Partition((1, 1, n)), (2, 3, 4 * n))
     x = L.shard(torch.linspace(-1, 1, 24 * n, dtype=torch.float64).reshape(2, 3, 4 * n))
     w = torch.ones(2, 3, 3, dtype=torch.float64)
-    on = lambda d: F.dist_batch_norm(F.dist_conv(x.to(d), w.to(d), L, padding=1), L.with_shape((2, 2, 4 * n)), None, None,
-                                     training=True)[0]
+    on = lambda d: F.dist_batch_norm(
+        F.dist_conv(x.to(d), w.to(d), L, padding=1), L.with_shape((2, 2, 4 * n)), None, None, training=True
+    )[0]
     dd.testing.collective_assert(torch.allclose(on(device()).cpu(), on("cpu")), "another result")
 
 
@@ -54,17 +67,32 @@ def test_norms(dtype):
     """Statistics within ranks (torch's kernel) and across them; values and gradients."""
     n = dd.world().size
     x = torch.linspace(-1, 1, 96 * n, dtype=torch.float64).cos().reshape(2 * n, 4, 12).to(dtype)
-    w, b = torch.linspace(1, 2, 4, dtype=torch.float64).to(dtype), torch.linspace(-1, 0, 4, dtype=torch.float64).to(dtype)
+    w, b = (
+        torch.linspace(1, 2, 4, dtype=torch.float64).to(dtype),
+        torch.linspace(-1, 0, 4, dtype=torch.float64).to(dtype),
+    )
     for grid in ((n, 1, 1), (1, 1, n)):
         L = dd.Layout(dd.Partition(grid), x.shape)
-        calls = {"layer": lambda x, w, b: F.dist_layer_norm(x, L, 12), "group": lambda x, w, b: F.dist_group_norm(x, L, 2, w, b),
-                 "instance": lambda x, w, b: F.dist_instance_norm(x, L, None, b)}
+        calls = {
+            "layer": lambda x, w, b: F.dist_layer_norm(x, L, 12),
+            "group": lambda x, w, b: F.dist_group_norm(x, L, 2, w, b),
+            "instance": lambda x, w, b: F.dist_instance_norm(x, L, None, b),
+        }
         for name, call in calls.items():
             loss = lambda x, w, b: call(x, w, b).sin().sum()
-            on = lambda d: (t.cpu() for t in (call(*(t.to(d) for t in (L.shard(x), w, b))),
-                                              *grad(loss, (0, 1, 2))(*(t.to(d) for t in (L.shard(x), w, b)))))
-            same = all(torch.allclose(a, c, rtol=2e-2 if dtype.itemsize < 4 else 1e-10, atol=1e-1 if dtype.itemsize < 4 else 1e-10)
-                       for a, c in zip(on(device()), on("cpu")))
+            on = lambda d: (
+                t.cpu()
+                for t in (
+                    call(*(t.to(d) for t in (L.shard(x), w, b))),
+                    *grad(loss, (0, 1, 2))(*(t.to(d) for t in (L.shard(x), w, b))),
+                )
+            )
+            same = all(
+                torch.allclose(
+                    a, c, rtol=2e-2 if dtype.itemsize < 4 else 1e-10, atol=1e-1 if dtype.itemsize < 4 else 1e-10
+                )
+                for a, c in zip(on(device()), on("cpu"))
+            )
             dd.testing.collective_assert(same, f"{name} over {grid}: another result")
 
 

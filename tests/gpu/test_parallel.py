@@ -54,8 +54,8 @@ def network(device, layers=6, width=2048, dtype=torch.float32):
 
 @pytest.mark.mpi(2)
 def test_buckets_are_reduced_while_backward_runs(device):
-    """By the device's own clock: the first bucket's sum is done before backward is, and the last ones begin after their gradients.
-    The order of buckets is the same on all ranks."""
+    """By the device's own clock: the first bucket's sum is done before backward is, and the last ones begin after their
+    gradients. The order of buckets is the same on all ranks."""
     n, r, P = world()
     model, x, moments = network(device), torch.randn(8192, 2048, device=device), []
 
@@ -107,7 +107,9 @@ def test_gradient_sync_under_memory_pressure(device, hook):
         rubbish = [torch.full(size, float("nan"), device=device) for size in sizes]  # in what has been freed
         sync.finish()
         found = [p.grad for p in params]
-        expected, states = dp.reduce_gradients(weights, P, hook=HOOKS[hook](P), states=states, limits=(1 << 10, 1 << 19))
+        expected, states = dp.reduce_gradients(
+            weights, P, hook=HOOKS[hook](P), states=states, limits=(1 << 10, 1 << 19)
+        )
         if hook == "exact":
             expected = [sum(parts) for parts in zip(*(drawn(step, q) for q in range(n)))]
         bad = [k for k, (g, e) in enumerate(zip(found, expected)) if not torch.allclose(g, e, rtol=1e-4, atol=1e-4)]
@@ -119,8 +121,8 @@ def test_gradient_sync_under_memory_pressure(device, hook):
 
 @pytest.mark.mpi(2)
 def test_memory_of_the_side_stream_is_not_used_too_early(device):
-    """A result is freed on the host while the device has yet to read it; the next movement must not write there. Nor may an input's
-    memory be written before it was sent."""
+    """A result is freed on the host while the device has yet to read it; the next movement must not write there. Nor
+    may an input's memory be written before it was sent."""
     n, r, P = world()
     size = 1 << 22
     A, busy = dd.maps.shift(P, 0, 1, True, (size,)), torch.ones(4096, 4096, device=device)
@@ -207,13 +209,16 @@ def test_a_pipeline_never_waits(device, no_synchronisation):
     n, r, P = world()
     w, x = torch.randn(64, 64, device=device), torch.randn(32, 64, device=device)
     stages = [lambda p, x: torch.tanh(x @ p["w"])] + [lambda p, x: torch.sin(x)] * (n - 1)
-    step = dp.pipeline(dp.schedule("1f1b", n, 4), stages, lambda y, i: y.square().sum(), P, lambda k, i: (8, 64), torch.float32,
-                       device)
+    step = dp.pipeline(
+        dp.schedule("1f1b", n, 4), stages, lambda y, i: y.square().sum(), P, lambda k, i: (8, 64), torch.float32, device
+    )
     params = {r: {"w": w} if r == 0 else {}}
     no_synchronisation(lambda: step(params, x.split(8) if r == 0 else None))
     wanted, serial = torch.func.grad_and_value(lambda w: _after(torch.tanh(x @ w), n - 1).square().sum())(w)
     value, grads = step(params, x.split(8) if r == 0 else None)
-    bad = not torch.allclose(value, serial) or (r == 0 and not torch.allclose(grads[0]["w"], wanted, rtol=1e-4, atol=1e-4))
+    bad = not torch.allclose(value, serial) or (
+        r == 0 and not torch.allclose(grads[0]["w"], wanted, rtol=1e-4, atol=1e-4)
+    )
     dd.testing.collective_assert(not bad, "differs")
 
 
@@ -228,7 +233,8 @@ def _after(x, times):
 
 @pytest.mark.mpi(2)
 def test_gradients_leave_no_memory_behind(device):
-    """After each step there is what was before it; while backward runs, the gradients twice and the buckets under way."""
+    """After each step there is what was before it; while backward runs, the gradients twice and the buckets under
+    way."""
     n, r, P = world()
     model, x = network(device, 8, 1024), torch.randn(8, 1024, device=device)
     sync, weights = dp.GradientSync(model.parameters(), P, limits=(1,)), 8 * 4 * 1024**2

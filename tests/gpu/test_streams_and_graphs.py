@@ -34,7 +34,9 @@ def problem(size=64):
 
 def same(found, wanted, what):
     """Every rank's result equals the CPU's."""
-    dd.testing.collective_assert(torch.allclose(found.cpu(), wanted, rtol=1e-12, atol=1e-12), f"{what}: differs from the CPU")
+    dd.testing.collective_assert(
+        torch.allclose(found.cpu(), wanted, rtol=1e-12, atol=1e-12), f"{what}: differs from the CPU"
+    )
 
 
 def test_nothing_is_staged():
@@ -97,7 +99,8 @@ def near(found, wanted, what):
 
 @pytest.mark.parametrize("grid", ["line", "tiles"])
 def test_overlapped_convolutions(grid):
-    """The strips, and their adjoint in backward, are on the side stream: again and again, so that a race has its chance."""
+    """The strips, and their adjoint in backward, are on the side stream: again and again, so that a race has its
+    chance."""
     n = dd.world().size
     P = dd.Partition((1, 1, n, 1)) if grid == "line" or n % 2 else dd.Partition((1, 1, 2, n // 2))
     L = dd.Layout(P, (1, 4, 256 * n, 512))
@@ -113,7 +116,11 @@ def test_overlapped_convolutions(grid):
         near(leaves[0].grad, L.shard(serial[0].grad), "x's gradient")
         near(leaves[1].grad, serial[1].grad, "w's gradient")
     loss = lambda x, o: (F.dist_conv(x.sin(), w, L, padding=2, overlap=o) ** 3).sum() * (1 + dd.world().rank)
-    near(dd.func.hvp(lambda x: loss(x, True), x, g), dd.func.hvp(lambda x: loss(x, False), x, g).cpu(), "second derivative")
+    near(
+        dd.func.hvp(lambda x: loss(x, True), x, g),
+        dd.func.hvp(lambda x: loss(x, False), x, g).cpu(),
+        "second derivative",
+    )
     found = []
     for overlap in (True, False):  # by the engine, whose second derivative is on the side stream too
         leaf = x.clone().requires_grad_()
@@ -183,13 +190,31 @@ def test_graph_capture(backward):
 def test_all_dtypes():
     n, r = dd.world().size, dd.world().rank
     P = dd.Partition((n,))
-    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-                  torch.float32, torch.float64, torch.complex64, torch.complex128):
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    ):
         x = (torch.arange(4) + r).to(dtype)
-        for call in (lambda t: F.all_sum_reduce(t, P), lambda t: F.shift(t, P, 0), lambda t: F.all_gather(t, P),
-                     lambda t: F.reduce_scatter(t.repeat(n), P)):
+        for call in (
+            lambda t: F.all_sum_reduce(t, P),
+            lambda t: F.shift(t, P, 0),
+            lambda t: F.all_gather(t, P),
+            lambda t: F.reduce_scatter(t.repeat(n), P),
+        ):
             found = call(x.to(device()))
-            dd.testing.collective_assert(found.dtype == dtype and torch.equal(found.cpu(), call(x)), f"{dtype}: differs")
+            dd.testing.collective_assert(
+                found.dtype == dtype and torch.equal(found.cpu(), call(x)), f"{dtype}: differs"
+            )
 
 
 def test_a_thousand_steps_use_no_more_memory():

@@ -15,19 +15,53 @@ from distdl.engine.nccl import NcclTransport
 from distdl.plan import View
 from distdl.watching import where
 
-# Layers are compositions: 4 ranks show every way of splitting them (uneven, empty, some of the ranks, grids), and one rank none.
-LAYERS = ("convert", "dropout_init", "expert", "fuzz_layers", "interpolate", "local", "networks", "nn", "nn_idioms", "overlap",
-          "parallel_topology", "pool", "reduce", "remat", "sweep", "transition")
+# Layers are compositions: 4 ranks show every way of splitting them (uneven, empty, some of the ranks, grids), and one
+# rank none.
+LAYERS = (
+    "convert",
+    "dropout_init",
+    "expert",
+    "fuzz_layers",
+    "interpolate",
+    "local",
+    "networks",
+    "nn",
+    "nn_idioms",
+    "overlap",
+    "parallel_topology",
+    "pool",
+    "reduce",
+    "remat",
+    "sweep",
+    "transition",
+)
 # Those that others are made of, on an odd number too.
 ODD = ("conv", "linear", "loss", "norm", "parallel_sums")
 # Trainings of whole models and their like take long.
-LONG = ("checkpoint", "neon", "parallel_average", "parallel_data", "parallel_grid", "parallel_hooks", "parallel_pipeline",
-        "parallel_precision", "parallel_shard", "rendezvous")
-# What more than 4 ranks would not change: how torch traces and compiles, and differentiates where ranks do not do the same.
+LONG = (
+    "checkpoint",
+    "neon",
+    "parallel_average",
+    "parallel_data",
+    "parallel_grid",
+    "parallel_hooks",
+    "parallel_pipeline",
+    "parallel_precision",
+    "parallel_shard",
+    "rendezvous",
+)
+# What more than 4 ranks would not change: how torch traces and compiles, and differentiates where ranks do not do the
+# same.
 SMALL = ("divergence", "embedding", "ties", "tracing")
-# On how many ranks `make test` runs them; `make test-all` runs them on 1 to 4. All else, the movements, runs on any number.
-WORLDS = (dict.fromkeys(LAYERS, (1, 4)) | dict.fromkeys(ODD, (1, 3, 4)) | dict.fromkeys(LONG, (4,))
-          | dict.fromkeys(SMALL, (1, 2, 3, 4)) | {"checkpoint": (2, 4), "rendezvous": (2, 4)})
+# On how many ranks `make test` runs them; `make test-all` runs them on 1 to 4. All else, the movements, runs on any
+# number.
+WORLDS = (
+    dict.fromkeys(LAYERS, (1, 4))
+    | dict.fromkeys(ODD, (1, 3, 4))
+    | dict.fromkeys(LONG, (4,))
+    | dict.fromkeys(SMALL, (1, 2, 3, 4))
+    | {"checkpoint": (2, 4), "rendezvous": (2, 4)}
+)
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -78,7 +112,8 @@ def fresh_programs():
 
 @pytest.fixture
 def folder():
-    """A folder of this rank's own: pytest's are cleaned up at exit by all ranks at once, and they disturb each other."""
+    """A folder of this rank's own: pytest's are cleaned up at exit by all ranks at once, and they disturb each
+    other."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
@@ -96,9 +131,9 @@ class _OnDevice(dispatch.Pending):
 
 
 def use(engine):
-    """Let every movement of CPU tensors go by another engine. With NCCL each one is copied to this rank's device and back, so
-    that the whole suite is a test of the device's side too. "cuda": tensors are on this rank's device from the beginning, local
-    computation too, for the tests that make theirs on torch's default device: those of dd.parallel."""
+    """Let every movement of CPU tensors go by another engine. With NCCL each one is copied to this rank's device and
+    back, so that the whole suite is a test of the device's side too. "cuda": tensors are on this rank's device from the
+    beginning, local computation too, for the tests that make theirs on torch's default device: those of dd.parallel."""
     if engine == "fake-nccl":
         import fake_nccl
 
@@ -108,7 +143,9 @@ def use(engine):
         device = torch.device("cuda", dd.world().rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         torch.set_default_device(device)
-        F.shift(torch.zeros(1), dd.Partition((dd.world().size,)), 0)  # the ranks meet now, so that tests count their own messages
+        F.shift(
+            torch.zeros(1), dd.Partition((dd.world().size,)), 0
+        )  # the ranks meet now, so that tests count their own messages
     if engine == "nccl-messages":
         NcclTransport.collectives = ("all_reduce",)
     if engine in ("nccl", "nccl-messages"):

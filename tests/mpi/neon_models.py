@@ -1,4 +1,5 @@
-"""neon's models of notebooks/, beside their sequential programs on any grid of ranks: used by test_neon and test_neon_many."""
+"""neon's models of notebooks/, beside their sequential programs on any grid of ranks: used by test_neon and
+test_neon_many."""
 
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ import neon
 
 
 def _sides(module, kind, n, size, steps):
-    """(layout, this rank's (x, y) of all steps, the whole (X, Y), parameters, places); ``None`` on a rank that takes no part."""
+    """(layout, this rank's (x, y) of all steps, the whole (X, Y), parameters, places); ``None`` on a rank that takes no
+    part."""
     L, chosen = module.layout(kind, n, size), range(size * steps)
     if not L.active:
         return None
@@ -39,8 +41,15 @@ def classifier(module, kind, n, size=8, steps=20, rate=0.05):
         logits, out = module.model(p, x[step], L)
         return F.dist_cross_entropy(logits, y[step], out)
 
-    compare(dist, lambda p, step: tf.cross_entropy(module.sequential(p, X[step]), Y[step]), params, places, steps=steps,
-            rate=rate, ranks=range(n))
+    compare(
+        dist,
+        lambda p, step: tf.cross_entropy(module.sequential(p, X[step]), Y[step]),
+        params,
+        places,
+        steps=steps,
+        rate=rate,
+        ranks=range(n),
+    )
 
 
 def pretraining(kind, n, stage, tied, size=8, steps=20, rate=0.02):
@@ -58,9 +67,16 @@ def pretraining(kind, n, stage, tied, size=8, steps=20, rate=0.02):
     inputs = [gb_dist.features(mine, t, L, stage)[0] for t in x]
     whole = [gb_dist.sequential_features(start, T, stage) for T in X]
     trained = {W: start[W], V: start[W] if tied else start[W].flip(0)}
-    compare(lambda p, step: gb_dist.objective(p[W], p[V], inputs[step], M, stage),
-            lambda p, step: gb_dist.sequential_objective(p[W], p[V], whole[step], stage), trained, places, steps=steps, rate=rate,
-            after=lambda p: {**p, W: gb_dist.normalised(p[W])}, ranks=range(n))
+    compare(
+        lambda p, step: gb_dist.objective(p[W], p[V], inputs[step], M, stage),
+        lambda p, step: gb_dist.sequential_objective(p[W], p[V], whole[step], stage),
+        trained,
+        places,
+        steps=steps,
+        rate=rate,
+        after=lambda p: {**p, W: gb_dist.normalised(p[W])},
+        ranks=range(n),
+    )
 
 
 __all__ = ["classifier", "convnet_dist", "gb_dist", "mlp_dist", "neon", "pretraining"]

@@ -2,16 +2,17 @@
 
     check_layer(lambda x, w: F.dist_something(x, L, w), torch.something, [X, W], [L, whole], L_out)
 
-``inputs`` are *global* tensors, equal on all ranks (:func:`randn` draws them). A **place** says what this rank holds of one:
+``inputs`` are *global* tensors, equal on all ranks (:func:`randn` draws them). A **place** says what this rank holds of
+one:
 
     a Layout            its block
     ``whole``           all of it: an invariant parameter, or an invariant result
-    ``along(L, 1)``     a tensor over dim 1 of L only (a bias, class weights): the slice that fits this rank's block of L
-    any function        global tensor -> this rank's part
+    ``along(L, 1)``     a tensor over dim 1 of L only (a bias, class weights): the slice that fits this rank's block of
+    L any function        global tensor -> this rank's part
 
-As every derivative of a right layer is the same part of the serial derivative, one place serves the tensor, its tangent and its
-gradient. A parameter that several ranks hold must therefore be invariant (``params="invariant"``, or marked inside the function).
-Results on ranks outside the partition are not compared, but must go through every transform.
+As every derivative of a right layer is the same part of the serial derivative, one place serves the tensor, its tangent
+and its gradient. A parameter that several ranks hold must therefore be invariant (``params="invariant"``, or marked
+inside the function). Results on ranks outside the partition are not compared, but must go through every transform.
 
 All ranks call it; faults are gathered at the end, so that every rank fails together.
 """
@@ -50,8 +51,9 @@ def along(L, *dims):
 def layouts(shape, dims=None, *, grids=True):
     """Layouts of a tensor of ``shape`` that are worth trying on this world: {name: Layout}.
 
-    Each of ``dims`` (default: all) split over all ranks, balanced (so uneven or empty, as the shape has it); the first by unequal
-    splits with an empty block, over all ranks but rank 0 (in reverse order), and over one rank; the first two as a grid.
+    Each of ``dims`` (default: all) split over all ranks, balanced (so uneven or empty, as the shape has it); the first
+    by unequal splits with an empty block, over all ranks but rank 0 (in reverse order), and over one rank; the first
+    two as a grid.
     """
     n, dims = dd.world().size, tuple(range(len(shape)) if dims is None else dims)
 
@@ -103,7 +105,9 @@ class _Comparison:
                 self.faults.append(f"{what}: off by {float((found - part).abs().max()):.2e}, largest entry {scale:.2e}")
 
 
-def check_layer(dist, serial, inputs, places, out, *, argnums=None, batched=(0,), active=None, rtol=1e-10, orders=2, name=""):
+def check_layer(
+    dist, serial, inputs, places, out, *, argnums=None, batched=(0,), active=None, rtol=1e-10, orders=2, name=""
+):
     """Compare ``dist`` (this rank's parts -> this rank's result) with ``serial`` (global tensors -> global result).
 
     Args:
@@ -112,7 +116,8 @@ def check_layer(dist, serial, inputs, places, out, *, argnums=None, batched=(0,)
         out: the place of the result, or a tuple of them where a tuple is returned. ``whole`` for an invariant result.
         argnums: which inputs are differentiated. Default: all floating ones.
         batched: which inputs get a batch under vmap (the others are shared).
-        active: whether this rank's results count. Default: whether it is in the partition of the first Layout among the places.
+        active: whether this rank's results count. Default: whether it is in the partition of the first Layout among the
+            places.
         rtol: relative tolerance; absolute: the same times the largest entry of the tensor.
         orders: 2 everything; 1 neither vmap nor second derivatives; 0 the value only.
         name: put before every fault.
@@ -187,7 +192,9 @@ def check_layer(dist, serial, inputs, places, out, *, argnums=None, batched=(0,)
     # per-example gradients
     batched = [i for i in batched if i in argnums]
     if batched:
-        scales = {i: randn(*inputs[i].shape, seed=50 + i).sigmoid().to(inputs[i].dtype) for i in batched}  # stays in [0, x]
+        scales = {
+            i: randn(*inputs[i].shape, seed=50 + i).sigmoid().to(inputs[i].dtype) for i in batched
+        }  # stays in [0, x]
         copies_global = [torch.stack([inputs[i], inputs[i] * scales[i]]) for i in batched]
         copies = [torch.stack([_cut(places[i], x) for x in pair]) for i, pair in zip(batched, copies_global)]
 
@@ -220,9 +227,15 @@ def _finish(compare, name):
 
 
 def messages(call):
-    """What this rank sends in ``call()``: (sends, elements of float64 sent, all-reduces, elements reduced, agreements)."""
+    """What this rank sends in ``call()``: (sends, elements of float64 sent, all-reduces, elements reduced,
+    agreements)."""
     with dd.testing.count_messages() as sent:
         call()
     sizes = {kind: [size for _, _, size in sent.of(kind)] for kind in ("send", "all_reduce", "agree")}
-    return (len(sizes["send"]), sum(sizes["send"]) // 8, len(sizes["all_reduce"]), sum(sizes["all_reduce"]) // 8,
-            len(sizes["agree"]))
+    return (
+        len(sizes["send"]),
+        sum(sizes["send"]) // 8,
+        len(sizes["all_reduce"]),
+        sum(sizes["all_reduce"]) // 8,
+        len(sizes["agree"]),
+    )

@@ -36,8 +36,13 @@ def test_blocks_do_not_fit():
 def test_dtype():
     n, r, P, rows, columns = world()
     x = torch.ones(2, 3, dtype=torch.float32 if r else torch.float64)
-    for call in (lambda: F.repartition(x, rows, columns), lambda: F.all_gather(x, rows), lambda: F.permute(x, P, [(0, 1)]),
-                 lambda: F.sum_reduce(x, P, dd.Partition((1,))), lambda: F.gather(x, rows)):  # fmt: skip
+    for call in (
+        lambda: F.repartition(x, rows, columns),
+        lambda: F.all_gather(x, rows),
+        lambda: F.permute(x, P, [(0, 1)]),
+        lambda: F.sum_reduce(x, P, dd.Partition((1,))),
+        lambda: F.gather(x, rows),
+    ):
         raises_everywhere(AgreementError, call, "dtype", "rank 0: torch.float64", "torch.float32")
 
 
@@ -69,7 +74,8 @@ def test_a_local_failure_travels():
 
 
 def test_requires_grad_is_joined():
-    """Case 38: one rank's input does not require grad; with plain backward every rank's output is connected all the same."""
+    """Case 38: one rank's input does not require grad; with plain backward every rank's output is connected all the
+    same."""
     n, r, P, rows, columns = world()
     for call, shape in ((lambda x: F.repartition(x, rows, columns), (2, n)), (lambda x: F.all_gather(x, rows), (2, 3)),
                         (lambda x: F.permute(x, P, [(0, 1), (1, 0)]), (2,)),
@@ -167,7 +173,8 @@ def all_raise(first, second, *words):
 
 @pytest.mark.worlds(1, 2, 3, 4)
 def test_calls_in_another_order(impatient):
-    """Messages of one size: without tags of the plan each rank would take the other call's for its own (both were wrong)."""
+    """Messages of one size: without tags of the plan each rank would take the other call's for its own (both were
+    wrong)."""
     n, r, P, rows, columns = world()
     L, x, u = dd.Layout(P, (2 * n,)), torch.tensor([1.0, 2.0]) + 10 * r, torch.ones(2, requires_grad=True)
     f, g = (torch.tensor([1.0, 2.0], dtype=d) for d in (torch.float32, torch.int32))
@@ -185,7 +192,9 @@ def test_calls_in_another_order(impatient):
         if a in calls and b in calls:
             for first, second in ((a, b), (b, a)):
                 all_raise(calls[first], calls[second], *(f"{name.partition(',')[0]} over" for name in (first, second)))
-                assert torch.equal(calls["shift"](), x + (10 * (n - 1) if r == 0 else -10)), "and the next call is right"
+                assert torch.equal(calls["shift"](), x + (10 * (n - 1) if r == 0 else -10)), (
+                    "and the next call is right"
+                )
     y, z = F.shift(u, L, 0), F.all_gather(u, L)
     all_raise(lambda: y.sum().backward(), lambda: z.sum().backward(), "shift.T", "all_gather.T")
 
@@ -205,7 +214,8 @@ def test_ranks_that_take_no_part_hear_of_it(impatient):
 
 @pytest.mark.worlds(1, 2, 3, 4)
 def test_a_rank_that_skips_a_call(impatient):
-    """It caught an error of its own: those that miss its message hear of it, with its cause, and all are together again."""
+    """It caught an error of its own: those that miss its message hear of it, with its cause, and all are together
+    again."""
     n, r, P, rows, columns = world()
     L, x = dd.Layout(P, (2 * n,)), torch.full((2,), float(r))
     for _ in range(2):
@@ -229,7 +239,8 @@ def test_tags_fit_every_mpi():
 
 @pytest.mark.worlds(1, 2, 3, 4)
 def test_another_dtype(impatient):
-    """A promise broken (no negotiation, another dtype on one rank): an error that names both, not garbage, whatever the sizes."""
+    """A promise broken (no negotiation, another dtype on one rank): an error that names both, not garbage, whatever the
+    sizes."""
     n, r, P, rows, columns = world()
     for mine, others in ((torch.float32, torch.float64), (torch.float64, torch.float32), (torch.int32, torch.float32)):
         text = f"rank 0: all_gather over .*, {mine}, now in .*: all_gather over .*, {others}, now in"
@@ -262,7 +273,8 @@ Pair = namedtuple("Pair", "second first")
 
 
 def container(kind, values, backwards):
-    """{name: value} as that kind of container, its keys in one of two orders; a namedtuple's fields stay where they are."""
+    """{name: value} as that kind of container, its keys in one of two orders; a namedtuple's fields stay where they
+    are."""
     names = list(values)[:: -1 if backwards else 1]
     if kind == "nested":
         return [{"q": {k: {k: values[k]} for k in names}}, *[values["b"]] * 2]
@@ -276,24 +288,30 @@ def container(kind, values, backwards):
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, defaultdict, Pair, "nested", "mixed keys"])
 def test_order_of_keys(kind):
-    """Leaves are matched by their keys: rank 0 has them in another order. Every movement that takes a pytree, with shapes of its
-    own and with equal ones, with a Layout, a shape or nothing; and its adjoint. The result has this rank's order."""
+    """Leaves are matched by their keys: rank 0 has them in another order. Every movement that takes a pytree, with
+    shapes of its own and with equal ones, with a Layout, a shape or nothing; and its adjoint. The result has this
+    rank's order."""
     n, r, P, rows, columns = world()
     L = dd.Layout(P, (2 * n,))
     tall, wide = dd.Layout(rows, (2 * n, n)), dd.Layout(columns, (2 * n, n))
     calls = {
-        "all_sum_reduce": (lambda x: F.all_sum_reduce(x, P), (2,)), "shift": (lambda x: F.shift(x, P, 0), (2,)),
-        "shift, layout": (lambda x: F.shift(x, L, 0), (2,)), "permute": (lambda x: F.permute(x, P, [(0, 1), (1, 0)]), (2,)),
-        "mark_varying": (lambda x: F.mark_varying(x, P), (2,)), "invariant_sum": (lambda x: F.invariant_sum(x, P), (2,)),
-        "reduce_scatter": (lambda x: F.reduce_scatter(x, P), (2 * n,)), "all_gather": (lambda x: F.all_gather(x, P), (2,)),
+        "all_sum_reduce": (lambda x: F.all_sum_reduce(x, P), (2,)),
+        "shift": (lambda x: F.shift(x, P, 0), (2,)),
+        "shift, layout": (lambda x: F.shift(x, L, 0), (2,)),
+        "permute": (lambda x: F.permute(x, P, [(0, 1), (1, 0)]), (2,)),
+        "mark_varying": (lambda x: F.mark_varying(x, P), (2,)),
+        "invariant_sum": (lambda x: F.invariant_sum(x, P), (2,)),
+        "reduce_scatter": (lambda x: F.reduce_scatter(x, P), (2 * n,)),
+        "all_gather": (lambda x: F.all_gather(x, P), (2,)),
         "all_gather, layout": (lambda x: F.all_gather(x, L), (2,)),
         "scatter": (lambda x: F.scatter(x, P, shape=(2 * n,)), (2 * n,)),
-        "gather, layout": (lambda x: F.gather(x, L), (2,)), "broadcast": (lambda x: F.broadcast(x, dd.Partition((1,)), P), (3,)),
+        "gather, layout": (lambda x: F.gather(x, L), (2,)),
+        "broadcast": (lambda x: F.broadcast(x, dd.Partition((1,)), P), (3,)),
         "sum_reduce": (lambda x: F.sum_reduce(x, P, dd.Partition((1,)), shape=(3,)), (3,)),
         "repartition": (lambda x: F.repartition(x, tall, wide), (2, n)),
         "bare": (lambda x: F.repartition(x, rows, columns), (2, n)),
         "halo": (lambda x: F.halo_exchange(x, dd.HaloSpec(L, 1, boundary="circular")), (2,)),
-    }  # fmt: skip
+    }
     for name, (call, shape) in calls.items():
         values = {k: torch.full(shape, 10.0**i * (r + 1), requires_grad=True) for i, k in enumerate("abcd")}
         given = container(kind, values, r == 0)
@@ -327,7 +345,9 @@ def test_words_for_pytrees():
 
 def test_arguments():
     n, r, P, rows, columns = world()
-    raises_everywhere(AgreementError, lambda: F.permute(torch.ones(1), P, [(0, 1)] if r else [(1, 0)]), "arguments", "pairs")
+    raises_everywhere(
+        AgreementError, lambda: F.permute(torch.ones(1), P, [(0, 1)] if r else [(1, 0)]), "arguments", "pairs"
+    )
     raises_everywhere(AgreementError, lambda: F.all_gather(torch.ones(2, 2), rows, 0 if r else 1), "arguments", "dims")
 
 
@@ -339,12 +359,16 @@ def test_transforms_on_some_ranks():
         return F.repartition(x, rows, columns).sum()
 
     raises_everywhere(AgreementError, lambda: f(x) if r else vmap(f)(torch.stack([x, x])), "vmap", "rank 0: (2,)")
-    raises_everywhere(AgreementError, lambda: jvp(f, (x,), (x,)) if r else grad(f)(x), "torch.func", "rank 0: (('Grad 1',),)")
+    raises_everywhere(
+        AgreementError, lambda: jvp(f, (x,), (x,)) if r else grad(f)(x), "torch.func", "rank 0: (('Grad 1',),)"
+    )
     with torch.set_grad_enabled(r > 0):
         raises_everywhere(AgreementError, lambda: f(x.clone().requires_grad_()), "graph is recorded", "rank 0: False")
         assert f(x) == 2 * n  # where no rank would record anything it does not matter
     with forward_ad.dual_level() if r else torch.enable_grad():
-        raises_everywhere(AgreementError, lambda: f(forward_ad.make_dual(x, x) if r else x), "forward mode", "rank 0: False")
+        raises_everywhere(
+            AgreementError, lambda: f(forward_ad.make_dual(x, x) if r else x), "forward mode", "rank 0: False"
+        )
 
 
 def test_tangents_are_joined():
@@ -353,6 +377,8 @@ def test_tangents_are_joined():
     for graph in (False, True):
         x = torch.ones(2, n, dtype=torch.float64, requires_grad=graph and r == 1)
         with forward_ad.dual_level():
-            y, t = forward_ad.unpack_dual(F.repartition(forward_ad.make_dual(x, 3 * x.detach()) if r == 0 else x, rows, columns))
+            y, t = forward_ad.unpack_dual(
+                F.repartition(forward_ad.make_dual(x, 3 * x.detach()) if r == 0 else x, rows, columns)
+            )
             assert y.requires_grad == graph
             assert torch.equal(t, torch.tensor([3.0] * 2 + [0.0] * (2 * n - 2), dtype=torch.float64)[:, None])

@@ -1,4 +1,5 @@
-"""Bad input: an error on every rank that could see it, saying operator, expected, actual and what to do; messages stay matched."""
+"""Bad input: an error on every rank that could see it, saying operator, expected, actual and what to do; messages stay
+matched."""
 
 import pytest
 import torch
@@ -30,23 +31,47 @@ BAD = {
     "wrong local shape, shape=": (ShapeError, lambda n, P, Q, L: F.gather(torch.ones(1, 1), P, shape=(2 * n, 3))),
     "wrong ndim": (DistdlError, lambda n, P, Q, L: F.repartition(torch.ones(2), P, Q)),
     "partitions of different ndim": (PartitionError, lambda n, P, Q, L: F.repartition(BLOCK, L, dd.Partition((n,)))),
-    "bare partitions of different ndim": (PartitionError, lambda n, P, Q, L: F.repartition(BLOCK, P, dd.Partition((n,)))),
-    "layouts of different shapes": (PartitionError, lambda n, P, Q, L: F.repartition(BLOCK, L, dd.Layout(Q, (2 * n, 4)))),
-    "more ranks than the world": (PartitionError, lambda n, P, Q, L: F.all_sum_reduce(torch.ones(1), dd.Partition((n + 1,)))),
-    "more ranks, negotiated": (PartitionError, lambda n, P, Q, L: F.repartition(torch.ones(2, 3), P, dd.Partition((1, n + 1)))),
-    "rank out of the world": (PartitionError, lambda n, P, Q, L: F.shift(torch.ones(1), dd.Partition((1,), (n + 3,)), 0)),
+    "bare partitions of different ndim": (
+        PartitionError,
+        lambda n, P, Q, L: F.repartition(BLOCK, P, dd.Partition((n,))),
+    ),
+    "layouts of different shapes": (
+        PartitionError,
+        lambda n, P, Q, L: F.repartition(BLOCK, L, dd.Layout(Q, (2 * n, 4))),
+    ),
+    "more ranks than the world": (
+        PartitionError,
+        lambda n, P, Q, L: F.all_sum_reduce(torch.ones(1), dd.Partition((n + 1,))),
+    ),
+    "more ranks, negotiated": (
+        PartitionError,
+        lambda n, P, Q, L: F.repartition(torch.ones(2, 3), P, dd.Partition((1, n + 1))),
+    ),
+    "rank out of the world": (
+        PartitionError,
+        lambda n, P, Q, L: F.shift(torch.ones(1), dd.Partition((1,), (n + 3,)), 0),
+    ),
     "root out of the world": (PartitionError, lambda n, P, Q, L: F.scatter(torch.ones(2, 3), L, root=n)),
-    "partitions do not broadcast": (PartitionError, lambda n, P, Q, L: F.broadcast(torch.ones(1), P, dd.Partition((n,)))),
+    "partitions do not broadcast": (
+        PartitionError,
+        lambda n, P, Q, L: F.broadcast(torch.ones(1), P, dd.Partition((n,))),
+    ),
     "no such partition dim": (PartitionError, lambda n, P, Q, L: F.all_sum_reduce(torch.ones(1), P, dims=2)),
     "no such gather dim": (PartitionError, lambda n, P, Q, L: F.all_gather(torch.ones(1, 1), P, dims={5: 0})),
     "permute to a rank outside": (PartitionError, lambda n, P, Q, L: F.permute(torch.ones(1), P, [(0, n)])),
     "permute twice to one rank": (PartitionError, lambda n, P, Q, L: F.permute(torch.ones(1), P, [(0, 0), (n - 1, 0)])),
-    "sum of uneven blocks": (PartitionError, lambda n, P, Q, L: F.all_sum_reduce(torch.ones(2), dd.Layout(P, (2 * n + 1, 1)), 0)),
+    "sum of uneven blocks": (
+        PartitionError,
+        lambda n, P, Q, L: F.all_sum_reduce(torch.ones(2), dd.Layout(P, (2 * n + 1, 1)), 0),
+    ),
     "leaf of another shape": (ShapeError, lambda n, P, Q, L: F.repartition([torch.ones(2, 3), torch.ones(1, 3)], L, Q)),
     "shape against the layout": (ShapeError, lambda n, P, Q, L: F.repartition(torch.ones(2, 3), L, Q, shape=(1, 1))),
     "halo input": (ShapeError, lambda n, P, Q, L: F.halo_exchange(torch.ones(5, 5), dd.HaloSpec(L, 1))),
     "more ranks, pytree": (PartitionError, lambda n, P, Q, L: F.shift([BLOCK] * 2, dd.Partition((n + 1,)), 0)),
-    "more ranks, start": (PartitionError, lambda n, P, Q, L: F.start(dd.maps.shift(dd.Partition((n + 1,)), 0, shape=(1,)), BLOCK)),
+    "more ranks, start": (
+        PartitionError,
+        lambda n, P, Q, L: F.start(dd.maps.shift(dd.Partition((n + 1,)), 0, shape=(1,)), BLOCK),
+    ),
     "two worlds": (PartitionError, lambda n, P, Q, L: F.repartition(BLOCK, L, dd.Partition((1, n), world="another"))),
     "two devices": (ShapeError, lambda n, P, Q, L: F.invariant_sum([BLOCK, BLOCK.to("meta")], dd.Partition((n, 1, 1)))),
     "a tensor dim named twice": (PartitionError, lambda n, P, Q, L: F.all_gather(BLOCK, P, {0: 0, -2: 1})),
@@ -56,8 +81,12 @@ BAD = {
     "no partition, bare": (PartitionError, lambda n, P, Q, L: F.all_gather(BLOCK, None)),
     "no tensor in a pytree": (ShapeError, lambda n, P, Q, L: F.repartition([BLOCK, 3], L, Q)),
     "layout of a layout": (PartitionError, lambda n, P, Q, L: dd.Layout(L, (2 * n, 3))),
-    "windows of other ranks": (PartitionError, lambda n, P, Q, L: dd.HaloSpec.needs(
-        L, None, dd.Layout(dd.Partition((n + 1, 1)), (2 * n, 3)), lambda d, a, b: (a, b))),
+    "windows of other ranks": (
+        PartitionError,
+        lambda n, P, Q, L: dd.HaloSpec.needs(
+            L, None, dd.Layout(dd.Partition((n + 1, 1)), (2 * n, 3)), lambda d, a, b: (a, b)
+        ),
+    ),
     "window against the layout": (PartitionError, lambda n, P, Q, L: dd.HaloSpec.window(L, (2 * n, 4), (3,))),
     "inner product of two shapes": (ShapeError, lambda n, P, Q, L: dd.func.inner(BLOCK, torch.ones(1, 3), P)),
     "too many maps": (PartitionError, lambda n, P, Q, L: F.start((dd.maps.repartition(L, Q),) * 2, (BLOCK,))),

@@ -1,4 +1,5 @@
-"""Under dd.checking() a disagreement is one error on every rank, naming ranks, operators and lines; and nothing else changes."""
+"""Under dd.checking() a disagreement is one error on every rank, naming ranks, operators and lines; and nothing else
+changes."""
 
 import time
 
@@ -65,7 +66,14 @@ def test_a_late_rank_is_waited_for():
 
 def test_operator():
     x = torch.ones(2, 2)
-    words = "the operator called", "rank 0: all_sum_reduce at ", "shift at ", "test_checking.py:", "in <lambda>", f"on rank {R}"
+    words = (
+        "the operator called",
+        "rank 0: all_sum_reduce at ",
+        "shift at ",
+        "test_checking.py:",
+        "in <lambda>",
+        f"on rank {R}",
+    )
     text = raises_everywhere(AgreementError, lambda: F.shift(x, P, 0) if R else F.all_sum_reduce(x, P), *words)
     said = gather_objects(text.replace(f"on rank {R}", ""))
     assert len(set(said)) == 1, "the same sentence on every rank"
@@ -90,9 +98,15 @@ def test_shape_and_dtype_without_negotiation(shape, dtype, words):
 
 
 def test_direction_partitions_and_pytrees():
-    x, rows, columns = torch.ones(2, 2), dd.Layout(dd.Partition((N, 1)), (2 * N, 2)), dd.Layout(dd.Partition((1, N)), (2, 2 * N))
+    x, rows, columns = (
+        torch.ones(2, 2),
+        dd.Layout(dd.Partition((N, 1)), (2 * N, 2)),
+        dd.Layout(dd.Partition((1, N)), (2, 2 * N)),
+    )
     A, B = dd.maps.repartition(rows, columns.partition), dd.maps.all_sum_reduce(P, (2, 2))
-    raises_everywhere(AgreementError, lambda: (A if R else A.T)(torch.ones((A if R else A.T).in_shape)), "repartition.T")
+    raises_everywhere(
+        AgreementError, lambda: (A if R else A.T)(torch.ones((A if R else A.T).in_shape)), "repartition.T"
+    )
     raises_everywhere(AgreementError, lambda: F.all_sum_reduce(x, P if R else dd.Partition((N, 1))), "the partitions")
     raises_everywhere(AgreementError, lambda: F.all_sum_reduce([x] * (1 if R else 2), P), "the number of tensors")
     assert torch.equal(B(x), N * x), "no error spoils the next call"
@@ -182,7 +196,9 @@ def test_batches():
     A = dd.maps.shift(P, 0, 1, True, (2,))
     from distdl.linear_map import apply
 
-    raises_everywhere(AgreementError, lambda: apply(A.steps, (x[: 3 if R else 4],)), "the batch sizes (vmap)", "(4,)", "(3,)")
+    raises_everywhere(
+        AgreementError, lambda: apply(A.steps, (x[: 3 if R else 4],)), "the batch sizes (vmap)", "(4,)", "(3,)"
+    )
 
 
 def test_adjoints_are_compared_too():
@@ -199,15 +215,20 @@ def test_movement_against_agreement():
 
 
 def test_a_rank_that_never_comes():
-    """Those that wait name it, what it last completed and where, and where the others are; it hears of it when it comes."""
+    """Those that wait name it, what it last completed and where, and where the others are; it hears of it when it
+    comes."""
     F.shift(torch.ones(1), P, 0)
     if R == N - 1:
         time.sleep(2.5)
     with dd.checking(timeout=1 if R < N - 1 else 60):
         text = raises_of(lambda: F.all_sum_reduce(torch.ones(1), P))
     others = "rank 0 is" if N == 2 else f"ranks {', '.join(map(str, range(N - 1)))} are"
-    words = (f"rank {N - 1} did not come within 1 s", f"rank {N - 1} is outside of any movement, last completed shift over",
-             "test_checking.py:", f"{others} in all_sum_reduce at")  # fmt: skip
+    words = (
+        f"rank {N - 1} did not come within 1 s",
+        f"rank {N - 1} is outside of any movement, last completed shift over",
+        "test_checking.py:",
+        f"{others} in all_sum_reduce at",
+    )
     collective_assert(all(w in text for w in words), text)
 
 
@@ -230,7 +251,9 @@ def test_rule_one():
     x, loss = squares()
     words = "rule 1", "invariant_sum.T", "rank 0: norm 1; rank 1: norm 2"
     raises_everywhere(InvariantError, lambda: (loss * (R + 1)).backward(), *words)
-    raises_everywhere(InvariantError, lambda: grad(lambda x: F.invariant_sum(x**2, P) * (R + 1))(x.detach()[0]), "rule 1")
+    raises_everywhere(
+        InvariantError, lambda: grad(lambda x: F.invariant_sum(x**2, P) * (R + 1))(x.detach()[0]), "rule 1"
+    )
     assert x.grad is None
 
 
@@ -251,7 +274,12 @@ def test_parameters_that_drifted():
 
 
 def test_one_bit_is_a_difference_but_the_sign_of_zero_is_none():
-    for good in (torch.tensor([0.0 if R else -0.0]), torch.tensor([float("nan")]), torch.tensor([1 + 2j]), torch.tensor([True])):
+    for good in (
+        torch.tensor([0.0 if R else -0.0]),
+        torch.tensor([float("nan")]),
+        torch.tensor([1 + 2j]),
+        torch.tensor([True]),
+    ):
         F.mark_varying(good, P)
     g = torch.tensor([1.0, 2.0])
     bad = torch.stack([g, g.flip(0)])[min(R, 1)]
@@ -286,8 +314,13 @@ def test_requires_grad_on_some_ranks_only():
     L = dd.Layout(P, (2 * N,))
     y = F.shift(torch.ones(2, requires_grad=R == 0), L, 0)
     assert y.requires_grad == (R == 0)
-    branch(lambda: y.sum().backward() if R == 0 else None, "rank 0: shift.T", "agreement", "recorded no graph for shift at",
-           "test_checking.py:")  # fmt: skip
+    branch(
+        lambda: y.sum().backward() if R == 0 else None,
+        "rank 0: shift.T",
+        "agreement",
+        "recorded no graph for shift at",
+        "test_checking.py:",
+    )
 
 
 def test_no_grad_on_one_rank():
@@ -385,7 +418,11 @@ def test_remat_where_one_rank_drops_an_output():
     plain = x.detach().clone().requires_grad_()
     region(plain, True).sum().backward()
     assert torch.equal(x.grad, plain.grad)
-    branch(lambda: (x**2 if R == 0 else dd.remat(lambda x: region(x, False))(x)).sum().backward(), "rank 0: agreement", "shift at")
+    branch(
+        lambda: (x**2 if R == 0 else dd.remat(lambda x: region(x, False))(x)).sum().backward(),
+        "rank 0: agreement",
+        "shift at",
+    )
 
 
 def test_remat_on_a_rank_without_data():

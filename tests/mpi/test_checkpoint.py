@@ -1,4 +1,5 @@
-"""Checkpoints: saved on one partition, loaded on any other; a run goes on where it was; a failure on one rank is everyone's."""
+"""Checkpoints: saved on one partition, loaded on any other; a run goes on where it was; a failure on one rank is
+everyone's."""
 
 import errno
 import os
@@ -62,9 +63,15 @@ def grids(ndim):
 def globals_():
     """Of many dtypes; uneven, empty on some ranks, without elements, without dims."""
     return {
-        "a": randn(5, 7), "b.half": randn(3, 2, 5).bfloat16(), "c": (randn(7, 3) > 0), "d": torch.arange(2), "e": randn(0, 3),
-        "f": torch.tensor(3.5), "g": randn(4, 6, 3).to(torch.complex64), "h": torch.arange(11, dtype=torch.uint8),
-    }  # fmt: skip
+        "a": randn(5, 7),
+        "b.half": randn(3, 2, 5).bfloat16(),
+        "c": (randn(7, 3) > 0),
+        "d": torch.arange(2),
+        "e": randn(0, 3),
+        "f": torch.tensor(3.5),
+        "g": randn(4, 6, 3).to(torch.complex64),
+        "h": torch.arange(11, dtype=torch.uint8),
+    }
 
 
 def test_any_partition_to_any_other(folder):
@@ -72,7 +79,9 @@ def test_any_partition_to_any_other(folder):
     tensors, path = globals_(), folder / "x.safetensors"
     one = dd.Partition((), (LAST,))
     for i, _ in enumerate(list(grids(2))):
-        chosen = {k: [*grids(x.dim())][min(i, len([*grids(x.dim())]) - 1)] if x.dim() else one for k, x in tensors.items()}
+        chosen = {
+            k: [*grids(x.dim())][min(i, len([*grids(x.dim())]) - 1)] if x.dim() else one for k, x in tensors.items()
+        }
         layouts = {k: dd.Layout(P, tensors[k].shape) for k, P in chosen.items()}
         if N == 2 or (N > 2 and i == 0):
             layouts["a"] = dd.Layout(dd.Partition((1, N)), (5, 7), (None, (0, 7, 0, 0)[:N]))
@@ -80,18 +89,26 @@ def test_any_partition_to_any_other(folder):
         strided = {k: x.flip(0).flip(0) if x.dim() else x for k, x in blocks.items()}
         checkpoint.save(path, strided, layouts, {"i": i, "lr": 0.1, "nested": [1, None, "é"]})
         alone = load_file(path)
-        agree(alone.keys() == tensors.keys() and all(torch.equal(alone[k], x) and alone[k].dtype == x.dtype
-                                                     for k, x in tensors.items()), "safetensors alone reads something else")
+        agree(
+            alone.keys() == tensors.keys()
+            and all(torch.equal(alone[k], x) and alone[k].dtype == x.dtype for k, x in tensors.items()),
+            "safetensors alone reads something else",
+        )
         for P in grids(3):
             turned = {"b.half": dd.Layout(P, (3, 2, 5)), "g": dd.Layout(P, (4, 6, 3))}
-            turned |= {k: dd.Layout(dd.Partition(P.shape[:2], P.ranks), tensors[k].shape) for k in "ace" if P.shape[2] == 1}
+            turned |= {
+                k: dd.Layout(dd.Partition(P.shape[:2], P.ranks), tensors[k].shape) for k in "ace" if P.shape[2] == 1
+            }
             found, metadata = checkpoint.load(path, turned)
             agree(metadata == {"i": i, "lr": 0.1, "nested": [1, None, "é"]}, str(metadata))
             expected = {k: turned[k].shard(x) if k in turned else x for k, x in tensors.items()}
             agree(found.keys() == tensors.keys(), str(found.keys()))
             for k, x in expected.items():
                 agree(torch.equal(found[k], x) and found[k].dtype == x.dtype, f"{k} over {P}")
-                agree(found[k].untyped_storage().nbytes() == x.numel() * x.element_size(), f"{k}: more than the block is kept")
+                agree(
+                    found[k].untyped_storage().nbytes() == x.numel() * x.element_size(),
+                    f"{k}: more than the block is kept",
+                )
         found, _ = checkpoint.load(path, {"a": dd.Layout(dd.Partition((N, 1)), (5, 7))}, names=["f"])
         agree(found.keys() == {"f", "a"}, str(found.keys()))
 
@@ -336,12 +353,17 @@ def test_different_files(kept):
 
 
 def network(P):
-    """A convolutional network over (batch, 1, rows, columns); no bias before the norm, whose gradient would be noise."""
+    """A convolutional network over (batch, 1, rows, columns); no bias before the norm, whose gradient would be
+    noise."""
     torch.manual_seed(5)
     kind = {"dtype": torch.float64}
     return torch.nn.Sequential(
-        nn.Conv2d(P, 2, 5, 3, padding=1, bias=False, **kind), nn.BatchNorm(P, 5, **kind), torch.nn.Tanh(), nn.Dropout(P, 0.2),
-        nn.Conv2d(P, 5, 2, 3, padding=1, **kind))  # fmt: skip
+        nn.Conv2d(P, 2, 5, 3, padding=1, bias=False, **kind),
+        nn.BatchNorm(P, 5, **kind),
+        torch.nn.Tanh(),
+        nn.Dropout(P, 0.2),
+        nn.Conv2d(P, 5, 2, 3, padding=1, **kind),
+    )
 
 
 def perceptron(P):
@@ -350,7 +372,10 @@ def perceptron(P):
     (_, k), kind = P.shape, {"dtype": torch.float64}
     column, row = (dd.Partition(shape, P.ranks) for shape in ((1, k, 1), (1, 1, k)))
     return torch.nn.Sequential(
-        nn.Linear(column, 6, 7, x_layout="invariant", **kind), torch.nn.Tanh(), nn.Linear(row, 7, 3, y_layout="invariant", **kind))
+        nn.Linear(column, 6, 7, x_layout="invariant", **kind),
+        torch.nn.Tanh(),
+        nn.Linear(row, 7, 3, y_layout="invariant", **kind),
+    )
 
 
 def run(model, optimizer, scheduler, loss, first, last):
@@ -383,15 +408,24 @@ def vector_loss(P):
     return lambda model, step: torch.nn.functional.mse_loss(model(randn(3, 6, seed=step)), randn(3, 3, seed=step + 100))
 
 
-IMAGE = {1: [(1, 1, 1, 1)], 2: [(1, 1, 2, 1), (2, 1, 1, 1), (1, 1, 1, 1)], 3: [(3, 1, 1, 1), (1, 1, 2, 1), (1, 1, 1, 1)],
-         4: [(2, 1, 2, 1), (1, 1, 4, 1), (1, 1, 1, 3), (2, 1, 1, 1), (1, 1, 1, 1)]}  # fmt: skip
+IMAGE = {
+    1: [(1, 1, 1, 1)],
+    2: [(1, 1, 2, 1), (2, 1, 1, 1), (1, 1, 1, 1)],
+    3: [(3, 1, 1, 1), (1, 1, 2, 1), (1, 1, 1, 1)],
+    4: [(2, 1, 2, 1), (1, 1, 4, 1), (1, 1, 1, 3), (2, 1, 1, 1), (1, 1, 1, 1)],
+}
 VECTOR = {1: [(1, 1)], 2: [(1, 2), (1, 1)], 3: [(1, 3), (1, 2), (1, 1)], 4: [(1, 4), (1, 2), (1, 3), (1, 1)]}
 OPTIMIZERS = {"adam": torch.optim.Adam, "momentum": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)}
 
 
-@pytest.mark.parametrize("make, loss_of, shapes, kind", [
-    (network, image_loss, IMAGE, "adam"), (perceptron, vector_loss, VECTOR, "adam"), (network, image_loss, IMAGE, "momentum"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, loss_of, shapes, kind",
+    [
+        (network, image_loss, IMAGE, "adam"),
+        (perceptron, vector_loss, VECTOR, "adam"),
+        (network, image_loss, IMAGE, "momentum"),
+    ],
+)
 def test_another_number_of_ranks_continues_the_curve(folder, make, loss_of, shapes, kind):
     """Ten steps on all ranks, saved after four; the other six on fewer ranks and other grids: the same losses."""
     path, kind = folder / "x.safetensors", OPTIMIZERS[kind]
@@ -413,7 +447,10 @@ def test_another_number_of_ranks_continues_the_curve(folder, make, loss_of, shap
             told = checkpoint.restore(path, model, optimizer, rng=True, P=Q)
             scheduler.load_state_dict(told["scheduler"])
             found = run(model, optimizer, scheduler, loss_of(Q), told["step"], 10)
-        agree(torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-10, atol=0), f"{found} over {Q} and {expected}")
+        agree(
+            torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-10, atol=0),
+            f"{found} over {Q} and {expected}",
+        )
     agree(expected[-1] != expected[0], "nothing was learnt")
 
 
@@ -432,7 +469,10 @@ def test_the_serial_model(folder):
     agree(checkpoint.restore(path, serial, twin) == {"step": 3})  # whole on every rank
     continued = run(serial, twin, torch.optim.lr_scheduler.ConstantLR(twin, 1.0), vector_loss(P), 3, 6)
     expected = run(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0), vector_loss(P), 3, 6)
-    agree(torch.allclose(torch.tensor(continued), torch.tensor(expected), rtol=1e-10, atol=0), f"{continued} and {expected}")
+    agree(
+        torch.allclose(torch.tensor(continued), torch.tensor(expected), rtol=1e-10, atol=0),
+        f"{continued} and {expected}",
+    )
     with torch.no_grad():
         for p in serial.parameters():
             p.add_(1)
@@ -445,10 +485,15 @@ def test_layers_know_their_layouts(folder):
     """Parameters and buffers of every kind of layer: saved from any split, equal to what one rank has."""
     path = folder / "x.safetensors"
     kinds = [
-        (lambda P: nn.Conv1d(P, 4, 6, 3), [(1, 1, -1, 1), (1, -1, 1, 1)]), (lambda P: nn.BatchNorm(P, 5), [(1, -1, 1)]),
-        (lambda P: nn.ConvTranspose1d(P, 4, 6, 3), [(1, -1, 1, 1), (1, 1, -1, 1), (1, -1, 1), *[(1, 2, 2, 1)] * (N == 4)]),
-        (lambda P: nn.Embedding(P, 9, 6), [(1, -1, 1)]), (lambda P: nn.LayerNorm(P, 5), [(1, -1)]),
-    ]  # fmt: skip
+        (lambda P: nn.Conv1d(P, 4, 6, 3), [(1, 1, -1, 1), (1, -1, 1, 1)]),
+        (lambda P: nn.BatchNorm(P, 5), [(1, -1, 1)]),
+        (
+            lambda P: nn.ConvTranspose1d(P, 4, 6, 3),
+            [(1, -1, 1, 1), (1, 1, -1, 1), (1, -1, 1), *[(1, 2, 2, 1)] * (N == 4)],
+        ),
+        (lambda P: nn.Embedding(P, 9, 6), [(1, -1, 1)]),
+        (lambda P: nn.LayerNorm(P, 5), [(1, -1)]),
+    ]
     for make, split in [(make, split) for make, splits in kinds for split in splits]:
         torch.manual_seed(2)
         module = make(dd.Partition(tuple(N if n < 0 else n for n in split)))
@@ -456,8 +501,11 @@ def test_layers_know_their_layouts(folder):
         torch.manual_seed(2)
         alone = make(dd.Partition(tuple(1 for _ in split), (RANK,)))
         found = load_file(path)
-        agree(found.keys() == alone.state_dict().keys() and all(torch.equal(found[k], x) for k, x in alone.state_dict().items()),
-              f"{module}: {found.keys()}")  # fmt: skip
+        agree(
+            found.keys() == alone.state_dict().keys()
+            and all(torch.equal(found[k], x) for k, x in alone.state_dict().items()),
+            f"{module}: {found.keys()}",
+        )
 
 
 def test_ranks_outside(folder):

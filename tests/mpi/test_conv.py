@@ -29,18 +29,42 @@ def check(x, w, b, L, orders=2, batched=(0,), **options):
     """dist_conv over L equals the serial convolution; parameters whole and invariant."""
     serial = lambda *t: serial_conv(*t, **options)
     y = serial(x, w, b)
-    out = F.conv_layout(L, w.shape[0], tuple(w.shape[2:]), options.get("stride", 1), options.get("padding", 0),
-                        options.get("dilation", 1))
+    out = F.conv_layout(
+        L,
+        w.shape[0],
+        tuple(w.shape[2:]),
+        options.get("stride", 1),
+        options.get("padding", 0),
+        options.get("dilation", 1),
+    )
     assert out.shape == tuple(y.shape)
-    check_layer(lambda x, w, b: F.dist_conv(x, w, L, b, params="invariant", **options), serial, [x, w, b], [L, whole, whole],
-                out, orders=orders, batched=batched, name=f"{L} {options}")
+    check_layer(
+        lambda x, w, b: F.dist_conv(x, w, L, b, params="invariant", **options),
+        serial,
+        [x, w, b],
+        [L, whole, whole],
+        out,
+        orders=orders,
+        batched=batched,
+        name=f"{L} {options}",
+    )
 
 
-@pytest.mark.parametrize("options", [
-    dict(padding=1), dict(padding="same"), dict(padding="valid"), dict(stride=2, padding=(2, 0)), dict(dilation=2, padding=2),
-    dict(groups=2, padding=1), dict(padding=1, padding_mode="circular"), dict(padding=(2, 1), padding_mode="reflect"),
-    dict(padding=2, padding_mode="replicate"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(padding=1),
+        dict(padding="same"),
+        dict(padding="valid"),
+        dict(stride=2, padding=(2, 0)),
+        dict(dilation=2, padding=2),
+        dict(groups=2, padding=1),
+        dict(padding=1, padding_mode="circular"),
+        dict(padding=(2, 1), padding_mode="reflect"),
+        dict(padding=2, padding_mode="replicate"),
+    ],
+    ids=str,
+)
 def test_all_derivatives(options):
     x, w, b = randn(2, 4, 7, 5), randn(6, 4 // options.get("groups", 1), 3, 3, seed=1), randn(6, seed=2)
     for L in layouts(x.shape, (2, 3, 0)).values():
@@ -67,8 +91,17 @@ def test_windows(kernel, stride, padding, dilation):
         check(x, w, b, L, orders=1, stride=stride, padding=padding, dilation=dilation)
 
 
-@pytest.mark.parametrize("p, n, k, s, d, pad", [(4, 6, 5, 1, 1, 2), (4, 16, 7, 1, 1, 0), (3, 20, 7, 1, 2, 0), (4, 12, 3, 1, 4, 4),
-                                                (3, 4, 1, 1, 1, 1), (4, 5, 2, 2, 1, 0)])
+@pytest.mark.parametrize(
+    "p, n, k, s, d, pad",
+    [
+        (4, 6, 5, 1, 1, 2),
+        (4, 16, 7, 1, 1, 0),
+        (3, 20, 7, 1, 2, 0),
+        (4, 12, 3, 1, 4, 4),
+        (3, 4, 1, 1, 1, 1),
+        (4, 5, 2, 2, 1, 0),
+    ],
+)
 def test_case_26_halos_wider_than_blocks(p, n, k, s, d, pad):
     if dd.world().size < p:
         pytest.skip(f"needs {p} ranks")
@@ -93,7 +126,9 @@ def test_case_29_frozen():
         some = [t.clone().requires_grad_(i not in frozen) for i, t in enumerate((x, w, b))]
         F.dist_conv(some[0], some[1], L, some[2], padding=1, params="invariant").square().sum().backward()
         for i, (a, c) in enumerate(zip(some, full)):
-            dd.testing.collective_assert(i in frozen or torch.equal(a.grad, c.grad), f"gradient {i} with {frozen} frozen")
+            dd.testing.collective_assert(
+                i in frozen or torch.equal(a.grad, c.grad), f"gradient {i} with {frozen} frozen"
+            )
 
 
 def random_case(generator, transposed):
@@ -114,7 +149,9 @@ def random_case(generator, transposed):
             w = (c_out, c_in // groups, *kernel)
             mode = options["padding_mode"] = generator.choice(["zeros", "zeros", "circular", "reflect", "replicate"])
             limit = {"circular": 0, "reflect": -1}.get(mode, 99)
-            legal = all(m + 2 * p > d * (k - 1) and p <= m + limit for m, p, d, k in zip(space, padding, dilation, kernel))
+            legal = all(
+                m + 2 * p > d * (k - 1) and p <= m + limit for m, p, d, k in zip(space, padding, dilation, kernel)
+            )
         if legal:
             return randn(generator.randint(1, 3), c_in, *space), randn(*w, seed=1), randn(c_out, seed=2), options
 
@@ -156,12 +193,27 @@ def test_random(transposed, count):
         if not transposed:
             check(x, w, b, L, orders=1 if i % 5 else 2, **options)
             continue
-        serial = lambda x, w, b, o=options: CONV_TRANSPOSE[w.dim() - 2](x, w, b, o["stride"], o["padding"], o["output_padding"],
-                                                                       o["groups"], o["dilation"])
-        out = F.conv_transpose_layout(L, b.shape[0], tuple(w.shape[2:]), options["stride"], options["padding"],
-                                      options["output_padding"], options["dilation"])
-        check_layer(lambda x, w, b, L=L, o=options: F.dist_conv_transpose(x, w, L, b, params="invariant", **o), serial,
-                    [x, w, b], [L, whole, whole], out, orders=1 if i % 5 else 2, name=f"{L} {options}")
+        serial = lambda x, w, b, o=options: CONV_TRANSPOSE[w.dim() - 2](
+            x, w, b, o["stride"], o["padding"], o["output_padding"], o["groups"], o["dilation"]
+        )
+        out = F.conv_transpose_layout(
+            L,
+            b.shape[0],
+            tuple(w.shape[2:]),
+            options["stride"],
+            options["padding"],
+            options["output_padding"],
+            options["dilation"],
+        )
+        check_layer(
+            lambda x, w, b, L=L, o=options: F.dist_conv_transpose(x, w, L, b, params="invariant", **o),
+            serial,
+            [x, w, b],
+            [L, whole, whole],
+            out,
+            orders=1 if i % 5 else 2,
+            name=f"{L} {options}",
+        )
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
@@ -174,10 +226,17 @@ def test_split_channels(groups):
         L = dd.Layout(dd.Partition(grid), x.shape)
         out = F.conv_layout(L, 12, 3, padding=1)
         for total in (12, None):
-            check_layer(lambda x, w, b, L=L, t=total: F.dist_conv(x, w, L, b, padding=1, groups=groups, out_channels=t,
-                                                                  params="invariant"),
-                        lambda x, w, b: tf.conv1d(x, w, b, 1, 1, 1, groups), [x, w, b], [L, along(out, 1), along(out, 1)], out,
-                        orders=2 if total else 0, name=f"{grid} groups {groups}")
+            check_layer(
+                lambda x, w, b, L=L, t=total: F.dist_conv(
+                    x, w, L, b, padding=1, groups=groups, out_channels=t, params="invariant"
+                ),
+                lambda x, w, b: tf.conv1d(x, w, b, 1, 1, 1, groups),
+                [x, w, b],
+                [L, along(out, 1), along(out, 1)],
+                out,
+                orders=2 if total else 0,
+                name=f"{grid} groups {groups}",
+            )
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -189,9 +248,15 @@ def test_split_channels_transposed(groups):
     L = dd.Layout(dd.Partition((1, n, 1)), x.shape)
     out = F.conv_transpose_layout(L, 8, 3, 2, 1, 1)
     place = (lambda w: w[:, out.slices()[1]]) if groups == 1 else along(L, 1)
-    check_layer(lambda x, w, b: F.dist_conv_transpose(x, w, L, b, stride=2, padding=1, output_padding=1, groups=groups,
-                                                      out_channels=8, params="invariant"),
-                lambda x, w, b: tf.conv_transpose1d(x, w, b, 2, 1, 1, groups), [x, w, b], [L, place, along(out, 1)], out)
+    check_layer(
+        lambda x, w, b: F.dist_conv_transpose(
+            x, w, L, b, stride=2, padding=1, output_padding=1, groups=groups, out_channels=8, params="invariant"
+        ),
+        lambda x, w, b: tf.conv_transpose1d(x, w, b, 2, 1, 1, groups),
+        [x, w, b],
+        [L, place, along(out, 1)],
+        out,
+    )
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -199,8 +264,12 @@ def test_split_channels_transposed(groups):
 def test_general_form(x_layout, y_layout, transposed):
     """(batch, out, in, *space): every way in which x may lie along *out* and y along *in*."""
     world = dd.world()
-    grids = {1: [(1, 1, 1, 1)], 2: [(1, 2, 1, 1), (1, 1, 2, 1)], 3: [(1, 3, 1, 1), (1, 1, 3, 1)],
-             4: [(1, 2, 2, 1), (1, 2, 1, 2), (2, 1, 2, 1)]}.get(world.size, [])
+    grids = {
+        1: [(1, 1, 1, 1)],
+        2: [(1, 2, 1, 1), (1, 1, 2, 1)],
+        3: [(1, 3, 1, 1), (1, 1, 3, 1)],
+        4: [(1, 2, 2, 1), (1, 2, 1, 2), (2, 1, 2, 1)],
+    }.get(world.size, [])
     x, b = randn(2, 7, 6), randn(5, seed=2)
     w = randn(7, 5, 3, seed=1) if transposed else randn(5, 7, 3, seed=1)
     conv, serial = (F.dist_conv_transpose, tf.conv_transpose1d) if transposed else (F.dist_conv, tf.conv1d)
@@ -224,36 +293,59 @@ def test_general_form(x_layout, y_layout, transposed):
         places, check_grads = [x_place, w_place, lambda t: t[out]], {"orders": 2}
         if (x_layout == "replicated" and grid[1] > 1) or (y_layout == "replicated" and grid[2] > 1):
             check_grads = {"orders": 0}  # independent copies: each has a part of the gradient; see test_linear's sums
-        check_layer(lambda x, w, b, P=P: conv(x, w, P, b, padding=1, x_layout=x_layout, y_layout=y_layout, params="invariant"),
-                    lambda x, w, b: serial(x, w, b, padding=1), [x, w, b], places, y_place, active=True, batched=(),
-                    name=f"{grid} {x_layout} {y_layout}", **check_grads)
+        check_layer(
+            lambda x, w, b, P=P: conv(x, w, P, b, padding=1, x_layout=x_layout, y_layout=y_layout, params="invariant"),
+            lambda x, w, b: serial(x, w, b, padding=1),
+            [x, w, b],
+            places,
+            y_place,
+            active=True,
+            batched=(),
+            name=f"{grid} {x_layout} {y_layout}",
+            **check_grads,
+        )
 
 
 def test_bare_partitions_and_inactive_ranks():
     n = dd.world().size
     x, w, b = randn(2, 3, 9, 4), randn(2, 3, 3, 3, seed=1), randn(2, seed=2)
-    P = dd.Partition((1, 1, max(n - 1, 1), 1), tuple(range(n))[-max(n - 1, 1):])
+    P = dd.Partition((1, 1, max(n - 1, 1), 1), tuple(range(n))[-max(n - 1, 1) :])
     L = dd.Layout(P, x.shape)
     for shape in (None, x.shape):
         y = F.dist_conv(L.shard(x), w, P, b, padding=1, shape=shape)
         expected = L.with_shape((2, 2, 9, 4)).shard(tf.conv2d(x, w, b, padding=1))
-        dd.testing.collective_assert(not L.active or torch.allclose(y, expected, rtol=1e-10, atol=1e-10), "another value")
+        dd.testing.collective_assert(
+            not L.active or torch.allclose(y, expected, rtol=1e-10, atol=1e-10), "another value"
+        )
         dd.testing.collective_assert(L.active or y.shape[0] == 0, "an inactive rank has elements")
 
 
 @pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
 def test_low_precision(dtype, rtol):
-    x, w, b = randn(1, 2, 8, dtype=torch.float64).to(dtype), randn(2, 2, 3, seed=1).to(dtype), randn(2, seed=2).to(dtype)
+    x, w, b = (
+        randn(1, 2, 8, dtype=torch.float64).to(dtype),
+        randn(2, 2, 3, seed=1).to(dtype),
+        randn(2, seed=2).to(dtype),
+    )
     L = dd.Layout(dd.Partition((1, 1, dd.world().size)), x.shape)
-    check_layer(lambda x, w, b: F.dist_conv(x, w, L, b, padding=1, params="invariant"),
-                lambda x, w, b: tf.conv1d(x, w, b, padding=1), [x, w, b], [L, whole, whole], L, orders=1, rtol=rtol)
+    check_layer(
+        lambda x, w, b: F.dist_conv(x, w, L, b, padding=1, params="invariant"),
+        lambda x, w, b: tf.conv1d(x, w, b, padding=1),
+        [x, w, b],
+        [L, whole, whole],
+        L,
+        orders=1,
+        rtol=rtol,
+    )
 
 
 def test_messages():
     """One message from each neighbour with just the ghosts, the same back, and one all-reduce of w and b together."""
     n, r = dd.world().size, dd.world().rank
     L = dd.Layout(dd.Partition((1, 1, n, 1)), (2, 3, 4 * n, 5))
-    x, w, b = (t.requires_grad_() for t in (L.shard(randn(*L.shape)).clone(), randn(4, 3, 3, 3, seed=1), randn(4, seed=2)))
+    x, w, b = (
+        t.requires_grad_() for t in (L.shard(randn(*L.shape)).clone(), randn(4, 3, 3, 3, seed=1), randn(4, seed=2))
+    )
     y = [None]
 
     def forward():

@@ -1,4 +1,5 @@
-"""dd.nn.convert: every class that it names gives the serial module's values, gradients and parameters, and all else is refused."""
+"""dd.nn.convert: every class that it names gives the serial module's values, gradients and parameters, and all else is
+refused."""
 
 import copy
 
@@ -25,9 +26,15 @@ OPTIONS = {
     "InstanceNorm": [((CHANNELS,), {"affine": True}), ((CHANNELS,), {})], "Dropout": [((0.5,), {})],
 }  # fmt: skip
 ROWS = [(f"{name}{n}d", n, args, kwargs) for name, rows in OPTIONS.items() for n in (1, 2, 3) for args, kwargs in rows]
-ROWS += [("GroupNorm", 2, (2, CHANNELS), {}), ("GroupNorm", 1, (1, CHANNELS), {"affine": False}), ("Dropout", 3, (0.5,), {}),
-         ("Upsample", 1, (), {"size": 13}), ("Upsample", 2, (), {"scale_factor": 2, "mode": "bilinear"}),
-         ("UpsamplingNearest2d", 2, (2,), {}), ("UpsamplingBilinear2d", 2, (), {"scale_factor": 1.5})]  # fmt: skip
+ROWS += [
+    ("GroupNorm", 2, (2, CHANNELS), {}),
+    ("GroupNorm", 1, (1, CHANNELS), {"affine": False}),
+    ("Dropout", 3, (0.5,), {}),
+    ("Upsample", 1, (), {"size": 13}),
+    ("Upsample", 2, (), {"scale_factor": 2, "mode": "bilinear"}),
+    ("UpsamplingNearest2d", 2, (2,), {}),
+    ("UpsamplingBilinear2d", 2, (), {"scale_factor": 1.5}),
+]
 ROWS += [(kind.__name__, 2, (0.1, 0.2) if kind is tn.Threshold else (), {}) for kind in sorted(_ELEMENTWISE, key=str)]
 
 
@@ -88,8 +95,12 @@ def test_every_class(name, n, args, kwargs):
             agree(key == other and (not P.active or (torch.equal(a, b) and close(a.grad, b.grad))), f"{P}: {key}")
         for (key, a), (other, b) in zip(twin.named_buffers(), reference.named_buffers(), strict=True):
             agree(key == other and (not P.active or close(a, b)), f"{P}: {key} is {a}, not {b}")
-        shared = {id(t) for t in (*serial.parameters(), *serial.buffers())} & {id(t) for t in (*twin.parameters(), *twin.buffers())}
-        agree(not shared and list(twin.state_dict()) == list(serial.state_dict()), f"{P}: shared tensors, or other names")
+        shared = {id(t) for t in (*serial.parameters(), *serial.buffers())} & {
+            id(t) for t in (*twin.parameters(), *twin.buffers())
+        }
+        agree(
+            not shared and list(twin.state_dict()) == list(serial.state_dict()), f"{P}: shared tensors, or other names"
+        )
 
 
 @pytest.mark.parametrize("kind", [tn.Dropout, tn.Dropout2d])
@@ -100,7 +111,9 @@ def test_dropout(kind):
     twin = nn.convert(tn.Sequential(kind(0.25)), P)
     masks = [dd.functional.gather(twin(P.shard(torch.ones(20, 30, 4, 3))), P) for _ in range(2)]
     if dd.world().rank == 0:
-        assert not torch.equal(*masks) and all(set(m.unique().tolist()) == {0, float(torch.tensor(1 / 0.75))} for m in masks)
+        assert not torch.equal(*masks) and all(
+            set(m.unique().tolist()) == {0, float(torch.tensor(1 / 0.75))} for m in masks
+        )
         assert abs(float((masks[0] == 0).double().mean()) - 0.25) < 0.1
         assert (kind is tn.Dropout2d) == torch.equal(masks[0], masks[0][:, :, :1, :1].expand_as(masks[0]))
 
@@ -273,21 +286,29 @@ def named():
 
 
 REFUSED = {
-    "linear": (lambda: tn.Linear(3, 3), "no twin"), "layer norm": (lambda: tn.LayerNorm(3), "no twin"),
-    "flatten": (lambda: tn.Flatten(), "no twin"), "softmax": (lambda: tn.Softmax(1), "no twin"),
-    "prelu": (lambda: tn.PReLU(), "no twin"), "ours": (lambda: nn.Conv2d(rows(), 3, 3, 1), "no twin"),
+    "linear": (lambda: tn.Linear(3, 3), "no twin"),
+    "layer norm": (lambda: tn.LayerNorm(3), "no twin"),
+    "flatten": (lambda: tn.Flatten(), "no twin"),
+    "softmax": (lambda: tn.Softmax(1), "no twin"),
+    "prelu": (lambda: tn.PReLU(), "no twin"),
+    "ours": (lambda: nn.Conv2d(rows(), 3, 3, 1), "no twin"),
     "a subclass": (lambda: Clamped(3), "a subclass of BatchNorm2d"),
     "of a container": (lambda: Doubled(), "a subclass of Sequential"),
-    "of an activation": (lambda: Steep(), "a subclass of ReLU"), "another forward": (replaced, "forward was replaced"),
-    "a lazy layer": (lambda: tn.LazyConv2d(3, 3), "not there yet"), "own tensors": (with_tensor, "tensors of its own"),
+    "of an activation": (lambda: Steep(), "a subclass of ReLU"),
+    "another forward": (replaced, "forward was replaced"),
+    "a lazy layer": (lambda: tn.LazyConv2d(3, 3), "not there yet"),
+    "own tensors": (with_tensor, "tensors of its own"),
     "parametrized": (lambda: parametrizations.weight_norm(tn.Conv2d(3, 3, 1)), "parametrized"),
     "pruned": (lambda: prune.l1_unstructured(tn.Conv2d(3, 3, 1), "weight", 0.5), "no parameter"),
     "spectral norm": (lambda: tn.utils.spectral_norm(tn.Conv2d(3, 3, 1)), "no parameter"),
     "running instance norm": (lambda: tn.InstanceNorm2d(3, track_running_stats=True), "running statistics"),
-    "in place": (lambda: tn.Dropout2d(0.5, inplace=True), "in place"), "other dims": (lambda: tn.Conv1d(3, 3, 1), "1 spatial dims"),
-    "more dims": (lambda: tn.MaxPool3d(2), "3 spatial dims"), "in a list": (hidden, "not registered"),
-    "a lock": (with_lock, "cannot be copied"), "our name": (named, "one of the twin's own"),
-}  # fmt: skip
+    "in place": (lambda: tn.Dropout2d(0.5, inplace=True), "in place"),
+    "other dims": (lambda: tn.Conv1d(3, 3, 1), "1 spatial dims"),
+    "more dims": (lambda: tn.MaxPool3d(2), "3 spatial dims"),
+    "in a list": (hidden, "not registered"),
+    "a lock": (with_lock, "cannot be copied"),
+    "our name": (named, "one of the twin's own"),
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -320,5 +341,8 @@ def test_what_a_refusal_says_works():
     agree(close(y, P.shard(expected)), "another value")
     y.square().sum().backward()
     expected.square().sum().backward()
-    agree(all(close(a.grad, b.grad) for a, b in zip(twin.parameters(), serial.parameters(), strict=True)), "another gradient")
+    agree(
+        all(close(a.grad, b.grad) for a, b in zip(twin.parameters(), serial.parameters(), strict=True)),
+        "another gradient",
+    )
     assert {tn.Sequential, tn.ModuleList, tn.ModuleDict} == _CONTAINERS

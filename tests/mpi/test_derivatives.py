@@ -75,7 +75,9 @@ def test_second_order(case):
         assert torch.allclose(run(), wanted, **TOLERANCE), route
 
 
-@each_case(lambda name: name in ("halo_reflect", "repartition_overlapping", "invariant_sum", "all_gather_line", "mark_varying"))
+@each_case(
+    lambda name: name in ("halo_reflect", "repartition_overlapping", "invariant_sum", "all_gather_line", "mark_varying")
+)
 def test_nested_jvp(case):
     """pytorch#197867: rules made of ordinary torch operations go wrong here, silently."""
     X, V, W = (randn(case.shape, k) for k in (1, 2, 3))

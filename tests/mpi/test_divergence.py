@@ -1,5 +1,6 @@
-"""Ranks that do not do the same: one without data, one that uses no output, one whose branch is frozen. ``F.tie``, ``F.nothing``
-and ``dd.remat`` keep them together in reverse and forward mode and in the second order, with and without checking."""
+"""Ranks that do not do the same: one without data, one that uses no output, one whose branch is frozen. ``F.tie``,
+``F.nothing`` and ``dd.remat`` keep them together in reverse and forward mode and in the second order, with and without
+checking."""
 
 import contextlib
 
@@ -21,7 +22,9 @@ CONSTANT = randn((3,), 99)
 
 
 def agree(got, wanted, what):
-    dd.testing.collective_assert(torch.allclose(got, wanted, rtol=1e-10, atol=1e-12), f"{what}: {got}, expected {wanted}")
+    dd.testing.collective_assert(
+        torch.allclose(got, wanted, rtol=1e-10, atol=1e-12), f"{what}: {got}, expected {wanted}"
+    )
 
 
 def frozen(X, r):
@@ -94,8 +97,12 @@ def checkpoints_have_tangents() -> bool:
     return True
 
 
-EAGER = {"backward": backward, "double backward": ROUTES["double backward"][1], "third backward": ROUTES["third backward"][1],
-         "autograd.functional.hvp": ROUTES["autograd.functional.hvp"][1]}
+EAGER = {
+    "backward": backward,
+    "double backward": ROUTES["double backward"][1],
+    "third backward": ROUTES["third backward"][1],
+    "autograd.functional.hvp": ROUTES["autograd.functional.hvp"][1],
+}
 FUNCTIONAL = ("grad", "jvp", "jvp.grad", "vjp.grad", "grad.jvp", "jvp.jvp", "vmap.jvp.grad", "grad of jvp.grad in v")
 
 

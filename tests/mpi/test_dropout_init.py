@@ -48,7 +48,9 @@ def test_chunks_do_not_show(monkeypatch):
 def test_statistics():
     """Six standard deviations; the seeds are fixed, so that this cannot fail by chance."""
     n = 200_000
-    draws = [F.uniform(alone((n,)), seed, torch.float64) for seed in (0, 1, 2, -1, 2**40, F.fold_in(0, 0), F.fold_in(0, 1))]
+    draws = [
+        F.uniform(alone((n,)), seed, torch.float64) for seed in (0, 1, 2, -1, 2**40, F.fold_in(0, 0), F.fold_in(0, 1))
+    ]
     for u in draws:
         assert float(u.min()) >= 0 and float(u.max()) < 1
         assert abs(float(u.mean()) - 0.5) < 6 / math.sqrt(12 * n)
@@ -84,7 +86,9 @@ def test_same_mask_on_any_partition(dropout):
     X = randn(4, 6, 5)
     for p in (0.3, 1.0):
         for name, L in layouts(X.shape).items():
-            check_layer(lambda x: dropout(x, L, p, 9), lambda x: dropout(x, alone(X.shape), p, 9), [X], [L], L, name=name)
+            check_layer(
+                lambda x: dropout(x, L, p, 9), lambda x: dropout(x, alone(X.shape), p, 9), [X], [L], L, name=name
+            )
             if not L.splits:
                 assert torch.equal(dropout(L.shard(X), L.partition, p, 9, shape=X.shape), dropout(L.shard(X), L, p, 9))
 
@@ -95,9 +99,13 @@ def test_dropout_is_torchs():
     L = alone((n,))
     y = F.dist_dropout(x, L, 0.25, 1)
     kept = (y != 0).double().mean()
-    assert abs(float(kept) - 0.75) < 6 * math.sqrt(0.25 * 0.75 / n) and torch.equal(y[y != 0].unique(), torch.tensor([4.0]))
+    assert abs(float(kept) - 0.75) < 6 * math.sqrt(0.25 * 0.75 / n) and torch.equal(
+        y[y != 0].unique(), torch.tensor([4.0])
+    )
     assert torch.equal(y != 0, F.dist_dropout(x.double(), L, 0.25, 1) != 0)  # the mask knows no dtype
-    assert torch.equal(x, F.dist_dropout(x, L, 0.25, 1, training=False)) and torch.equal(x, F.dist_dropout(x, L, 0.0, 1))
+    assert torch.equal(x, F.dist_dropout(x, L, 0.25, 1, training=False)) and torch.equal(
+        x, F.dist_dropout(x, L, 0.0, 1)
+    )
     images = alone((40, 50, 3, 3))
     mask = F.dist_feature_dropout(torch.ones(images.shape), images, 0.5, 2) != 0
     assert torch.equal(mask, mask[:, :, :1, :1].expand_as(mask)) and abs(float(mask.double().mean()) - 0.5) < 0.07
@@ -116,11 +124,14 @@ def test_dropout_over_a_bare_partition():
 # ---------------------------------------------------------------- initialisation
 
 INITS = {
-    "kaiming_uniform": ({}, torch.nn.init.kaiming_uniform_), "kaiming_normal": ({"fan": "out"}, torch.nn.init.kaiming_normal_),
-    "xavier_uniform": ({}, torch.nn.init.xavier_uniform_), "xavier_normal": ({"gain": 2.0}, torch.nn.init.xavier_normal_),
-    "trunc_normal": ({"std": 2.0}, torch.nn.init.trunc_normal_), "normal": ({}, torch.nn.init.normal_),
+    "kaiming_uniform": ({}, torch.nn.init.kaiming_uniform_),
+    "kaiming_normal": ({"fan": "out"}, torch.nn.init.kaiming_normal_),
+    "xavier_uniform": ({}, torch.nn.init.xavier_uniform_),
+    "xavier_normal": ({"gain": 2.0}, torch.nn.init.xavier_normal_),
+    "trunc_normal": ({"std": 2.0}, torch.nn.init.trunc_normal_),
+    "normal": ({}, torch.nn.init.normal_),
     "uniform": ({"low": -1.0}, None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", INITS)
@@ -133,10 +144,14 @@ def test_same_parameters_on_any_partition(name):
         assert not L.active or torch.equal(x, L.shard(X))
     if reference is not None:
         shape = (300, 200, 3)
-        kwargs = {{"fan": "mode"}.get(k, k): {"out": "fan_out"}.get(v, v) if k == "fan" else v for k, v in kwargs.items()}
+        kwargs = {
+            {"fan": "mode"}.get(k, k): {"out": "fan_out"}.get(v, v) if k == "fan" else v for k, v in kwargs.items()
+        }
         wanted = reference(torch.empty(shape, dtype=torch.float64), **kwargs)
         found = init(alone(shape), 5, dtype=torch.float64, **INITS[name][0])
-        assert abs(float(found.std() / wanted.std()) - 1) < 0.02 and abs(float(found.mean())) < 0.02 * float(found.std())
+        assert abs(float(found.std() / wanted.std()) - 1) < 0.02 and abs(float(found.mean())) < 0.02 * float(
+            found.std()
+        )
         assert abs(float(found.abs().max() / wanted.abs().max()) - 1) < (0.3 if "normal" in name else 0.01)
 
 

@@ -44,14 +44,29 @@ def result(L, y_layout):
 def test_every_layout(P, y_layout):
     L = layout(P)
     check_layer(
-        lambda i, w: F.dist_embedding(i, w, L, y_layout=y_layout, y_dim=1, padding_idx=-2, scale=1.5, params="invariant"),
+        lambda i, w: F.dist_embedding(
+            i, w, L, y_layout=y_layout, y_dim=1, padding_idx=-2, scale=1.5, params="invariant"
+        ),
         # torch's own padding_idx keeps the tangent of that row
         lambda i, w: 1.5 * tf.embedding(i, torch.where(torch.arange(N)[:, None] == N - 2, w.detach(), w)),
-        [IDX, W], [along(L, 0, 1), along(L, 2, 3)], result(L, y_layout), active=L.active, name=f"{P.shape} {y_layout}")
+        [IDX, W],
+        [along(L, 0, 1), along(L, 2, 3)],
+        result(L, y_layout),
+        active=L.active,
+        name=f"{P.shape} {y_layout}",
+    )
 
 
-@pytest.mark.parametrize("options", [dict(max_norm=1.5), dict(max_norm=1.2, norm_type=1.0), dict(max_norm=0.9, norm_type=torch.inf),
-                                     dict(scale_grad_by_freq=True, padding_idx=int(IDX[0, 0])), dict(padding_idx=N - 1)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_norm=1.5),
+        dict(max_norm=1.2, norm_type=1.0),
+        dict(max_norm=0.9, norm_type=torch.inf),
+        dict(scale_grad_by_freq=True, padding_idx=int(IDX[0, 0])),
+        dict(padding_idx=N - 1),
+    ],
+)
 def test_options(options):
     """Value and gradient as torch's, which changes a table that is too long in place."""
     serial = W.clone().requires_grad_()
@@ -108,8 +123,13 @@ def test_more_ranks_than_rows_and_no_index_at_all():
 
 def test_more_ranks_than_columns():
     L = dd.Layout(dd.Partition((1, 1, WORLD.size)), (4, N, 2))
-    check_layer(lambda w: F.dist_embedding(IDX[0], w, L, y_layout="invariant"), lambda w: tf.embedding(IDX[0], w), [randn(N, 2)],
-                [along(L, 1, 2)], along(L, 0, 2))
+    check_layer(
+        lambda w: F.dist_embedding(IDX[0], w, L, y_layout="invariant"),
+        lambda w: tf.embedding(IDX[0], w),
+        [randn(N, 2)],
+        [along(L, 1, 2)],
+        along(L, 0, 2),
+    )
 
 
 def test_vmap_over_indices():
@@ -128,9 +148,13 @@ def test_errors():
             F.dist_embedding(bad, w, L)
     with pytest.raises((IndexError, RuntimeError)):
         torch.vmap(lambda i: F.dist_embedding(i, w, dd.Layout(P.take(0, 0), (4, N, D))))(IDX + N)
-    for call in (lambda: F.dist_embedding(IDX.double(), w, L), lambda: F.dist_embedding(IDX, w[:0, :2], L),
-                 lambda: F.dist_embedding(IDX, w, P, num_embeddings=99), lambda: F.dist_embedding(IDX, w, L, y_layout="here"),
-                 lambda: F.dist_embedding(IDX, w, L, padding_idx=N)):
+    for call in (
+        lambda: F.dist_embedding(IDX.double(), w, L),
+        lambda: F.dist_embedding(IDX, w[:0, :2], L),
+        lambda: F.dist_embedding(IDX, w, P, num_embeddings=99),
+        lambda: F.dist_embedding(IDX, w, L, y_layout="here"),
+        lambda: F.dist_embedding(IDX, w, L, padding_idx=N),
+    ):
         with pytest.raises(dd.errors.DistdlError):
             call()
 
@@ -153,8 +177,11 @@ def test_messages():
     assert messages(lambda: step("invariant")) == (0, 0, 1, y_size, 0)
     assert messages(lambda: got["y"].sum().backward()) == (0, 0, 0, 0, 0)
     assert messages(lambda: step("sharded")) == (1, y_size // 2, 0, 0, 0)
-    for grid, options, numbers in (((1, 1, 1, 2), {}, 0), ((1, 1, 1, 2), {"max_norm": 1.0}, IDX.numel()),
-                                   ((2, 1, 1, 1), {"scale_grad_by_freq": True}, N)):
+    for grid, options, numbers in (
+        ((1, 1, 1, 2), {}, 0),
+        ((1, 1, 1, 2), {"max_norm": 1.0}, IDX.numel()),
+        ((2, 1, 1, 1), {"scale_grad_by_freq": True}, N),
+    ):
         L = layout(dd.Partition(grid))
         counted = messages(lambda: F.dist_embedding(along(L, 0, 1)(IDX), along(L, 2, 3)(W), L, **options))
         assert counted == (0, 0, int(numbers > 0), numbers, 0)

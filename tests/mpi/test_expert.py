@@ -28,9 +28,14 @@ def test_linear(experts):
     def serial(x, w, b):
         return torch.einsum("ti,toi->to", x, w[chosen]) + b[chosen]
 
-    check_layer(lambda x, w, b: F.dist_expert_linear(x, w, line, mine, b, num_experts=experts), serial,
-                [randn(TOKENS, 4), randn(experts, 5, 4, seed=1), randn(experts, 5, seed=2)],
-                [rows, lambda w: w[block], lambda b: b[block]], rows.with_shape((TOKENS, 5)), active=True)
+    check_layer(
+        lambda x, w, b: F.dist_expert_linear(x, w, line, mine, b, num_experts=experts),
+        serial,
+        [randn(TOKENS, 4), randn(experts, 5, 4, seed=1), randn(experts, 5, seed=2)],
+        [rows, lambda w: w[block], lambda b: b[block]],
+        rows.with_shape((TOKENS, 5)),
+        active=True,
+    )
 
 
 def test_two_layers_and_a_router():
@@ -49,8 +54,14 @@ def test_two_layers_and_a_router():
         y = F.expert_parallel(lambda k, t: (t @ w1[k].T).tanh() @ w2[k].T, x, mine, line, 4)
         return (x @ gate).softmax(1).gather(1, mine[:, None]) * y
 
-    check_layer(dist, serial, [randn(TOKENS, 4), randn(4, 6, 4, seed=1), randn(4, 3, 6, seed=2), randn(4, 4, seed=3)],
-                [rows, lambda w: w[block], lambda w: w[block], lambda g: g], rows.with_shape((TOKENS, 3)), active=True)
+    check_layer(
+        dist,
+        serial,
+        [randn(TOKENS, 4), randn(4, 6, 4, seed=1), randn(4, 3, 6, seed=2), randn(4, 4, seed=3)],
+        [rows, lambda w: w[block], lambda w: w[block], lambda g: g],
+        rows.with_shape((TOKENS, 3)),
+        active=True,
+    )
 
 
 def test_messages():

@@ -44,8 +44,12 @@ def test_offsets_are_integers():
 def test_what_is_no_tensor_or_partition():
     n, _, P = here()
     L = dd.Layout(P, (n,))
-    for call in (lambda: F.all_sum_reduce(1.0, P), lambda: F.repartition(None, L, L), lambda: F.halo_exchange(3, dd.HaloSpec(L, 1)),
-                 lambda: dd.maps.all_gather(L)(None)):
+    for call in (
+        lambda: F.all_sum_reduce(1.0, P),
+        lambda: F.repartition(None, L, L),
+        lambda: F.halo_exchange(3, dd.HaloSpec(L, 1)),
+        lambda: dd.maps.all_gather(L)(None),
+    ):
         with pytest.raises(ShapeError, match="not a tensor"):
             call()
     for call in (lambda: F.all_sum_reduce(torch.ones(1), (n,)), lambda: F.mark_varying(torch.ones(1), 3)):
@@ -84,7 +88,10 @@ def test_ranks_in_different_agreements():
     if n == 1:
         return
     channels = dd.Layout(dd.Partition((1, n, 1)), (1, n, 3))
-    others = (lambda: dd.testing.gather_objects(r), lambda: F.dist_conv(torch.ones(1, 1, 3), torch.ones(1, n, 1), channels))
+    others = (
+        lambda: dd.testing.gather_objects(r),
+        lambda: F.dist_conv(torch.ones(1, 1, 3), torch.ones(1, n, 1), channels),
+    )
     for other, text in zip(others, ("gather_objects", "sizes of a parameter's blocks")):
         call = (lambda: F.repartition(torch.ones(1), P, P.take(0, 0, keepdim=True))) if r == 0 else other
         with pytest.raises(AgreementError, match=f"rank 0: repartition; rank 1: {text}"):
@@ -105,8 +112,10 @@ def test_sums_of_dtypes_that_torch_cannot_add(name):
     same(F.invariant_sum((X, X), P)[1], whole)
     same(F.reduce_scatter(X, P), whole[2 * r : 2 * r + 2])
     same(F.sum_reduce(X, P, dd.Partition((1,))), whole if r == 0 else whole[:0])
-    same(dd.maps.halo_exchange(dd.HaloSpec(L, 1, boundary="circular")).T(torch.ones(4).to(dtype)),
-         torch.full((2,), 2.0).to(dtype))
+    same(
+        dd.maps.halo_exchange(dd.HaloSpec(L, 1, boundary="circular")).T(torch.ones(4).to(dtype)),
+        torch.full((2,), 2.0).to(dtype),
+    )
 
 
 def test_sums_of_large_uint64():
@@ -156,9 +165,13 @@ def test_a_last_partial_window_of_a_kernel_larger_than_the_tensor():
     X = torch.arange(6.0, dtype=torch.float64).reshape(1, 2, 3, 1)
     L = dd.Layout(dd.Partition((1, 1, n, 1)), X.shape)
     y = F.dist_max_pool(L.shard(X), L, (4, 2), ceil_mode=True)
-    assert torch.equal(y, F.pool_layout(L, (4, 2), ceil_mode=True).shard(torch.nn.functional.max_pool2d(X, (4, 2), ceil_mode=True)))
+    assert torch.equal(
+        y, F.pool_layout(L, (4, 2), ceil_mode=True).shard(torch.nn.functional.max_pool2d(X, (4, 2), ceil_mode=True))
+    )
     y = F.dist_avg_pool(L.shard(X), L, (4, 2), ceil_mode=True)
-    assert torch.equal(y, F.pool_layout(L, (4, 2), ceil_mode=True).shard(torch.nn.functional.avg_pool2d(X, (4, 2), ceil_mode=True)))
+    assert torch.equal(
+        y, F.pool_layout(L, (4, 2), ceil_mode=True).shard(torch.nn.functional.avg_pool2d(X, (4, 2), ceil_mode=True))
+    )
     with pytest.raises(PartitionError, match="larger than the padded input"):
         F.dist_max_pool(L.shard(X), L, (7, 1), stride=4, ceil_mode=True)
 
@@ -193,9 +206,12 @@ def test_a_bias_of_another_size():
     x, w = torch.ones(1, 2, 5), torch.ones(2, 2, 3)
     for features in (1, 3):
         bias = torch.ones(features)
-        for call in (lambda: F.dist_conv(x, w, L, bias), lambda: F.dist_conv_transpose(x, w, L, bias),
-                     lambda: F.dist_conv(x, w, dd.Partition((1, 1, 1, n)), bias),
-                     lambda: F.dist_linear(torch.ones(1, 3), torch.ones(2, 3), dd.Partition((n, 1, 1)), bias)):
+        for call in (
+            lambda: F.dist_conv(x, w, L, bias),
+            lambda: F.dist_conv_transpose(x, w, L, bias),
+            lambda: F.dist_conv(x, w, dd.Partition((1, 1, 1, n)), bias),
+            lambda: F.dist_linear(torch.ones(1, 3), torch.ones(2, 3), dd.Partition((n, 1, 1)), bias),
+        ):
             with pytest.raises(ShapeError, match="bias is not this rank's block"):
                 call()
 

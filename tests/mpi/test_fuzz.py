@@ -1,7 +1,8 @@
-"""Fuzz over MPI: random movements x kinds x pairs of transforms, as the functions that users call, against serial torch.
+"""Fuzz over MPI: random movements x kinds x pairs of transforms, as the functions that users call, against serial
+torch.
 
-All ranks draw the same examples by a generator of their own (hypothesis would shrink on one rank only). The slow run has more than
-500 cases at 4 ranks.
+All ranks draw the same examples by a generator of their own (hypothesis would shrink on one rank only). The slow run
+has more than 500 cases at 4 ranks.
 """
 
 import random

@@ -70,7 +70,9 @@ def test_fresh_memory_or_identity(case):
     for spelling, call in {"map": case.map, **case.calls}.items():
         y = call(x)
         everyone = gather_objects((y is x, memory(y) == memory(x)) if x.numel() and y.numel() else None)
-        assert len({(False, False), (True, True), *everyone} - {None}) == 2 and len(set(everyone) - {None}) <= 1, spelling
+        assert len({(False, False), (True, True), *everyone} - {None}) == 2 and len(set(everyone) - {None}) <= 1, (
+            spelling
+        )
         if x.numel() and y.numel() and y is not x:
             before, kept = y.clone(), x.clone()
             x.fill_(7)
@@ -102,7 +104,8 @@ def test_in_place_after_movement(case):
 
 @needs(2)
 def test_tensors_with_operators_of_their_own():
-    """Wrapper classes have no memory of their own: each part is moved; and what a grad has left behind is an ordinary tensor."""
+    """Wrapper classes have no memory of their own: each part is moved; and what a grad has left behind is an ordinary
+    tensor."""
     P, r = dd.Partition((dd.world().size,)), dd.world().rank
     A = dd.maps.shift(P, 0, shape=(2,))
     x = torch.arange(2.0) + r

@@ -40,8 +40,8 @@ def out_layout(L, kwargs):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_values_and_gradients(n):
-    """Many sizes and factors; the gradient of the nearest modes is compared with that of the elements chosen, as torch's own
-    backward disagrees with its forward for some float64 sizes."""
+    """Many sizes and factors; the gradient of the nearest modes is compared with that of the elements chosen, as
+    torch's own backward disagrees with its forward for some float64 sizes."""
     for seed, (space, kwargs) in enumerate(cases(n, 10, n)):
         X = randn(2, 3, *space, seed=seed)
         serial = X.clone().requires_grad_()
@@ -49,7 +49,9 @@ def test_values_and_gradients(n):
         y_bar = randn(*y.shape, seed=99)
         if kwargs["mode"].startswith("nearest"):
             places = tf.interpolate(torch.arange(X.numel(), dtype=X.dtype).reshape(X.shape), **kwargs).long()
-            x_bar = torch.zeros(X.numel(), dtype=X.dtype).index_add(0, places.flatten(), y_bar.flatten()).reshape(X.shape)
+            x_bar = (
+                torch.zeros(X.numel(), dtype=X.dtype).index_add(0, places.flatten(), y_bar.flatten()).reshape(X.shape)
+            )
         else:
             y.backward(y_bar)
             x_bar = serial.grad
@@ -63,16 +65,27 @@ def test_values_and_gradients(n):
                 assert torch.allclose(x.grad, L.shard(x_bar), rtol=1e-10, atol=1e-12), (name, space, kwargs)
 
 
-TRANSFORMED = [("linear", (2, 2, 5), 8), ("bicubic", (1, 2, 5, 3), (4, 7)), ("nearest", (2, 2, 3), 7),
-               ("area", (1, 2, 5, 2), (2, 3)), ("trilinear", (1, 1, 3, 2, 2), (4, 3, 2))]
+TRANSFORMED = [
+    ("linear", (2, 2, 5), 8),
+    ("bicubic", (1, 2, 5, 3), (4, 7)),
+    ("nearest", (2, 2, 3), 7),
+    ("area", (1, 2, 5, 2), (2, 3)),
+    ("trilinear", (1, 1, 3, 2, 2), (4, 3, 2)),
+]
 
 
 @pytest.mark.parametrize("mode, shape, size", TRANSFORMED)
 def test_every_transform(mode, shape, size):
     X = randn(*shape)
     for name, L in layouts(shape, range(2, len(shape)), grids=False).items():
-        check_layer(lambda x: F.dist_interpolate(x, L, size, mode=mode), lambda x: tf.interpolate(x, size, mode=mode),
-                    [X], [L], out_layout(L, {"size": size}), name=f"{mode} {name}")
+        check_layer(
+            lambda x: F.dist_interpolate(x, L, size, mode=mode),
+            lambda x: tf.interpolate(x, size, mode=mode),
+            [X],
+            [L],
+            out_layout(L, {"size": size}),
+            name=f"{mode} {name}",
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -82,7 +95,11 @@ def test_nearest_chooses_as_torch(dtype):
     for i in range(150):
         n, mode = rng.randint(1, 60), ("nearest", "nearest-exact")[i % 2]
         dims = 1 + i % 5 // 4
-        kwargs = {"scale_factor": (max(rng.uniform(0.1, 4), 1.01 / n), 1.0)[:dims]} if i % 3 else {"size": rng.randint(1, 150)}
+        kwargs = (
+            {"scale_factor": (max(rng.uniform(0.1, 4), 1.01 / n), 1.0)[:dims]}
+            if i % 3
+            else {"size": rng.randint(1, 150)}
+        )
         X = torch.arange(n).to(dtype).reshape(1, 1, n, *(1,) * (dims - 1))
         L = dd.Layout(dd.Partition((1, 1, WORLD.size, *(1,) * (dims - 1))), X.shape)
         y = tf.interpolate(X, mode=mode, **kwargs)
@@ -111,15 +128,31 @@ def test_bare_partition_and_messages():
         assert torch.allclose(found, P.shard(y), rtol=1e-12)
     # one element from each neighbour
     neighbours = (WORLD.rank > 0) + (WORLD.rank < WORLD.size - 1)
-    assert messages(lambda: F.dist_interpolate(P.shard(X), L, scale_factor=2.0, mode="linear")) == (neighbours, neighbours, 0, 0, 0)
+    assert messages(lambda: F.dist_interpolate(P.shard(X), L, scale_factor=2.0, mode="linear")) == (
+        neighbours,
+        neighbours,
+        0,
+        0,
+        0,
+    )
 
 
 def test_errors():
     P = dd.Partition((1, 1, WORLD.size))
     x = dd.Layout(P, (1, 1, 8))
-    bad = [dict(), dict(size=3, scale_factor=2), dict(size=3, mode="cubic"), dict(size=3, mode="bilinear"), dict(scale_factor=-1.0),
-           dict(size=3, align_corners=True), dict(size=0), dict(scale_factor=0.01), dict(scale_factor=math.nan), dict(size=(2, 2)),
-           dict(size=3, recompute_scale_factor=True)]
+    bad = [
+        dict(),
+        dict(size=3, scale_factor=2),
+        dict(size=3, mode="cubic"),
+        dict(size=3, mode="bilinear"),
+        dict(scale_factor=-1.0),
+        dict(size=3, align_corners=True),
+        dict(size=0),
+        dict(scale_factor=0.01),
+        dict(scale_factor=math.nan),
+        dict(size=(2, 2)),
+        dict(size=3, recompute_scale_factor=True),
+    ]
     for kwargs in bad:
         with pytest.raises(dd.errors.DistdlError):
             F.dist_interpolate(x.shard(randn(1, 1, 8)), x, **kwargs)

@@ -44,7 +44,8 @@ def resident():
 
 
 def exercise(calls, n, r):
-    """Movements of ever-changing shapes: box plans, collectives, agreement, graphs that are dropped before their backward."""
+    """Movements of ever-changing shapes: box plans, collectives, agreement, graphs that are dropped before their
+    backward."""
     P, Q = dd.Partition((n, 1)), dd.Partition((1, n))
     line = dd.Partition((n,))
     for k in range(calls // 5):
@@ -111,6 +112,7 @@ def test_a_world_of_its_own():
 
 def test_a_closed_world_keeps_no_file():
     """Neither its board's memory nor anything else."""
+
     def opened():
         return len(os.listdir("/proc/self/fd"))
 

@@ -10,7 +10,12 @@ import distdl as dd
 import distdl.functional as F
 
 LAYOUTS = ("root", "replicated", "invariant", "sharded")
-GRIDS = {1: [(1, 1, 1)], 2: [(1, 2, 1), (1, 1, 2), (2, 1, 1)], 3: [(1, 3, 1), (1, 1, 3)], 4: [(1, 2, 2), (2, 2, 1), (1, 1, 4)]}
+GRIDS = {
+    1: [(1, 1, 1)],
+    2: [(1, 2, 1), (1, 1, 2), (2, 1, 1)],
+    3: [(1, 3, 1), (1, 1, 3)],
+    4: [(1, 2, 2), (2, 2, 1), (1, 1, 4)],
+}
 
 
 def grids(table=GRIDS):
@@ -34,8 +39,10 @@ def places(P, x_layout, y_layout, n, out, in_):
             return share(t, 0, k, at)
         return t[:0] if how == "root" and at else t
 
-    return ([lambda x: part(x[rows, i], x_layout, P.shape[1], i_out), lambda w: w[o, i], lambda b: b[o]],
-            lambda y: part(y[rows, o], y_layout, P.shape[2], i_in))
+    return (
+        [lambda x: part(x[rows, i], x_layout, P.shape[1], i_out), lambda w: w[o, i], lambda b: b[o]],
+        lambda y: part(y[rows, o], y_layout, P.shape[2], i_in),
+    )
 
 
 @pytest.mark.parametrize("x_layout, y_layout", list(itertools.product(LAYOUTS, repeat=2)))
@@ -46,13 +53,24 @@ def test_all_layouts(x_layout, y_layout, known):
         inputs, out = places(P, x_layout, y_layout, 5, 7, 9)
         where = dd.Layout(P, (5, 7, 9)) if known else P
         independent = (x_layout == "replicated" and P.shape[1] > 1) or (y_layout == "replicated" and P.shape[2] > 1)
-        check_layer(lambda x, w, b, P=where: F.dist_linear(x, w, P, b, x_layout=x_layout, y_layout=y_layout, params="invariant"),
-                    torch.nn.functional.linear, [x, w, b], inputs, out, active=True, batched=(0,) if known else (),
-                    orders=0 if independent else 2, name=f"{P.shape} {x_layout} {y_layout}")
+        check_layer(
+            lambda x, w, b, P=where: F.dist_linear(
+                x, w, P, b, x_layout=x_layout, y_layout=y_layout, params="invariant"
+            ),
+            torch.nn.functional.linear,
+            [x, w, b],
+            inputs,
+            out,
+            active=True,
+            batched=(0,) if known else (),
+            orders=0 if independent else 2,
+            name=f"{P.shape} {x_layout} {y_layout}",
+        )
 
 
 def test_replicated_copies_are_independent():
-    """Varying copies: each rank's copy of x has its own part of the gradient, and the parts add up to the serial one."""
+    """Varying copies: each rank's copy of x has its own part of the gradient, and the parts add up to the serial
+    one."""
     x, w, b = randn(5, 9), randn(7, 9, seed=1), randn(7, seed=2)
     c = randn(5, 7, seed=3)
     for P in grids():
@@ -65,7 +83,9 @@ def test_replicated_copies_are_independent():
         (torch.nn.functional.linear(*globals_) * c).sum().backward()
         for t, g, place, dims in zip(leaves, globals_, (px, pw, pb), (1, 0, (0, 2))):
             total = F.all_sum_reduce(t.grad, P, dims)
-            dd.testing.collective_assert(torch.allclose(total, place(g.grad), rtol=1e-10, atol=1e-10), f"{P.shape} {dims}")
+            dd.testing.collective_assert(
+                torch.allclose(total, place(g.grad), rtol=1e-10, atol=1e-10), f"{P.shape} {dims}"
+            )
 
 
 def test_column_then_row_gives_serial_gradients():
@@ -79,8 +99,14 @@ def test_column_then_row_gives_serial_gradients():
         h = F.dist_linear(x, w1, column, x_layout="invariant", y_layout="replicated").tanh()
         return F.dist_linear(h, w2, row, x_layout="replicated", y_layout="invariant")
 
-    check_layer(dist, lambda x, w1, w2: torch.nn.functional.linear(torch.nn.functional.linear(x, w1).tanh(), w2), [x, w1, w2],
-                [lambda t: t, lambda t: t[block], lambda t: t[:, block]], lambda t: t, active=True)
+    check_layer(
+        dist,
+        lambda x, w1, w2: torch.nn.functional.linear(torch.nn.functional.linear(x, w1).tanh(), w2),
+        [x, w1, w2],
+        [lambda t: t, lambda t: t[block], lambda t: t[:, block]],
+        lambda t: t,
+        active=True,
+    )
 
 
 def test_sequence_parallel_and_zero():
@@ -90,11 +116,23 @@ def test_sequence_parallel_and_zero():
     line = dd.Partition((n,))
     rows, shard = (dd.Layout(line, (k,)).slices()[0] for k in (7, 5))
     sequence = dd.Partition((1, n, 1))
-    check_layer(lambda x, w: F.dist_linear(x, w, sequence, x_layout="sharded", y_layout="replicated"),
-                torch.nn.functional.linear, [x, w], [lambda t: t[rows], lambda t: t[shard]], lambda t: t[:, shard], active=True)
+    check_layer(
+        lambda x, w: F.dist_linear(x, w, sequence, x_layout="sharded", y_layout="replicated"),
+        torch.nn.functional.linear,
+        [x, w],
+        [lambda t: t[rows], lambda t: t[shard]],
+        lambda t: t[:, shard],
+        active=True,
+    )
     data = dd.Partition((n, 1))
-    check_layer(lambda x, w: torch.nn.functional.linear(x, F.all_gather(w, data, {0: 0}, shape=(5, 6))),
-                torch.nn.functional.linear, [x, w], [lambda t: t[rows], lambda t: t[shard]], lambda t: t[rows], active=True)
+    check_layer(
+        lambda x, w: torch.nn.functional.linear(x, F.all_gather(w, data, {0: 0}, shape=(5, 6))),
+        torch.nn.functional.linear,
+        [x, w],
+        [lambda t: t[rows], lambda t: t[shard]],
+        lambda t: t[rows],
+        active=True,
+    )
 
 
 def test_batch_dims_and_case_38_inactive():
@@ -103,12 +141,19 @@ def test_batch_dims_and_case_38_inactive():
     P = dd.Partition((max(n - 1, 1), 1, 1, 1), tuple(range(n))[: max(n - 1, 1)])
     x, w, b = randn(5, 3, 4), randn(2, 4, seed=1), randn(2, seed=2)
     L = dd.Layout(dd.Partition((P.size, 1, 1), P.ranks), x.shape)
-    check_layer(lambda x, w, b: F.dist_linear(x, w, dd.Layout(P, (5, 3, 2, 4)), b, params="invariant"), torch.nn.functional.linear,
-                [x, w, b], [L, lambda t: t, lambda t: t], L.with_shape((5, 3, 2)))
+    check_layer(
+        lambda x, w, b: F.dist_linear(x, w, dd.Layout(P, (5, 3, 2, 4)), b, params="invariant"),
+        torch.nn.functional.linear,
+        [x, w, b],
+        [L, lambda t: t, lambda t: t],
+        L.with_shape((5, 3, 2)),
+    )
 
 
-@pytest.mark.parametrize("x_layout, y_layout", [("root", "root"), ("replicated", "replicated"), ("invariant", "invariant"),
-                                                ("sharded", "sharded")])
+@pytest.mark.parametrize(
+    "x_layout, y_layout",
+    [("root", "root"), ("replicated", "replicated"), ("invariant", "invariant"), ("sharded", "sharded")],
+)
 def test_messages(x_layout, y_layout):
     """What the docstring says is sent, and no more."""
     if dd.world().size != 4:
@@ -123,12 +168,16 @@ def test_messages(x_layout, y_layout):
 
     size_x, size_y = 4 * 4, 4 * 3
     there = {"root": (i_out == 0) * 1 + (i_in == 1) * 1, "sharded": 2}.get(x_layout, 0)
-    elements = {"root": (i_out == 0) * size_x + (i_in == 1) * size_y, "sharded": (size_x + size_y) // 2}.get(x_layout, 0)
+    elements = {"root": (i_out == 0) * size_x + (i_in == 1) * size_y, "sharded": (size_x + size_y) // 2}.get(
+        x_layout, 0
+    )
     reduced = {"replicated": (1, size_y), "invariant": (1, size_y)}.get(y_layout, (0, 0))
     found = messages(forward)
     dd.testing.collective_assert(found == (there, elements, *reduced, 0), f"forward {found}")
     back = {"root": (i_out == 1) * 1 + (i_in == 0) * 1, "sharded": 2}.get(x_layout, 0)
-    elements = {"root": (i_out == 1) * size_x + (i_in == 0) * size_y, "sharded": (size_x + size_y) // 2}.get(x_layout, 0)
+    elements = {"root": (i_out == 1) * size_x + (i_in == 0) * size_y, "sharded": (size_x + size_y) // 2}.get(
+        x_layout, 0
+    )
     reduced = {"replicated": (1, size_y), "invariant": (1, size_x)}.get(y_layout, (0, 0))
     found = messages(lambda: kept[0].sum().backward())
     dd.testing.collective_assert(found == (back, elements, *reduced, 0), f"backward {found}")
@@ -153,4 +202,6 @@ def test_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         y = F.dist_linear(x, w[rows], P, x_layout="invariant", y_layout="replicated")
         expected = torch.nn.functional.linear(x, w)[:, rows]
-    dd.testing.collective_assert(y.dtype == torch.bfloat16 and torch.equal(y, expected), "another result under autocast")
+    dd.testing.collective_assert(
+        y.dtype == torch.bfloat16 and torch.equal(y, expected), "another result under autocast"
+    )

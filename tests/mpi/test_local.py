@@ -1,4 +1,5 @@
-"""Untied filters, L2 pooling and local contrast normalisation against the same equations written with torch's unfold and pad."""
+"""Untied filters, L2 pooling and local contrast normalisation against the same equations written with torch's unfold
+and pad."""
 
 import math
 import random
@@ -20,7 +21,9 @@ def patches(x, kernel, stride):
     """(b, c, *out, *kernel), pixel by pixel."""
     sizes = [(m - k) // s + 1 for m, k, s in zip(x.shape[2:], kernel, stride)]
     places = torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, len(sizes))
-    cut = lambda p: x[(slice(None), slice(None), *(slice(a * s, a * s + k) for a, s, k in zip(map(int, p), stride, kernel)))]
+    cut = lambda p: x[
+        (slice(None), slice(None), *(slice(a * s, a * s + k) for a, s, k in zip(map(int, p), stride, kernel)))
+    ]
     return torch.stack([cut(p) for p in places], 2).reshape(*x.shape[:2], *sizes, *kernel)
 
 
@@ -61,12 +64,26 @@ def check_conv(x, filters, kernel, stride, L, orders=2):
     out = F.conv_layout(L, filters, kernel, stride)
     w = randn(filters, *out.shape[2:], x.shape[1], *kernel, seed=3)
     place = weight_place(out)
-    check_layer(lambda x, w: F.dist_local_conv(x, w, L, stride=stride, params="invariant"),
-                lambda x, w: serial_conv(x, w, stride), [x, w], [L, place], out, orders=orders, name=f"{L} {kernel} {stride}")
+    check_layer(
+        lambda x, w: F.dist_local_conv(x, w, L, stride=stride, params="invariant"),
+        lambda x, w: serial_conv(x, w, stride),
+        [x, w],
+        [L, place],
+        out,
+        orders=orders,
+        name=f"{L} {kernel} {stride}",
+    )
     y = randn(*out.shape, seed=4)
     fold = lambda y, w: torch.func.vjp(lambda x: serial_conv(x, w, stride), x)[1](y)[0]
-    check_layer(lambda y, w: F.dist_local_conv_transpose(y, w, out, stride=stride, output_size=L, params="invariant"),
-                fold, [y, w], [out, place], L, orders=orders, name=f"transpose {L} {kernel} {stride}")
+    check_layer(
+        lambda y, w: F.dist_local_conv_transpose(y, w, out, stride=stride, output_size=L, params="invariant"),
+        fold,
+        [y, w],
+        [out, place],
+        L,
+        orders=orders,
+        name=f"transpose {L} {kernel} {stride}",
+    )
 
 
 @pytest.mark.parametrize("kernel, stride", [((3, 3), (1, 1)), ((2, 4), (2, 3)), ((5, 1), (1, 2))], ids=str)
@@ -90,10 +107,19 @@ def test_random(count):
         L = random_layout(generator, tuple(x.shape), skip=())
         check_conv(x, generator.randint(1, 4), kernel, stride, L, 1)
         out = F.pool_layout(L, kernel, stride)
-        check_layer(lambda x: F.dist_l2_pool(x, L, kernel, stride), lambda x: serial_l2(x, kernel, stride),
-                    [x], [L], out, orders=1, name=f"{L} {kernel} {stride}")
+        check_layer(
+            lambda x: F.dist_l2_pool(x, L, kernel, stride),
+            lambda x: serial_l2(x, kernel, stride),
+            [x],
+            [L],
+            out,
+            orders=1,
+            name=f"{L} {kernel} {stride}",
+        )
         odd = (3, *(2 * (k // 2) + 1 for k in kernel[1:]))  # of one pixel and two channels, y would hardly depend on x
-        check_layer(lambda x: F.dist_lcn(x, L, odd), lambda x: serial_lcn(x, odd), [x], [L], L, orders=1, name=f"{L} {odd}")
+        check_layer(
+            lambda x: F.dist_lcn(x, L, odd), lambda x: serial_lcn(x, odd), [x], [L], L, orders=1, name=f"{L} {odd}"
+        )
 
 
 def test_transpose_sizes():
@@ -105,8 +131,14 @@ def test_transpose_sizes():
         out = dd.Layout(L.partition, (2, 2, size or 11))
         x = torch.zeros(2, 2, 11 + extra, dtype=y.dtype)
         fold = lambda y, w: torch.func.vjp(lambda x: serial_conv(x, w, (3,)), x)[1](y)[0]
-        check_layer(lambda y, w: F.dist_local_conv_transpose(y, w, L, stride=3, output_size=size), fold, [y, w],
-                    [L, weight_place(L)], out, name=f"{size}")
+        check_layer(
+            lambda y, w: F.dist_local_conv_transpose(y, w, L, stride=3, output_size=size),
+            fold,
+            [y, w],
+            [L, weight_place(L)],
+            out,
+            name=f"{size}",
+        )
 
 
 def test_bare_partitions():
@@ -116,18 +148,35 @@ def test_bare_partitions():
     out = F.conv_layout(L, 2, 3)
     x, w = randn(2, 3, 9), randn(2, 7, 3, 3, seed=3)
     P = L.partition
-    check_layer(lambda x, w: F.dist_local_conv(x, w, P), lambda x, w: serial_conv(x, w, (1,)), [x, w], [L, weight_place(out)], out)
+    check_layer(
+        lambda x, w: F.dist_local_conv(x, w, P),
+        lambda x, w: serial_conv(x, w, (1,)),
+        [x, w],
+        [L, weight_place(out)],
+        out,
+    )
     check_layer(lambda x: F.dist_lcn(x, P, 5), lambda x: serial_lcn(x, (5,)), [x], [L], L)
-    check_layer(lambda x: F.dist_l2_pool(x, L.partition, 3, 1), lambda x: serial_l2(x, (3,), (1,)), [x], [L],
-                F.pool_layout(L, 3, 1))
+    check_layer(
+        lambda x: F.dist_l2_pool(x, L.partition, 3, 1),
+        lambda x: serial_l2(x, (3,), (1,)),
+        [x],
+        [L],
+        F.pool_layout(L, 3, 1),
+    )
 
 
 @pytest.mark.parametrize("args", [((2, 2), (2, 2)), ((3, 2), (1, 2)), ((5, 5), (2, 1))], ids=str)
 def test_l2_pool(args):
     x = randn(2, 3, 8, 7)
     for L in layouts(x.shape, (2, 3, 1)).values():
-        check_layer(lambda x: F.dist_l2_pool(x, L, *args), lambda x: serial_l2(x, *args), [x], [L],
-                    F.pool_layout(L, *args), name=f"{L} {args}")
+        check_layer(
+            lambda x: F.dist_l2_pool(x, L, *args),
+            lambda x: serial_l2(x, *args),
+            [x],
+            [L],
+            F.pool_layout(L, *args),
+            name=f"{L} {args}",
+        )
 
 
 @pytest.mark.parametrize("kernel", [(3, 3), (5, 1), (7, 9)], ids=str)
@@ -135,7 +184,9 @@ def test_lcn(kernel):
     """Also windows wider than a block, and split channels."""
     x = randn(2, 3, 8, 7)
     for L in layouts(x.shape, (2, 3, 1)).values():
-        check_layer(lambda x: F.dist_lcn(x, L, kernel), lambda x: serial_lcn(x, kernel), [x], [L], L, name=f"{L} {kernel}")
+        check_layer(
+            lambda x: F.dist_lcn(x, L, kernel), lambda x: serial_lcn(x, kernel), [x], [L], L, name=f"{L} {kernel}"
+        )
 
 
 def test_zero_windows():
@@ -150,8 +201,12 @@ def test_zero_windows():
         ("L2 pool", lambda x: F.dist_l2_pool(x, L, (2, 3)), lambda x: serial_l2(x, (2, 3), (2, 3)), 1),
         ("LCN", lambda x: F.dist_lcn(x, L, 3), lambda x: serial_lcn(x, (3, 3)), 2),
     ):
-        found = dict(value=f(x), grad=grad(lambda x: (f(x) ** 3).sum())(x), jvp=jvp(f, (x,), (v,))[1],
-                     hvp=jvp(grad(lambda x: (f(x) ** 3).sum()), (x,), (v,))[1])
+        found = dict(
+            value=f(x),
+            grad=grad(lambda x: (f(x) ** 3).sum())(x),
+            jvp=jvp(f, (x,), (v,))[1],
+            hvp=jvp(grad(lambda x: (f(x) ** 3).sum()), (x,), (v,))[1],
+        )
         dd.testing.collective_assert(all(t.isfinite().all() for t in found.values()), f"{name}: not finite")
         out = F.pool_layout(L, (2, 3)) if name == "L2 pool" else L
         check_layer(f, serial, [X], [L], out, name=name)
@@ -170,10 +225,24 @@ def test_dtypes():
     x, w = randn(1, 2, 9), randn(3, 7, 2, 3, seed=1)
     out = F.conv_layout(L, 3, 3)
     for dtype, rtol in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
-        check_layer(lambda x, w: F.dist_local_conv(x, w, L), lambda x, w: serial_conv(x, w, (1,)), [x.to(dtype), w.to(dtype)],
-                    [L, weight_place(out)], out, orders=1, rtol=rtol)
-        check_layer(lambda x: F.dist_lcn(x, L, 3), lambda x: serial_lcn(x.float(), (3,)).to(dtype), [x.to(dtype)], [L], L,
-                    orders=1, rtol=rtol)
+        check_layer(
+            lambda x, w: F.dist_local_conv(x, w, L),
+            lambda x, w: serial_conv(x, w, (1,)),
+            [x.to(dtype), w.to(dtype)],
+            [L, weight_place(out)],
+            out,
+            orders=1,
+            rtol=rtol,
+        )
+        check_layer(
+            lambda x: F.dist_lcn(x, L, 3),
+            lambda x: serial_lcn(x.float(), (3,)).to(dtype),
+            [x.to(dtype)],
+            [L],
+            L,
+            orders=1,
+            rtol=rtol,
+        )
 
 
 def test_messages():
@@ -185,7 +254,9 @@ def test_messages():
     found = messages(lambda: F.dist_local_conv(x, w, L))
     dd.testing.collective_assert(found == ((r > 0), (r > 0) * 2 * 3 * 2, 0, 0, 0), f"forward {found}")
     found = messages(lambda: grad(lambda w: F.dist_local_conv(x, w, L, params="invariant").sum())(w))
-    dd.testing.collective_assert(found[:2] == ((r > 0), (r > 0) * 2 * 3 * 2) and found[2:] == (0, 0, 0), f"gradient of w {found}")
+    dd.testing.collective_assert(
+        found[:2] == ((r > 0), (r > 0) * 2 * 3 * 2) and found[2:] == (0, 0, 0), f"gradient of w {found}"
+    )
     sides = (r > 0) + (r < n - 1)
     found = messages(lambda: F.dist_lcn(x, L, 5))
     dd.testing.collective_assert(found == (2 * sides, 2 * sides * 2 * 2, 0, 0, 0), f"LCN {found}")
@@ -205,7 +276,8 @@ def test_bad_input():
         "larger than the padded input": lambda: F.dist_local_conv(x, w.new_zeros(3, 1, 2, 10), L),
         "not a legal window": lambda: F.dist_local_conv(x, w, L, stride=0),
         "not a legal output_size": lambda: F.dist_local_conv_transpose(
-            torch.zeros(1, 3, w.shape[1]), w, F.conv_layout(L, 3, 3), output_size=10),
+            torch.zeros(1, 3, w.shape[1]), w, F.conv_layout(L, 3, 3), output_size=10
+        ),
         "odd sizes": lambda: F.dist_lcn(x, L, 4),
         "batch, channel and": lambda: F.dist_lcn(x[0], dd.Layout(dd.Partition((1, n)), (2, 9)), 3),
         "unknown kind of parameters": lambda: F.dist_local_conv(x, w, L, params="shared"),

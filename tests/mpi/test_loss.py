@@ -27,7 +27,13 @@ POINTWISE = {  # name: (distributed, serial, kind of x, kind of y, options)
     "kl_div": (F.dist_kl_div, f.kl_div, LOG, PROBABILITY, {}),
     "kl_div log": (F.dist_kl_div, f.kl_div, LOG, LOG, {"log_target": True}),
     "poisson": (F.dist_poisson_nll_loss, f.poisson_nll_loss, None, COUNTS, {}),
-    "poisson full": (F.dist_poisson_nll_loss, f.poisson_nll_loss, PROBABILITY, COUNTS, {"full": True, "log_input": False}),
+    "poisson full": (
+        F.dist_poisson_nll_loss,
+        f.poisson_nll_loss,
+        PROBABILITY,
+        COUNTS,
+        {"full": True, "log_input": False},
+    ),
 }
 
 
@@ -41,6 +47,7 @@ def elementary(serial, name):
     if name == "mse":
         return lambda x, y, reduction: _reduced((x - y).square(), reduction)
     if name == "huber":
+
         def huber(d, delta):
             return torch.where(d <= delta, d**2 / 2, delta * (d - delta / 2))
 
@@ -60,38 +67,71 @@ def test_pointwise(name):
     torch.testing.assert_close(elementary(serial, name)(x, y, **mean), serial(x, y, **mean))
     for i, L in enumerate(layouts(SHAPE).values()):
         for reduction in ("mean", "sum", "none") if i == 0 else ("mean",):
-            check_layer(lambda x, y: dist(x, y, L if i % 2 else L.partition, reduction=reduction, **options),
-                        lambda x, y: elementary(serial, name)(x, y, reduction=reduction, **options), [x, y], [L, L],
-                        L if reduction == "none" else whole, argnums=(0,) if kind_y == COUNTS else None,
-                        orders=2 if i == 0 and reduction == "mean" else 1, name=f"{name} {reduction} {L}")
+            check_layer(
+                lambda x, y: dist(x, y, L if i % 2 else L.partition, reduction=reduction, **options),
+                lambda x, y: elementary(serial, name)(x, y, reduction=reduction, **options),
+                [x, y],
+                [L, L],
+                L if reduction == "none" else whole,
+                argnums=(0,) if kind_y == COUNTS else None,
+                orders=2 if i == 0 and reduction == "mean" else 1,
+                name=f"{name} {reduction} {L}",
+            )
 
 
 def test_weights_and_batchmean():
     x, y, w = randn(*SHAPE, seed=1), sample(PROBABILITY, *SHAPE, seed=2), sample(PROBABILITY, *SHAPE, seed=3)
     for L in layouts(SHAPE).values():
         for reduction in ("mean", "sum"):
-            check_layer(lambda x, w: F.dist_bce_with_logits_loss(x, L.shard(y), L, reduction, w, pos_weight=w + 1),
-                        lambda x, w: f.binary_cross_entropy_with_logits(x, y, w, reduction=reduction, pos_weight=w + 1),
-                        [x, w], [L, L], whole, argnums=(0,), orders=1)
-        check_layer(lambda x: F.dist_bce_loss(x, L.shard(y), L, weight=L.shard(w)), lambda x: f.binary_cross_entropy(x, y, w),
-                    [y * 0.9], [L], whole, orders=1)
+            check_layer(
+                lambda x, w: F.dist_bce_with_logits_loss(x, L.shard(y), L, reduction, w, pos_weight=w + 1),
+                lambda x, w: f.binary_cross_entropy_with_logits(x, y, w, reduction=reduction, pos_weight=w + 1),
+                [x, w],
+                [L, L],
+                whole,
+                argnums=(0,),
+                orders=1,
+            )
+        check_layer(
+            lambda x: F.dist_bce_loss(x, L.shard(y), L, weight=L.shard(w)),
+            lambda x: f.binary_cross_entropy(x, y, w),
+            [y * 0.9],
+            [L],
+            whole,
+            orders=1,
+        )
         for P in (L, L.partition):
-            check_layer(lambda x: F.dist_kl_div(x, L.shard(y), P, "batchmean"), lambda x: f.kl_div(x, y, reduction="batchmean"),
-                        [x], [L], whole, orders=1)
+            check_layer(
+                lambda x: F.dist_kl_div(x, L.shard(y), P, "batchmean"),
+                lambda x: f.kl_div(x, y, reduction="batchmean"),
+                [x],
+                [L],
+                whole,
+                orders=1,
+            )
 
 
 def test_pointwise_limits():
     """Where formulas overflow: large logits, probabilities of exactly 0 and 1, targets of 0."""
     L = next(iter(layouts((4,)).values()))
     x, y = torch.tensor([-800.0, 800, 0, 30], dtype=torch.float64), torch.tensor([0.0, 1, 1, 0], dtype=torch.float64)
-    check_layer(lambda x: F.dist_bce_with_logits_loss(x, L.shard(y), L), lambda x: f.binary_cross_entropy_with_logits(x, y),
-                [x], [L], whole)
+    check_layer(
+        lambda x: F.dist_bce_with_logits_loss(x, L.shard(y), L),
+        lambda x: f.binary_cross_entropy_with_logits(x, y),
+        [x],
+        [L],
+        whole,
+    )
     p = torch.tensor([0.0, 1, 1, 1e-60], dtype=torch.float64)
-    check_layer(lambda x: F.dist_bce_loss(x, L.shard(y), L), lambda x: f.binary_cross_entropy(x, y), [p], [L], whole, orders=0)
+    check_layer(
+        lambda x: F.dist_bce_loss(x, L.shard(y), L), lambda x: f.binary_cross_entropy(x, y), [p], [L], whole, orders=0
+    )
     assert torch.func.grad(lambda x: F.dist_bce_loss(x, L.shard(y), L))(L.shard(p)).isfinite().all()
     check_layer(lambda x: F.dist_kl_div(x, L.shard(y), L), lambda x: f.kl_div(x, y), [x], [L], whole)
     big = torch.tensor([1e200, -1e200, 0.5, 3], dtype=torch.float64)
-    check_layer(lambda x: F.dist_huber_loss(x, L.shard(y), L), lambda x: f.huber_loss(x, y), [big], [L], whole, orders=1)
+    check_layer(
+        lambda x: F.dist_huber_loss(x, L.shard(y), L), lambda x: f.huber_loss(x, y), [big], [L], whole, orders=1
+    )
 
 
 # ---------------------------------------------------------------- classes
@@ -117,9 +157,15 @@ def test_case_35_cross_entropy(weighted, smoothing):
         P = L if i % 2 and not L.splits else L.partition
         for reduction in ("mean", "sum", "none") if i == 0 else ("mean",):
             options = dict(ignore_index=ignored, reduction=reduction, label_smoothing=smoothing)
-            check_layer(lambda x, t: F.dist_cross_entropy(x, t, P, where(w) if weighted else None, **options),
-                        lambda x, t: f.cross_entropy(x, t, w, **options), [X, t], [L, along(L, 0, 2)],
-                        along(L, 0, 2) if reduction == "none" else whole, orders=2 if i == 0 else 1, name=f"{L} {reduction}")
+            check_layer(
+                lambda x, t: F.dist_cross_entropy(x, t, P, where(w) if weighted else None, **options),
+                lambda x, t: f.cross_entropy(x, t, w, **options),
+                [X, t],
+                [L, along(L, 0, 2)],
+                along(L, 0, 2) if reduction == "none" else whole,
+                orders=2 if i == 0 else 1,
+                name=f"{L} {reduction}",
+            )
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -127,8 +173,14 @@ def test_nll(weighted):
     w = W if weighted else None
     for i, L in enumerate(layouts(X.shape, (1, 0, 2)).values()):
         where = along(L, 1)
-        check_layer(lambda x, t: F.dist_nll_loss(x, t, L.partition, where(w) if weighted else None),
-                    lambda x, t: f.nll_loss(x, t, w), [X, targets()], [L, along(L, 0, 2)], whole, orders=2 if i == 0 else 1)
+        check_layer(
+            lambda x, t: F.dist_nll_loss(x, t, L.partition, where(w) if weighted else None),
+            lambda x, t: f.nll_loss(x, t, w),
+            [X, targets()],
+            [L, along(L, 0, 2)],
+            whole,
+            orders=2 if i == 0 else 1,
+        )
 
 
 def test_class_probabilities():
@@ -136,9 +188,14 @@ def test_class_probabilities():
     for i, L in enumerate(layouts(X.shape, (1, 0)).values()):
         where = along(L, 1)
         for w, smoothing in ((None, 0.0), (W, 0.3)):
-            check_layer(lambda x, t: F.dist_cross_entropy(x, t, L, None if w is None else where(w), label_smoothing=smoothing),
-                        lambda x, t: f.cross_entropy(x, t, w, label_smoothing=smoothing), [X, T], [L, L], whole,
-                        orders=2 if i == 0 else 1)
+            check_layer(
+                lambda x, t: F.dist_cross_entropy(x, t, L, None if w is None else where(w), label_smoothing=smoothing),
+                lambda x, t: f.cross_entropy(x, t, w, label_smoothing=smoothing),
+                [X, T],
+                [L, L],
+                whole,
+                orders=2 if i == 0 else 1,
+            )
 
 
 def test_classes_without_batch_or_space():
@@ -146,8 +203,14 @@ def test_classes_without_batch_or_space():
     for L in layouts((7,)).values():
         check_layer(lambda x: F.dist_cross_entropy(x, t, L), lambda x: f.cross_entropy(x, t), [X[0, :, 0]], [L], whole)
     for L in layouts((5, 7)).values():
-        check_layer(lambda x, t: F.dist_cross_entropy(x, t, L), f.cross_entropy, [X[:, :, 0], targets()[:, 0]], [L, along(L, 0)],
-                    whole, orders=1)
+        check_layer(
+            lambda x, t: F.dist_cross_entropy(x, t, L),
+            f.cross_entropy,
+            [X[:, :, 0], targets()[:, 0]],
+            [L, along(L, 0)],
+            whole,
+            orders=1,
+        )
 
 
 def test_masked_and_large_logits():
@@ -171,10 +234,24 @@ def test_all_targets_ignored():
 def test_low_precision():
     for dtype, rtol in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         for L in layouts(X.shape, (1, 0)).values():
-            check_layer(lambda x, t: F.dist_cross_entropy(x, t, L), f.cross_entropy, [X.to(dtype), targets()], [L, along(L, 0, 2)],
-                        whole, rtol=rtol, orders=1)
-            check_layer(lambda x, y: F.dist_mse_loss(x, y, L), lambda x, y: (x - y).square().mean(),
-                        [X.to(dtype), X.cos().to(dtype)], [L, L], whole, rtol=rtol, orders=1)
+            check_layer(
+                lambda x, t: F.dist_cross_entropy(x, t, L),
+                f.cross_entropy,
+                [X.to(dtype), targets()],
+                [L, along(L, 0, 2)],
+                whole,
+                rtol=rtol,
+                orders=1,
+            )
+            check_layer(
+                lambda x, y: F.dist_mse_loss(x, y, L),
+                lambda x, y: (x - y).square().mean(),
+                [X.to(dtype), X.cos().to(dtype)],
+                [L, L],
+                whole,
+                rtol=rtol,
+                orders=1,
+            )
 
 
 def test_loss_is_invariant():
@@ -242,8 +319,19 @@ def test_errors():
 def test_infinite_and_nan_logits():
     """Values and gradients are torch's, NaN where torch's are."""
     inf, nan = math.inf, math.nan
-    x = torch.tensor([[1, 2, 3, -1], [inf, 1, 2, 0], [1, inf, 0, inf], [-inf, 0, 1, 2], [0, 1, 2, -inf], [-inf] * 4, [nan, 0, 1, 2],
-                      [-inf, inf, 0, 0]], dtype=torch.float64)  # fmt: skip
+    x = torch.tensor(
+        [
+            [1, 2, 3, -1],
+            [inf, 1, 2, 0],
+            [1, inf, 0, inf],
+            [-inf, 0, 1, 2],
+            [0, 1, 2, -inf],
+            [-inf] * 4,
+            [nan, 0, 1, 2],
+            [-inf, inf, 0, 0],
+        ],
+        dtype=torch.float64,
+    )
     for target, smoothing, reduction in ((0, 0.0, "none"), (3, 0.2, "none"), (-100, 0.2, "sum"), (1, 0.0, "mean")):
         t = torch.full((len(x),), target)
         t[0] = 1
@@ -270,8 +358,10 @@ def test_dtypes_of_predictions_and_targets(name):
     taken = 0
     for a in DTYPES:
         for b in DTYPES:
-            x, y = (t.to(d) if not d.is_complex else torch.complex(t, t / 2).to(d)
-                    for t, d in zip((sample(kind_x, *SHAPE, seed=1), sample(kind_y, *SHAPE, seed=2).abs()), (a, b)))  # fmt: skip
+            x, y = (
+                t.to(d) if not d.is_complex else torch.complex(t, t / 2).to(d)
+                for t, d in zip((sample(kind_x, *SHAPE, seed=1), sample(kind_y, *SHAPE, seed=2).abs()), (a, b))
+            )
             for reduction in ("none", "mean"):
                 try:
                     found = dist(L.shard(x), L.shard(y), L, reduction)
@@ -288,8 +378,12 @@ def test_dtypes_of_predictions_and_targets(name):
                     assert not a.is_floating_point or (b.is_complex and name != "l1"), f"{name} {a} {b}: {found}"
                     continue
                 taken += 1
-                if torch.float16 in (a, b) or (name in ("huber", "bce_with_logits") and a != b):  # there torch has one of the two
+                if torch.float16 in (a, b) or (
+                    name in ("huber", "bce_with_logits") and a != b
+                ):  # there torch has one of the two
                     continue
                 assert found.dtype == wanted.dtype, f"{name} {a} {b}: {found.dtype}, not {wanted.dtype}"
-                torch.testing.assert_close(found, L.shard(wanted) if reduction == "none" else wanted, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(
+                    found, L.shard(wanted) if reduction == "none" else wanted, rtol=1e-4, atol=1e-5
+                )
     assert taken >= 6

@@ -1,4 +1,5 @@
-"""Exact numbers of messages and bytes. What is not sent cannot be slow, and what depends on a rank's values would hang."""
+"""Exact numbers of messages and bytes. What is not sent cannot be slow, and what depends on a rank's values would
+hang."""
 
 import pytest
 import torch
@@ -38,7 +39,9 @@ def test_repartition():
     assert sorted(sent) == [("send", p, 6 * D) for p in range(n) if p != r]
     again = counted(lambda: F.repartition(x_of(rows), rows.partition, columns.partition))
     assert sorted(again.of("send")) == sorted(sent) and len(again.of("agree")) == (n > 1)
-    assert not counted(lambda: F.repartition(x_of(rows), rows.partition, columns.partition, shape=rows.shape)).of("agree")
+    assert not counted(lambda: F.repartition(x_of(rows), rows.partition, columns.partition, shape=rows.shape)).of(
+        "agree"
+    )
 
 
 def test_halo_1d():
@@ -47,7 +50,9 @@ def test_halo_1d():
     spec = dd.HaloSpec(L, 1, 2)  # mine to the left neighbour: 2 elements as its right halo; to the right one: 1
     sent = counted(lambda: F.halo_exchange(x_of(L), spec))
     assert sorted(sent) == [("send", r - 1, 2 * D)] * (r > 0) + [("send", r + 1, D)] * (r < n - 1)
-    back = counted(lambda: dd.maps.halo_exchange(spec).T(torch.ones(dd.maps.halo_exchange(spec).out_shape, dtype=torch.float64)))
+    back = counted(
+        lambda: dd.maps.halo_exchange(spec).T(torch.ones(dd.maps.halo_exchange(spec).out_shape, dtype=torch.float64))
+    )
     assert sorted(back) == [("send", r - 1, D)] * (r > 0) + [("send", r + 1, 2 * D)] * (r < n - 1)
 
 

@@ -1,4 +1,5 @@
-"""The NCCL engine on a fake of its library: how communicators come and go, and what happens where NCCL cannot be used."""
+"""The NCCL engine on a fake of its library: how communicators come and go, and what happens where NCCL cannot be
+used."""
 
 import sys
 import types
@@ -26,7 +27,9 @@ def only_here(request):
 def engines(monkeypatch):
     """All movements by the engine, for one test."""
     made = fake_nccl.engines(dd.world())
-    monkeypatch.setattr(dd.World, "transport", lambda self, x, ranks: made.get(ranks) if self.rank in ranks else self.host)
+    monkeypatch.setattr(
+        dd.World, "transport", lambda self, x, ranks: made.get(ranks) if self.rank in ranks else self.host
+    )
     yield made
     made.close()
 
@@ -55,7 +58,10 @@ def test_collectives_use_the_order_of_the_blocks(engines):
             y = F.all_gather(torch.full((1,), float(r)), P, shape=(2,))
             z = F.reduce_scatter(torch.tensor([[1.0, 2.0], [10.0, 20.0]])[r], P)
         assert y.tolist() == [1.0, 0.0] and z.tolist() == [22.0 if r == 0 else 11.0]
-        assert (1, 0) in engines.engines and [k for k, _, _ in sent if k != "agree"] == ["all_gather", "reduce_scatter"], sent
+        assert (1, 0) in engines.engines and [k for k, _, _ in sent if k != "agree"] == [
+            "all_gather",
+            "reduce_scatter",
+        ], sent
 
 
 def test_uneven_blocks_go_as_messages(engines):
@@ -75,7 +81,10 @@ def test_case_22_broadcasts_of_overlapping_groups(engines):
 
 def test_wait_and_start(engines):
     A = dd.maps.shift(dd.Partition((dd.world().size,)), 0, 1, True, (2,))
-    assert F.wait(F.start(A, torch.full((2,), float(dd.world().rank)))).tolist() == [(dd.world().rank - 1) % dd.world().size] * 2
+    assert (
+        F.wait(F.start(A, torch.full((2,), float(dd.world().rank)))).tolist()
+        == [(dd.world().rank - 1) % dd.world().size] * 2
+    )
 
 
 def test_two_ranks_on_one_device():

@@ -53,8 +53,8 @@ def test_mlp(kind):
 
 
 def test_vecpar():
-    """Features stay where they are and each rank keeps the columns of its pixels; or they move into canonical order. The result
-    and both gradients are the same; the first way sends nothing forward but the sums."""
+    """Features stay where they are and each rank keeps the columns of its pixels; or they move into canonical order.
+    The result and both gradients are the same; the first way sends nothing forward but the sums."""
     grid = {1: (1, 1, 1, 1), 2: (1, 1, 2, 1), 3: (1, 1, 1, 3), 4: (1, 1, 2, 2)}[N]
     P = dd.Partition(grid)
     L, V = dd.Layout(P, (3, 2, 5, 7)), neon.vector(P)
@@ -91,7 +91,8 @@ def test_vecpar():
 
 
 def test_parameter_server():
-    """Rank 0 alone has the parameters: broadcast forward, so sum-reduce backward. Step by step equal to data parallelism."""
+    """Rank 0 alone has the parameters: broadcast forward, so sum-reduce backward. Step by step equal to data
+    parallelism."""
     P, server = dd.Partition((SIZE,)), dd.Partition((1,))
     L = dd.Layout(dd.Partition((SIZE, 1)), (2 * SIZE + 1, 5))
     X, T = randn(*L.shape), randn(L.shape[0], 3, seed=1)

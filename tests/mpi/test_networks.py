@@ -12,10 +12,21 @@ from distdl import demo
 STEPS = 20
 
 
-def compare(dist_loss, serial_loss, params, places=None, *, has_loss=True, steps=STEPS, rate=0.05, rtol=1e-10,
-            after=lambda p: p, ranks=None):
-    """Train both side by side from ``params`` (global tensors; ``places`` cut this rank's blocks, default: whole). ``after``
-    follows each update of either; ``ranks`` are those that take part, by default the first four."""
+def compare(
+    dist_loss,
+    serial_loss,
+    params,
+    places=None,
+    *,
+    has_loss=True,
+    steps=STEPS,
+    rate=0.05,
+    rtol=1e-10,
+    after=lambda p: p,
+    ranks=None,
+):
+    """Train both side by side from ``params`` (global tensors; ``places`` cut this rank's blocks, default: whole).
+    ``after`` follows each update of either; ``ranks`` are those that take part, by default the first four."""
     places = places or {}
     cut = lambda name, value: places[name](value).clone() if name in places else value.clone()
     mine, theirs = {name: cut(name, value) for name, value in params.items()}, dict(params)
@@ -29,7 +40,9 @@ def compare(dist_loss, serial_loss, params, places=None, *, has_loss=True, steps
             expected = cut(name, serial_grads[name])
             scale = max(1e-6, float(serial_grads[name].abs().max()))
             if not torch.allclose(g, expected, rtol=rtol, atol=rtol * scale):
-                faults.append(f"step {step}: gradient of {name} off by {float((g - expected).abs().max()):.1e} of {scale:.1e}")
+                faults.append(
+                    f"step {step}: gradient of {name} off by {float((g - expected).abs().max()):.1e} of {scale:.1e}"
+                )
         mine = after({name: value - rate * grads[name] for name, value in mine.items()})
         theirs = after({name: value - rate * serial_grads[name] for name, value in theirs.items()})
     for name, value in mine.items():
@@ -68,9 +81,12 @@ def test_lenet():
     batch = lambda step: (images[8 * step : 8 * step + 8], labels[8 * step : 8 * step + 8])
     serial = lambda p, step: tf.cross_entropy(demo.sequential(p, batch(step)[0]), batch(step)[1])
     if dd.world().size >= 4:
+
         def dist(p, step):
             x, y = batch(step)
-            return F.dist_cross_entropy(demo.distributed(p, demo.TILES.shard(x), len(y)), y, dd.Layout(demo.Y_SIDE, (len(y), 10)))
+            return F.dist_cross_entropy(
+                demo.distributed(p, demo.TILES.shard(x), len(y)), y, dd.Layout(demo.Y_SIDE, (len(y), 10))
+            )
 
         if dd.world().rank < 4:
             places = {name: lambda value, name=name: demo.shard({name: value})[name] for name in params}
@@ -83,11 +99,15 @@ def test_lenet():
     def dist(p, step):
         x, y = batch(step)
         L = dd.Layout(tiles, x.shape)
-        x = F.dist_max_pool(F.dist_conv(L.shard(x), p["conv1.w"], L, p["conv1.b"], padding=2, params="invariant").relu(), tiles, 2)
+        x = F.dist_max_pool(
+            F.dist_conv(L.shard(x), p["conv1.w"], L, p["conv1.b"], padding=2, params="invariant").relu(), tiles, 2
+        )
         x = F.dist_max_pool(F.dist_conv(x, p["conv2.w"], tiles, p["conv2.b"], params="invariant").relu(), tiles, 2)
         x = F.repartition(x, tiles, features).flatten(1)
         P = dd.Partition((1, 1, n))  # row parallel: each rank has the columns of its features
-        x = F.dist_linear(x, p["fc1.w"], P, p["fc1.b"], x_layout="replicated", y_layout="invariant", params="invariant").relu()
+        x = F.dist_linear(
+            x, p["fc1.w"], P, p["fc1.b"], x_layout="replicated", y_layout="invariant", params="invariant"
+        ).relu()
         for name in ("fc2", "fc3"):
             x = tf.linear(x, p[name + ".w"], p[name + ".b"])
             x = x.relu() if name == "fc2" else x
@@ -121,8 +141,15 @@ def resnet(p, x, conv, norm, pool, mean):
 def test_resnet_stem_and_blocks():
     """Stride 2, kernel 7, batch norm, uneven tiles, global average pooling over uneven blocks."""
     n = world_of()
-    shapes = {"stem.w": (4, 3, 7, 7), "a1.w": (4, 4, 3, 3), "a2.w": (4, 4, 3, 3), "b1.w": (6, 4, 3, 3), "b2.w": (6, 6, 3, 3),
-              "bs.w": (6, 4, 1, 1), "fc.w": (5, 6)}
+    shapes = {
+        "stem.w": (4, 3, 7, 7),
+        "a1.w": (4, 4, 3, 3),
+        "a2.w": (4, 4, 3, 3),
+        "b1.w": (6, 4, 3, 3),
+        "b2.w": (6, 6, 3, 3),
+        "bs.w": (6, 4, 1, 1),
+        "fc.w": (5, 6),
+    }
     for name, c in (("stem", 4), ("a1", 4), ("a2", 4), ("b1", 6), ("b2", 6), ("bs", 6)):
         shapes |= {name + ".g": (c,), name + ".b": (c,)}
     images, labels = randn(3, 3, 29, 27, seed=50), torch.tensor([0, 3, 1])
@@ -130,16 +157,25 @@ def test_resnet_stem_and_blocks():
     padding = lambda w: (w.shape[-1] - 1) // 2
 
     def serial(p, step):
-        x = resnet(p, images + 0.01 * step, lambda x, w, s: tf.conv2d(x, w, None, s, padding(w)),
-                   lambda x, p, k: tf.batch_norm(x, None, None, p[k + ".g"], p[k + ".b"], True),
-                   lambda x: tf.max_pool2d(x, 3, 2, 1), lambda x: x.mean((2, 3)))
+        x = resnet(
+            p,
+            images + 0.01 * step,
+            lambda x, w, s: tf.conv2d(x, w, None, s, padding(w)),
+            lambda x, p, k: tf.batch_norm(x, None, None, p[k + ".g"], p[k + ".b"], True),
+            lambda x: tf.max_pool2d(x, 3, 2, 1),
+            lambda x: x.mean((2, 3)),
+        )
         return tf.cross_entropy(x @ p["fc.w"].T, labels)
 
     def dist(p, step):
-        x = resnet(p, P.shard(images + 0.01 * step),
-                   lambda x, w, s: F.dist_conv(x, w, P, stride=s, padding=padding(w), params="invariant"),
-                   lambda x, p, k: F.dist_batch_norm(x, P, None, None, p[k + ".g"], p[k + ".b"], True, params="invariant")[0],
-                   lambda x: F.dist_max_pool(x, P, 3, 2, 1), lambda x: F.dist_mean(x, P, (2, 3)))
+        x = resnet(
+            p,
+            P.shard(images + 0.01 * step),
+            lambda x, w, s: F.dist_conv(x, w, P, stride=s, padding=padding(w), params="invariant"),
+            lambda x, p, k: F.dist_batch_norm(x, P, None, None, p[k + ".g"], p[k + ".b"], True, params="invariant")[0],
+            lambda x: F.dist_max_pool(x, P, 3, 2, 1),
+            lambda x: F.dist_mean(x, P, (2, 3)),
+        )
         return tf.cross_entropy(x @ p["fc.w"].T, labels)  # x is invariant, and so is all that follows
 
     if dd.world().rank < n:
@@ -151,6 +187,7 @@ def test_resnet_stem_and_blocks():
 
 def unet(p, x, conv, norm, pool, up):
     """Depth 2: convolution, batch norm, in-place ReLU, pooling, upsampling, concatenation."""
+
     def double(x, k):
         return norm(conv(x, p[k + ".w"]), p, k).relu_()  # CASES 16: in place, right after a layer
 
@@ -172,15 +209,25 @@ def test_case_16_unet():
     P = dd.Partition((1, 1, *space(n), 1) if n != 3 else (1, 1, 3, 1, 1))
 
     def serial(p, step):
-        y = unet(p, volume, lambda x, w: tf.conv3d(x, w, padding=w.shape[-1] // 2),
-                 lambda x, p, k: tf.batch_norm(x, None, None, p[k + ".g"], p[k + ".b"], True),
-                 lambda x: tf.max_pool3d(x, 2), lambda x: tf.interpolate(x, scale_factor=2, mode="trilinear"))
+        y = unet(
+            p,
+            volume,
+            lambda x, w: tf.conv3d(x, w, padding=w.shape[-1] // 2),
+            lambda x, p, k: tf.batch_norm(x, None, None, p[k + ".g"], p[k + ".b"], True),
+            lambda x: tf.max_pool3d(x, 2),
+            lambda x: tf.interpolate(x, scale_factor=2, mode="trilinear"),
+        )
         return (y - target).square().mean()
 
     def dist(p, step):
-        y = unet(p, P.shard(volume), lambda x, w: F.dist_conv(x, w, P, padding=w.shape[-1] // 2, params="invariant"),
-                 lambda x, p, k: F.dist_batch_norm(x, P, None, None, p[k + ".g"], p[k + ".b"], True, params="invariant")[0],
-                 lambda x: F.dist_max_pool(x, P, 2), lambda x: F.dist_interpolate(x, P, scale_factor=2, mode="trilinear"))
+        y = unet(
+            p,
+            P.shard(volume),
+            lambda x, w: F.dist_conv(x, w, P, padding=w.shape[-1] // 2, params="invariant"),
+            lambda x, p, k: F.dist_batch_norm(x, P, None, None, p[k + ".g"], p[k + ".b"], True, params="invariant")[0],
+            lambda x: F.dist_max_pool(x, P, 2),
+            lambda x: F.dist_interpolate(x, P, scale_factor=2, mode="trilinear"),
+        )
         return F.dist_mse_loss(y, P.shard(target), P)
 
     if dd.world().rank < n:
@@ -191,7 +238,8 @@ def test_case_16_unet():
 
 
 def test_all_gather_reduce_scatter_mlp():
-    """Layer norm on split rows, all-gather into the first layer, reduce-scatter out of the second; uneven everywhere."""
+    """Layer norm on split rows, all-gather into the first layer, reduce-scatter out of the second; uneven
+    everywhere."""
     n, r = world_of(), dd.world().rank
     x, target = randn(7, 6, seed=70), randn(7, 6, seed=71)
     shapes = {"n.g": (6,), "n.b": (6,), "1.w": (10, 6), "1.b": (10,), "2.w": (6, 10), "2.b": (6,)}

@@ -22,10 +22,21 @@ def line(*dims):
 def network(P):
     """One of most layers that keep (batch, channel, rows, columns)."""
     return torch.nn.Sequential(
-        nn.Conv2d(P, 3, 8, 3, padding=1, **DOUBLE), nn.BatchNorm(P, 8, **DOUBLE), torch.nn.ReLU(), nn.MaxPool2d(P, 2),
-        nn.ConvTranspose2d(P, 8, 4, 2, 2, **DOUBLE), nn.GroupNorm(P, 2, 4, **DOUBLE), nn.Upsample(P, scale_factor=2),
-        nn.InstanceNorm(P, 4, affine=True, **DOUBLE), nn.LayerNorm(P, 16, **DOUBLE), nn.RMSNorm(P, 16, **DOUBLE),
-        nn.AvgPool2d(P, 2), nn.Dropout(P, 0.25), nn.FeatureDropout(P, 0.25), nn.AdaptiveMaxPool2d(P, (3, 2)))  # fmt: skip
+        nn.Conv2d(P, 3, 8, 3, padding=1, **DOUBLE),
+        nn.BatchNorm(P, 8, **DOUBLE),
+        torch.nn.ReLU(),
+        nn.MaxPool2d(P, 2),
+        nn.ConvTranspose2d(P, 8, 4, 2, 2, **DOUBLE),
+        nn.GroupNorm(P, 2, 4, **DOUBLE),
+        nn.Upsample(P, scale_factor=2),
+        nn.InstanceNorm(P, 4, affine=True, **DOUBLE),
+        nn.LayerNorm(P, 16, **DOUBLE),
+        nn.RMSNorm(P, 16, **DOUBLE),
+        nn.AvgPool2d(P, 2),
+        nn.Dropout(P, 0.25),
+        nn.FeatureDropout(P, 0.25),
+        nn.AdaptiveMaxPool2d(P, (3, 2)),
+    )
 
 
 def agree(ok, message):
@@ -84,10 +95,17 @@ def serial_network():
     """What convert knows."""
     torch.manual_seed(3)
     return torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3, padding="same", padding_mode="circular"), torch.nn.BatchNorm2d(8), torch.nn.GELU(),
-        torch.nn.MaxPool2d(3, 2, 1), torch.nn.Sequential(torch.nn.ConvTranspose2d(8, 4, 3, 2, 1, 1), torch.nn.GroupNorm(2, 4)),
-        torch.nn.Upsample(scale_factor=2, mode="bilinear"), torch.nn.AvgPool2d(2), torch.nn.InstanceNorm2d(4),
-        torch.nn.Conv2d(4, 2, 3), torch.nn.AdaptiveAvgPool2d(3)).double()  # fmt: skip
+        torch.nn.Conv2d(3, 8, 3, padding="same", padding_mode="circular"),
+        torch.nn.BatchNorm2d(8),
+        torch.nn.GELU(),
+        torch.nn.MaxPool2d(3, 2, 1),
+        torch.nn.Sequential(torch.nn.ConvTranspose2d(8, 4, 3, 2, 1, 1), torch.nn.GroupNorm(2, 4)),
+        torch.nn.Upsample(scale_factor=2, mode="bilinear"),
+        torch.nn.AvgPool2d(2),
+        torch.nn.InstanceNorm2d(4),
+        torch.nn.Conv2d(4, 2, 3),
+        torch.nn.AdaptiveAvgPool2d(3),
+    ).double()
 
 
 def test_convert():

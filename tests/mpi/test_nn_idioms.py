@@ -1,4 +1,5 @@
-"""What programs do with torch's modules, done with those of dd.nn: made without memory, copied, averaged, picked by class."""
+"""What programs do with torch's modules, done with those of dd.nn: made without memory, copied, averaged, picked by
+class."""
 
 import copy
 import io
@@ -32,26 +33,38 @@ IMAGES, N = line(1, 1, -1, 1), np.int64  # numbers as NumPy has them, too
 SPACE = {n: line(1, 1, -1, *(1,) * (n - 1)) for n in (1, 2, 3)}
 # name -> (module, input): one for each module of dd.nn
 MAKE = {
-    "BatchNorm": lambda **k: nn.BatchNorm(IMAGES, N(4), **k), "GroupNorm": lambda **k: nn.GroupNorm(IMAGES, N(2), N(4), **k),
+    "BatchNorm": lambda **k: nn.BatchNorm(IMAGES, N(4), **k),
+    "GroupNorm": lambda **k: nn.GroupNorm(IMAGES, N(2), N(4), **k),
     "InstanceNorm": lambda **k: nn.InstanceNorm(IMAGES, N(4), affine=True, **k),
-    "LayerNorm": lambda **k: nn.LayerNorm(IMAGES, np.array([9, 5]), **k), "RMSNorm": lambda **k: nn.RMSNorm(IMAGES, N(5), **k),
+    "LayerNorm": lambda **k: nn.LayerNorm(IMAGES, np.array([9, 5]), **k),
+    "RMSNorm": lambda **k: nn.RMSNorm(IMAGES, N(5), **k),
     "Linear": lambda **k: nn.Linear(line(1, -1, 1), N(5), N(7), x_layout="replicated", **k),
     "Embedding": lambda **k: nn.Embedding(line(1, -1, 1), N(11), N(5), padding_idx=N(3), y_layout="invariant", **k),
-}  # fmt: skip
-CONVOLUTIONS = {"Conv": lambda n: (N(6), np.array([3] * n), N(1), np.array([1] * n)),
-                "ConvTranspose": lambda n: (N(6), N(3), np.array([2] * n)),
-                "LocalConv": lambda n: (N(2), N(3), np.array([9, 5, 4][:n]), N(1))}  # fmt: skip
+}
+CONVOLUTIONS = {
+    "Conv": lambda n: (N(6), np.array([3] * n), N(1), np.array([1] * n)),
+    "ConvTranspose": lambda n: (N(6), N(3), np.array([2] * n)),
+    "LocalConv": lambda n: (N(2), N(3), np.array([9, 5, 4][:n]), N(1)),
+}
 for _n, _P in SPACE.items():
-    MAKE |= {f"{kind}{_n}d": lambda kind=kind, n=_n, P=_P, a=a, **k: getattr(nn, f"{kind}{n}d")(P, N(4), *a(n), **k)
-             for kind, a in CONVOLUTIONS.items()}
+    MAKE |= {
+        f"{kind}{_n}d": lambda kind=kind, n=_n, P=_P, a=a, **k: getattr(nn, f"{kind}{n}d")(P, N(4), *a(n), **k)
+        for kind, a in CONVOLUTIONS.items()
+    }
 FREE = {"Dropout": lambda: nn.Dropout(IMAGES, 0.5), "FeatureDropout": lambda: nn.FeatureDropout(IMAGES, 0.5),
         "LCN": lambda: nn.LCN(IMAGES, N(3)), "Upsample": lambda: nn.Upsample(IMAGES, np.array([7, 8])),
         "Movement": lambda: nn.Movement(F.repartition, IMAGES, line(1, 1, 1, -1))}  # fmt: skip
 for _n, _P in SPACE.items():
-    FREE |= {f"{kind}{_n}d": lambda kind=kind, n=_n, P=_P, a=a: getattr(nn, f"{kind}{n}d")(P, *a(n))
-             for kind, a in {"MaxPool": lambda n: (np.array([2] * n), N(2)), "AvgPool": lambda n: (N(2),),
-                             "L2Pool": lambda n: (np.array([2] * n),), "AdaptiveMaxPool": lambda n: (np.array([2] * n),),
-                             "AdaptiveAvgPool": lambda n: (N(3),)}.items()}  # fmt: skip
+    FREE |= {
+        f"{kind}{_n}d": lambda kind=kind, n=_n, P=_P, a=a: getattr(nn, f"{kind}{n}d")(P, *a(n))
+        for kind, a in {
+            "MaxPool": lambda n: (np.array([2] * n), N(2)),
+            "AvgPool": lambda n: (N(2),),
+            "L2Pool": lambda n: (np.array([2] * n),),
+            "AdaptiveMaxPool": lambda n: (np.array([2] * n),),
+            "AdaptiveAvgPool": lambda n: (N(3),),
+        }.items()
+    }
 LOSSES = {name for name in nn.__all__ if name.endswith("Loss")}
 NO_LAYERS = {"Layer", "Loss", "convert", "declare", "layouts", "stands_for"}
 
@@ -77,7 +90,9 @@ def tensors(module):
 def equal(a, b):
     """Whether two modules have the same tensors."""
     a, b = tensors(a), tensors(b)
-    return a.keys() == b.keys() and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a.values(), b.values()))
+    return a.keys() == b.keys() and all(
+        x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a.values(), b.values())
+    )
 
 
 def seeded(make, **kind):
@@ -87,8 +102,8 @@ def seeded(make, **kind):
 
 @pytest.mark.parametrize("name", MAKE)
 def test_made_without_memory(name):
-    """On the meta device, by argument, context or default, and under FakeTensorMode: filled in later, the values are those of a
-    module made at once."""
+    """On the meta device, by argument, context or default, and under FakeTensorMode: filled in later, the values are
+    those of a module made at once."""
     make = MAKE[name]
     reference = seeded(make)
 
@@ -112,7 +127,9 @@ def test_made_without_memory(name):
     loaded = in_context()
     loaded.load_state_dict(reference.state_dict(), assign=True)
     agree(equal(loaded, reference), f"{name}: other values after assign=True")
-    agree(torch.equal(loaded.eval()(batch(name)), copy.deepcopy(reference).eval()(batch(name))), f"{name}: another result")
+    agree(
+        torch.equal(loaded.eval()(batch(name)), copy.deepcopy(reference).eval()(batch(name))), f"{name}: another result"
+    )
     torch.set_default_dtype(torch.float64)
     try:
         double = seeded(make)
@@ -141,7 +158,8 @@ def test_skip_init():
 
 @pytest.mark.parametrize("name", [*MAKE, *FREE])
 def test_copied_and_saved(name):
-    """deepcopy, pickle, torch.save of the module, state_dict with strict, .to(dtype): the same results, nothing shared."""
+    """deepcopy, pickle, torch.save of the module, state_dict with strict, .to(dtype): the same results, nothing
+    shared."""
     module = seeded({**MAKE, **FREE}[name]).eval()
     x = batch(name)
     y = module(x)
@@ -174,17 +192,27 @@ def test_options_that_are_truth_values():
     x, w = IMAGES.shard(randn(1, 2, 9, 5)), randn(3, 2, 3, 3)
     here = dd.world().rank
     wrong = [
-        lambda: nn.Conv2d(IMAGES, 2, 3, True), lambda: nn.Conv2d(IMAGES, True, 3, 3),
-        lambda: nn.Conv2d(IMAGES, 2, 3, 3, groups=True), lambda: nn.ConvTranspose2d(IMAGES, 2, True, 3),
-        lambda: nn.BatchNorm(IMAGES, True), lambda: nn.LayerNorm(IMAGES, np.True_), lambda: nn.GroupNorm(IMAGES, True, 4),
-        lambda: F.dist_conv(x, w, IMAGES, stride=True), lambda: F.dist_conv(x, w, IMAGES, padding=(1, True)),
-        lambda: F.dist_conv(x, w, IMAGES, groups=True), lambda: F.dist_max_pool(x, IMAGES, np.True_),
-        lambda: F.dist_adaptive_avg_pool(x, IMAGES, (True, 2)), lambda: F.dist_interpolate(x, IMAGES, size=True),
-        lambda: F.dist_pad(x, IMAGES, (True, 1)), lambda: dd.HaloSpec(IMAGES, (1, 2, 9, 5), True), lambda: IMAGES.take(True, 0),
+        lambda: nn.Conv2d(IMAGES, 2, 3, True),
+        lambda: nn.Conv2d(IMAGES, True, 3, 3),
+        lambda: nn.Conv2d(IMAGES, 2, 3, 3, groups=True),
+        lambda: nn.ConvTranspose2d(IMAGES, 2, True, 3),
+        lambda: nn.BatchNorm(IMAGES, True),
+        lambda: nn.LayerNorm(IMAGES, np.True_),
+        lambda: nn.GroupNorm(IMAGES, True, 4),
+        lambda: F.dist_conv(x, w, IMAGES, stride=True),
+        lambda: F.dist_conv(x, w, IMAGES, padding=(1, True)),
+        lambda: F.dist_conv(x, w, IMAGES, groups=True),
+        lambda: F.dist_max_pool(x, IMAGES, np.True_),
+        lambda: F.dist_adaptive_avg_pool(x, IMAGES, (True, 2)),
+        lambda: F.dist_interpolate(x, IMAGES, size=True),
+        lambda: F.dist_pad(x, IMAGES, (True, 1)),
+        lambda: dd.HaloSpec(IMAGES, (1, 2, 9, 5), True),
+        lambda: IMAGES.take(True, 0),
         lambda: F.dist_embedding(torch.tensor([True, False]), randn(4, 3), dd.Partition((1, 1, 1), (here,))),
-        lambda: F.dist_expert_linear(randn(2, 3), randn(1, 3, 3), dd.Partition((1,), (here,)), torch.tensor([False] * 2),
-                                     num_experts=1),
-    ]  # fmt: skip
+        lambda: F.dist_expert_linear(
+            randn(2, 3), randn(1, 3, 3), dd.Partition((1,), (here,)), torch.tensor([False] * 2), num_experts=1
+        ),
+    ]
     for call in wrong:
         with pytest.raises((dd.errors.PartitionError, dd.errors.ShapeError)):
             call()
@@ -195,18 +223,27 @@ def test_numpy_options_of_functions():
     x, w, L = IMAGES.shard(randn(1, 2, 9, 5)), randn(4, 1, 3, 3), dd.Layout(IMAGES, (1, 2, 9, 5))
     two, pair = N(2), np.array([2, 1])
     calls = [
-        (F.dist_conv(x, w, L, stride=pair, padding=two, dilation=N(1), groups=two),
-         F.dist_conv(x, w, L, stride=(2, 1), padding=2, groups=2)),
-        (F.dist_conv_transpose(x, randn(2, 3, 2, 2), L, stride=pair, groups=two, output_padding=np.array([1, 0])),
-         F.dist_conv_transpose(x, randn(2, 3, 2, 2), L, stride=(2, 1), groups=2, output_padding=(1, 0))),
+        (
+            F.dist_conv(x, w, L, stride=pair, padding=two, dilation=N(1), groups=two),
+            F.dist_conv(x, w, L, stride=(2, 1), padding=2, groups=2),
+        ),
+        (
+            F.dist_conv_transpose(x, randn(2, 3, 2, 2), L, stride=pair, groups=two, output_padding=np.array([1, 0])),
+            F.dist_conv_transpose(x, randn(2, 3, 2, 2), L, stride=(2, 1), groups=2, output_padding=(1, 0)),
+        ),
         (F.dist_max_pool(x, L, two, pair), F.dist_max_pool(x, L, 2, (2, 1))),
         (F.dist_avg_pool(x, L, torch.tensor([2, 2]), pair), F.dist_avg_pool(x, L, 2, (2, 1))),
-        (F.dist_interpolate(x, L, scale_factor=np.array([2.0, 1.5])), F.dist_interpolate(x, L, scale_factor=(2.0, 1.5))),
+        (
+            F.dist_interpolate(x, L, scale_factor=np.array([2.0, 1.5])),
+            F.dist_interpolate(x, L, scale_factor=(2.0, 1.5)),
+        ),
         (F.dist_pad(x, L, np.array([1, 2, 0, 1])), F.dist_pad(x, L, (1, 2, 0, 1))),
-        (F.halo_exchange(x, dd.HaloSpec(L, np.array([0, 0, 1, 2]), two, boundary="zeros")),
-         F.halo_exchange(x, dd.HaloSpec(L, (0, 0, 1, 2), 2, boundary="zeros"))),
+        (
+            F.halo_exchange(x, dd.HaloSpec(L, np.array([0, 0, 1, 2]), two, boundary="zeros")),
+            F.halo_exchange(x, dd.HaloSpec(L, (0, 0, 1, 2), 2, boundary="zeros")),
+        ),
         (F.dist_layer_norm(x, L, np.array([9, 5])), F.dist_layer_norm(x, L, (9, 5))),
-    ]  # fmt: skip
+    ]
     for number, (found, expected) in enumerate(calls):
         agree(torch.equal(found, expected), f"call {number}")
     assert F.conv_layout(L, N(4), pair, two, np.array([1, 0])) == F.conv_layout(L, 4, (2, 1), 2, (1, 0))
@@ -267,7 +304,10 @@ def test_flags_of_batch_norms():
                     change(m)
             model(x)
         for mode in (True, False):
-            agree(close(twin.train(mode)(P.shard(X)), P.shard(serial.train(mode)(X))), f"{change.__name__}, training {mode}")
+            agree(
+                close(twin.train(mode)(P.shard(X)), P.shard(serial.train(mode)(X))),
+                f"{change.__name__}, training {mode}",
+            )
         for (name, a), b in zip(twin.named_buffers(), serial.buffers(), strict=True):
             agree(close(a.double(), b.double()), f"{change.__name__}: {name}")
     for model in (serial, twin):
@@ -283,10 +323,27 @@ def test_sync_batch_norm_is_refused():
 
 def test_stands_for():
     P = line(1, 1, -1, 1)
-    serial = tn.Sequential(tn.Conv2d(2, 2, 1), tn.BatchNorm2d(2), tn.MaxPool2d(1), tn.Dropout2d(), tn.InstanceNorm2d(2), tn.ReLU(),
-                           tn.ConvTranspose2d(2, 2, 1), tn.Upsample(scale_factor=2), tn.GroupNorm(1, 2), tn.Dropout())  # fmt: skip
+    serial = tn.Sequential(
+        tn.Conv2d(2, 2, 1),
+        tn.BatchNorm2d(2),
+        tn.MaxPool2d(1),
+        tn.Dropout2d(),
+        tn.InstanceNorm2d(2),
+        tn.ReLU(),
+        tn.ConvTranspose2d(2, 2, 1),
+        tn.Upsample(scale_factor=2),
+        tn.GroupNorm(1, 2),
+        tn.Dropout(),
+    )
     for m, twin in zip(serial, nn.convert(serial, P)):
-        for kind in (*map(type, serial), tn.modules.conv._ConvNd, _BatchNorm, (tn.Linear, tn.Conv2d), tn.Conv1d, tn.Module):
+        for kind in (
+            *map(type, serial),
+            tn.modules.conv._ConvNd,
+            _BatchNorm,
+            (tn.Linear, tn.Conv2d),
+            tn.Conv1d,
+            tn.Module,
+        ):
             assert nn.stands_for(twin, kind) == isinstance(m, kind), (twin, kind)
             assert nn.stands_for(m, kind) == isinstance(m, kind)
     kinds = {"Linear": tn.Linear, "LayerNorm": tn.LayerNorm, "Embedding": tn.Embedding, "RMSNorm": tn.RMSNorm}

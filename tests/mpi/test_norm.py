@@ -21,14 +21,27 @@ def sweep(dist, serial, parameters, dims, x=X, second=(0, 1), argnums=None):
     for i, (name, L) in enumerate(layouts(x.shape).items()):
         part = along(L, *dims)
         P = L if i % 2 or L.splits else L.partition
-        check_layer(lambda x, *p: dist(x, P, *p), serial, [x, *parameters], [L, *[part] * len(parameters)], L,
-                    argnums=argnums, orders=2 if i in second else 1, name=name)
+        check_layer(
+            lambda x, *p: dist(x, P, *p),
+            serial,
+            [x, *parameters],
+            [L, *[part] * len(parameters)],
+            L,
+            argnums=argnums,
+            orders=2 if i in second else 1,
+            name=name,
+        )
 
 
 def test_case_33_batch_norm_training():
     """Uneven and empty shares; statistics of the whole batch."""
-    sweep(lambda x, P, w, b: F.dist_batch_norm(x, P, None, None, w, b, True, **INVARIANT)[0],
-          lambda x, w, b: f.batch_norm(x, None, None, w, b, True), [W, B], (1,), second=(0, 1, 3))
+    sweep(
+        lambda x, P, w, b: F.dist_batch_norm(x, P, None, None, w, b, True, **INVARIANT)[0],
+        lambda x, w, b: f.batch_norm(x, None, None, w, b, True),
+        [W, B],
+        (1,),
+        second=(0, 1, 3),
+    )
 
 
 def test_case_33_running_statistics():
@@ -43,45 +56,74 @@ def test_case_33_running_statistics():
                 x = X * (step + 1) - step
                 serial(x)
                 before = mean.clone(), var.clone()
-                _, new_mean, new_var = F.dist_batch_norm(L.shard(x), L, mean, var, training=True, momentum=momentum,
-                                                         num_batches_tracked=step + 1)
+                _, new_mean, new_var = F.dist_batch_norm(
+                    L.shard(x), L, mean, var, training=True, momentum=momentum, num_batches_tracked=step + 1
+                )
                 assert torch.equal(mean, before[0]) and torch.equal(var, before[1])
                 mean, var = new_mean, new_var
             if L.active:
                 torch.testing.assert_close(mean, part(serial.running_mean), rtol=1e-12, atol=1e-12)
                 torch.testing.assert_close(var, part(serial.running_var), rtol=1e-12, atol=1e-12)
-            same = dd.testing.gather_objects((L.active and tuple(s.start for s in L.slices()[1:2]), mean.tolist(), var.tolist()))
+            same = dd.testing.gather_objects(
+                (L.active and tuple(s.start for s in L.slices()[1:2]), mean.tolist(), var.tolist())
+            )
             assert all(a[1:] == b[1:] for a in same for b in same if a[0] is not False and a[0] == b[0])
 
 
 def test_batch_norm_evaluation():
-    sweep(lambda x, P, m, v, w: F.dist_batch_norm(x, P, m, v, w, **INVARIANT)[0], lambda x, m, v, w: f.batch_norm(x, m, v, w),
-          [MEAN, VAR, W], (1,), second=(), argnums=(0, 3))
+    sweep(
+        lambda x, P, m, v, w: F.dist_batch_norm(x, P, m, v, w, **INVARIANT)[0],
+        lambda x, m, v, w: f.batch_norm(x, m, v, w),
+        [MEAN, VAR, W],
+        (1,),
+        second=(),
+        argnums=(0, 3),
+    )
 
 
 def test_batch_norm_images_and_vectors():
     for shape in ((4, 3), (2, 3, 4, 2)):
-        sweep(lambda x, P: F.dist_batch_norm(x, P, None, None, training=True)[0],
-              lambda x: f.batch_norm(x, None, None, training=True), [], (1,), randn(*shape), second=())
+        sweep(
+            lambda x, P: F.dist_batch_norm(x, P, None, None, training=True)[0],
+            lambda x: f.batch_norm(x, None, None, training=True),
+            [],
+            (1,),
+            randn(*shape),
+            second=(),
+        )
 
 
 def test_case_34_layer_norm_over_uneven_splits():
     w, b = randn(12, 3, seed=8), randn(12, 3, seed=9)
-    sweep(lambda x, P, w, b: F.dist_layer_norm(x, P, (12, 3), w, b, **INVARIANT), lambda x, w, b: f.layer_norm(x, (12, 3), w, b),
-          [w, b], (1, 2))
+    sweep(
+        lambda x, P, w, b: F.dist_layer_norm(x, P, (12, 3), w, b, **INVARIANT),
+        lambda x, w, b: f.layer_norm(x, (12, 3), w, b),
+        [w, b],
+        (1, 2),
+    )
     sweep(lambda x, P: F.dist_layer_norm(x, P, 3), lambda x: f.layer_norm(x, (3,)), [], (2,), second=())
 
 
 def test_rms_norm():
     w = randn(12, 3, seed=8)
-    sweep(lambda x, P, w: F.dist_rms_norm(x, P, (12, 3), w, **INVARIANT), lambda x, w: f.rms_norm(x, (12, 3), w), [w], (1, 2))
+    sweep(
+        lambda x, P, w: F.dist_rms_norm(x, P, (12, 3), w, **INVARIANT),
+        lambda x, w: f.rms_norm(x, (12, 3), w),
+        [w],
+        (1, 2),
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 4, 6, 12])
 def test_group_norm(groups):
     """12 channels over 1-4 ranks: groups lie within ranks, and straddle them."""
-    sweep(lambda x, P, w, b: F.dist_group_norm(x, P, groups, w, b, **INVARIANT), lambda x, w, b: f.group_norm(x, groups, w, b),
-          [W, B], (1,), second=(1,) if groups == 4 else ())
+    sweep(
+        lambda x, P, w, b: F.dist_group_norm(x, P, groups, w, b, **INVARIANT),
+        lambda x, w, b: f.group_norm(x, groups, w, b),
+        [W, B],
+        (1,),
+        second=(1,) if groups == 4 else (),
+    )
 
 
 def test_group_norm_uneven_channels():
@@ -91,22 +133,38 @@ def test_group_norm_uneven_channels():
     for splits in uneven.get(n, [None]):
         L = dd.Layout(dd.Partition((1, n, 1)), X.shape, (None, splits, None))
         part = along(L, 1)
-        check_layer(lambda x, w, b: F.dist_group_norm(x, L, 3, w, b, **INVARIANT), lambda x, w, b: f.group_norm(x, 3, w, b),
-                    [X, W, B], [L, part, part], L, orders=1, name=str(splits))
+        check_layer(
+            lambda x, w, b: F.dist_group_norm(x, L, 3, w, b, **INVARIANT),
+            lambda x, w, b: f.group_norm(x, 3, w, b),
+            [X, W, B],
+            [L, part, part],
+            L,
+            orders=1,
+            name=str(splits),
+        )
     x = randn(5, 12)  # no space at all
     L = dd.Layout(dd.Partition((1, n)), x.shape)
     check_layer(lambda x: F.dist_group_norm(x, L, 3), lambda x: f.group_norm(x, 3), [x], [L], L)
 
 
 def test_instance_norm():
-    sweep(lambda x, P, w, b: F.dist_instance_norm(x, P, w, b, **INVARIANT), lambda x, w, b: f.instance_norm(x, None, None, w, b),
-          [W, B], (1,))
+    sweep(
+        lambda x, P, w, b: F.dist_instance_norm(x, P, w, b, **INVARIANT),
+        lambda x, w, b: f.instance_norm(x, None, None, w, b),
+        [W, B],
+        (1,),
+    )
 
 
 def test_a_bias_without_a_weight():
     """torch's own group_norm has no derivative then."""
     serial = lambda norm: lambda x, b: norm(x) + b[:, None]
-    sweep(lambda x, P, b: F.dist_group_norm(x, P, 4, None, b, **INVARIANT), serial(lambda x: f.group_norm(x, 4)), [B], (1,))
+    sweep(
+        lambda x, P, b: F.dist_group_norm(x, P, 4, None, b, **INVARIANT),
+        serial(lambda x: f.group_norm(x, 4)),
+        [B],
+        (1,),
+    )
     sweep(lambda x, P, b: F.dist_instance_norm(x, P, None, b, **INVARIANT), serial(f.instance_norm), [B], (1,))
 
 
@@ -114,22 +172,29 @@ def test_a_vmap_over_nothing():
     """torch's own group_norm gives another shape there."""
     L = dd.Layout(dd.Partition((dd.world().size, 1, 1)), X.shape)
     shape = L.shard(X).shape
-    for norm in (lambda x: F.dist_group_norm(x, L, 4), lambda x: F.dist_instance_norm(x, L), lambda x: F.dist_layer_norm(x, L, 3)):
+    for norm in (
+        lambda x: F.dist_group_norm(x, L, 4),
+        lambda x: F.dist_instance_norm(x, L),
+        lambda x: F.dist_layer_norm(x, L, 3),
+    ):
         assert vmap(norm)(torch.ones(0, *shape)).shape == (0, *shape)
 
 
 def test_derivatives_of_any_order():
-    """Whether a rank has all that statistics are taken over, or not. torch's own layer_norm is wrong from jvp of jvp on."""
+    """Whether a rank has all that statistics are taken over, or not. torch's own layer_norm is wrong from jvp of jvp
+    on."""
     n = dd.world().size
 
     def by_hand(x, dims):
         centred = x - x.mean(dims, keepdim=True)
         return centred * (centred.square().mean(dims, keepdim=True) + 1e-5).rsqrt()
 
-    calls = {"layer": (lambda x, L: F.dist_layer_norm(x, L, X.shape[1:]), (1, 2)),
-             "group": (lambda x, L: F.dist_group_norm(x, L, 1), (1, 2)),
-             "instance": (lambda x, L: F.dist_instance_norm(x, L), (2,)),
-             "batch": (lambda x, L: F.dist_batch_norm(x, L, None, None, training=True)[0], (0, 2))}
+    calls = {
+        "layer": (lambda x, L: F.dist_layer_norm(x, L, X.shape[1:]), (1, 2)),
+        "group": (lambda x, L: F.dist_group_norm(x, L, 1), (1, 2)),
+        "instance": (lambda x, L: F.dist_instance_norm(x, L), (2,)),
+        "batch": (lambda x, L: F.dist_batch_norm(x, L, None, None, training=True)[0], (0, 2)),
+    }
     for name, (dist, dims) in calls.items():
         for grid in ((n, 1, 1), (1, n, 1), (1, 1, n)):
             L = dd.Layout(dd.Partition(grid), X.shape)
@@ -139,13 +204,17 @@ def test_derivatives_of_any_order():
             def twice(f, x):
                 return jvp(lambda x: jvp(f, (x,), (x.sin(),))[1], (x,), (x.cos(),))[1]
 
-            def thrice(f, x):  # every rank's loss is its own sum, and gradients are those of the sum over ranks: the serial ones
+            def thrice(
+                f, x
+            ):  # every rank's loss is its own sum, and gradients are those of the sum over ranks: the serial ones
                 loss = lambda g: lambda x: g(x).sin().sum()
                 return grad(loss(grad(loss(grad(loss(f))))))(x)
 
             mine, whole = L.shard(X).clone(), lambda x, dims=dims: by_hand(x, dims)
-            for order, got, wanted in (("jvp of jvp", twice(lambda x: dist(x, L), mine), twice(whole, X)),
-                                       ("third", thrice(lambda x: dist(x, L), mine), thrice(whole, X))):
+            for order, got, wanted in (
+                ("jvp of jvp", twice(lambda x: dist(x, L), mine), twice(whole, X)),
+                ("third", thrice(lambda x: dist(x, L), mine), thrice(whole, X)),
+            ):
                 off = (got - L.shard(wanted)).abs().max().item() / wanted.abs().max().item() if mine.numel() else 0.0
                 dd.testing.collective_assert(off < 1e-11, f"{name} {grid} {order}: {off}")
 
@@ -170,15 +239,28 @@ def test_low_precision():
         for L in layouts(X.shape).values():
             part = along(L, 1)
             calls = {
-                "batch": (lambda x: F.dist_batch_norm(x, L, part(MEAN).float(), part(VAR).float(), training=True)[0],
-                          lambda x: f.batch_norm(x, None, None, training=True)),
+                "batch": (
+                    lambda x: F.dist_batch_norm(x, L, part(MEAN).float(), part(VAR).float(), training=True)[0],
+                    lambda x: f.batch_norm(x, None, None, training=True),
+                ),
                 "group": (lambda x: F.dist_group_norm(x, L, 3), lambda x: f.group_norm(x, 3)),
-                "layer": (lambda x: F.dist_layer_norm(x, L, 3, along(L, 2)(w).float()), lambda x: f.layer_norm(x, (3,), w)),
+                "layer": (
+                    lambda x: F.dist_layer_norm(x, L, 3, along(L, 2)(w).float()),
+                    lambda x: f.layer_norm(x, (3,), w),
+                ),
                 "rms": (lambda x: F.dist_rms_norm(x, L, 3, eps=1e-3), lambda x: f.rms_norm(x, (3,), eps=1e-3)),
             }
             for name, (dist, serial) in calls.items():
-                check_layer(dist, lambda x: serial(x.double()).to(dtype), [x], [L], L, rtol=rtol, name=name,
-                            orders=1 if dtype == torch.float32 else 0)
+                check_layer(
+                    dist,
+                    lambda x: serial(x.double()).to(dtype),
+                    [x],
+                    [L],
+                    L,
+                    rtol=rtol,
+                    name=name,
+                    orders=1 if dtype == torch.float32 else 0,
+                )
 
 
 def test_varying_parameters_have_partial_gradients():
@@ -231,7 +313,11 @@ def test_errors():
         (ShapeError, lambda: F.dist_layer_norm(x, L, 5), "normalized_shape"),
         (ShapeError, lambda: F.dist_layer_norm(x, L, 6, torch.ones(5)), "parameter"),
         (ShapeError, lambda: F.dist_group_norm(x, L, 4), "divide"),
-        (ShapeError, lambda: F.dist_batch_norm(x, L, torch.zeros(6), torch.ones(6), training=True, momentum=None), "count"),
+        (
+            ShapeError,
+            lambda: F.dist_batch_norm(x, L, torch.zeros(6), torch.ones(6), training=True, momentum=None),
+            "count",
+        ),
         (ShapeError, lambda: F.dist_batch_norm(x, L, torch.zeros(6), torch.ones(6), torch.ones(5)), "parameter"),
         (ShapeError, lambda: F.dist_layer_norm(x.long(), L, 6), "floating"),
         (ShapeError, lambda: F.dist_layer_norm(torch.zeros(3, 6), L, 6), "block"),

@@ -1,4 +1,5 @@
-"""Overlapped convolutions: the block is convolved while the strips beside it travel, and the result is that of serial torch."""
+"""Overlapped convolutions: the block is convolved while the strips beside it travel, and the result is that of serial
+torch."""
 
 import random
 
@@ -18,17 +19,39 @@ from distdl.functional import overlap as inside
 
 def check(x, w, b, L, orders=2, **options):
     """dist_conv(overlap=True) over L equals the serial convolution, in every derivative."""
-    out = F.conv_layout(L, w.shape[0], tuple(w.shape[2:]), options.get("stride", 1), options.get("padding", 0),
-                        options.get("dilation", 1))
-    check_layer(lambda x, w, b: F.dist_conv(x, w, L, b, params="invariant", overlap=True, **options),
-                lambda *t: serial_conv(*t, **options), [x, w, b], [L, whole, whole], out, orders=orders, name=f"{L} {options}")
+    out = F.conv_layout(
+        L,
+        w.shape[0],
+        tuple(w.shape[2:]),
+        options.get("stride", 1),
+        options.get("padding", 0),
+        options.get("dilation", 1),
+    )
+    check_layer(
+        lambda x, w, b: F.dist_conv(x, w, L, b, params="invariant", overlap=True, **options),
+        lambda *t: serial_conv(*t, **options),
+        [x, w, b],
+        [L, whole, whole],
+        out,
+        orders=orders,
+        name=f"{L} {options}",
+    )
 
 
-@pytest.mark.parametrize("options", [
-    dict(padding=1), dict(padding=(0, 2)), dict(stride=2, padding=(2, 0)), dict(stride=(3, 1), dilation=(1, 2), padding=1),
-    dict(groups=2, padding=1), dict(padding=1, padding_mode="circular"), dict(padding=(2, 1), padding_mode="reflect"),
-    dict(padding=1, padding_mode="replicate"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(padding=1),
+        dict(padding=(0, 2)),
+        dict(stride=2, padding=(2, 0)),
+        dict(stride=(3, 1), dilation=(1, 2), padding=1),
+        dict(groups=2, padding=1),
+        dict(padding=1, padding_mode="circular"),
+        dict(padding=(2, 1), padding_mode="reflect"),
+        dict(padding=1, padding_mode="replicate"),
+    ],
+    ids=str,
+)
 def test_all_derivatives(options):
     """Uneven and empty blocks, inactive ranks, grids."""
     x, w, b = randn(2, 4, 13, 9), randn(6, 4 // options.get("groups", 1), 3, 3, seed=1), randn(6, seed=2)
@@ -101,8 +124,8 @@ def test_messages():
 
 @needs(2)
 def test_the_adjoint_sets_out_before_the_blocks_gradient():
-    """So that on a device, where it has a stream of its own, both run at once: first the strips' convolutions go back, then the
-    movement, then the block's convolution."""
+    """So that on a device, where it has a stream of its own, both run at once: first the strips' convolutions go back,
+    then the movement, then the block's convolution."""
     _, x, w, call = problem()
     done, seen = [], set()
 
@@ -132,14 +155,19 @@ def test_losses_that_differ_by_rank(k, padding):
     def loss(overlap):
         def value(x, w):
             y = call(x, w, overlap)
-            return (y**3).sum() if r == 0 else y.sum() if r == 1 else F.nothing((0,), y).sum() if r == 2 else 0 * y.sum()
+            return (
+                (y**3).sum() if r == 0 else y.sum() if r == 1 else F.nothing((0,), y).sum() if r == 2 else 0 * y.sum()
+            )
 
         return value
 
     for argnum in (0, 1):
         slopes = [grad(loss(overlap), argnum) for overlap in (True, False)]
         same(*(slope(x, w) for slope in slopes), "gradient")
-        for transform in (lambda f: jvp(f, (x, w), (x.cos(), w.sin()))[1], lambda f: grad(lambda *t: f(*t).square().sum())(x, w)):
+        for transform in (
+            lambda f: jvp(f, (x, w), (x.cos(), w.sin()))[1],
+            lambda f: grad(lambda *t: f(*t).square().sum())(x, w),
+        ):
             same(*map(transform, slopes), "second derivative")
     y = [torch.autograd.functional.hvp(loss(overlap), (x, w), (x.cos(), w.sin()))[1] for overlap in (True, False)]
     same(y[0][0], y[1][0], "the engine's hvp")
@@ -157,7 +185,9 @@ def test_jvp_of_a_gradient_of_a_batch():
 def test_a_batch_on_one_rank_only():
     """Its neighbours' strips then have a batch, and their blocks have none."""
     _, x, w, call = problem(4)
-    f = lambda o: vmap(lambda s: call(x * s if dd.world().rank == 0 else x, w, o), out_dims=0)(torch.arange(3.0, dtype=x.dtype))
+    f = lambda o: vmap(lambda s: call(x * s if dd.world().rank == 0 else x, w, o), out_dims=0)(
+        torch.arange(3.0, dtype=x.dtype)
+    )
     same(f(True), f(False), "vmap")
 
 
@@ -195,10 +225,16 @@ def test_split_channels():
         L = dd.Layout(dd.Partition(grid), x.shape)
         for w, groups in ((randn(8, 1, 3, seed=1), 4), (randn(8, 4, 3, seed=1), 1)):
             out = F.conv_layout(L, 8, 3, padding=1)
-            check_layer(lambda x, w, b, L=L, g=groups: F.dist_conv(x, w, L, b, padding=1, groups=g, out_channels=8,
-                                                                   params="invariant", overlap=True),
-                        lambda x, w, b, g=groups: tf.conv1d(x, w, b, 1, 1, 1, g), [x, w, b], [L, along(out, 1), along(out, 1)], out,
-                        name=f"{grid} groups {groups}")
+            check_layer(
+                lambda x, w, b, L=L, g=groups: F.dist_conv(
+                    x, w, L, b, padding=1, groups=g, out_channels=8, params="invariant", overlap=True
+                ),
+                lambda x, w, b, g=groups: tf.conv1d(x, w, b, 1, 1, 1, g),
+                [x, w, b],
+                [L, along(out, 1), along(out, 1)],
+                out,
+                name=f"{grid} groups {groups}",
+            )
 
 
 def test_modules_and_the_general_form():

@@ -1,4 +1,5 @@
-"""Parameter averaging against a sequential simulation of all ranks: every H steps, by weight, and in the node more often."""
+"""Parameter averaging against a sequential simulation of all ranks: every H steps, by weight, and in the node more
+often."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Data parallelism against the sequential program: uneven and empty shares, buckets, hooks on leaves, every transform."""
+"""Data parallelism against the sequential program: uneven and empty shares, buckets, hooks on leaves, every
+transform."""
 
 import copy
 import weakref
@@ -9,7 +10,20 @@ import torch.nn.functional as local
 from registry import needs
 from serial import randn
 from torch.func import grad, grad_and_value, jvp
-from training import STEPS, batch, check, faults_of, initial, leaves, loss_sum, mapped, mean_loss, serial_step, share, world
+from training import (
+    STEPS,
+    batch,
+    check,
+    faults_of,
+    initial,
+    leaves,
+    loss_sum,
+    mapped,
+    mean_loss,
+    serial_step,
+    share,
+    world,
+)
 
 import distdl as dd
 import distdl.functional as F
@@ -26,7 +40,8 @@ def dist_loss(params, step, P, limits=dp.LIMITS):
 
 
 def test_twenty_steps():
-    """Loss, every gradient and the parameters, with a rank that has no sample and others with few; bytes as in theory."""
+    """Loss, every gradient and the parameters, with a rank that has no sample and others with few; bytes as in
+    theory."""
     n, r, P = world()
     mine, theirs, bad = initial(), initial(), []
     nbytes = sum(8 * p.numel() for p in leaves(mine))
@@ -50,7 +65,11 @@ def test_jvp_and_second_derivative():
     check(jvp(f, (params,), (v,)), jvp(serial, (params,), (v,)), "jvp")
     check(jvp(grad(f), (params,), (v,)), jvp(grad(serial), (params,), (v,)), "forward over reverse")
     inner = lambda g: sum((a * b).sum() for a, b in zip(leaves(g), leaves(v)))
-    check(grad(lambda p: inner(grad(f)(p)))(params), grad(lambda p: inner(grad(serial)(p)))(params), "reverse over reverse")
+    check(
+        grad(lambda p: inner(grad(f)(p)))(params),
+        grad(lambda p: inner(grad(serial)(p)))(params),
+        "reverse over reverse",
+    )
     rows = torch.stack([torch.tensor([1.0, 2.0], dtype=torch.float64)] * 3) * torch.arange(1, 4)[:, None]
     one = lambda s: f(mapped(lambda p: p * s[0], params))
     check(torch.func.vmap(one)(rows), torch.stack([serial(mapped(lambda p: p * s[0], params)) for s in rows]), "vmap")
@@ -62,7 +81,9 @@ def test_jvp_and_second_derivative():
 @pytest.mark.parametrize("limits", [(100, 900), SMALL, (2**20, 25 * 2**20), (1,)])
 def test_buckets_are_torchs(limits):
     dist = pytest.importorskip("torch.distributed")
-    tensors = [torch.empty(n, dtype=d) for n, d in zip([3, 40, 7, 200, 1, 90, 12, 5], [torch.float64, torch.float32] * 4)]
+    tensors = [
+        torch.empty(n, dtype=d) for n, d in zip([3, 40, 7, 200, 1, 90, 12, 5], [torch.float64, torch.float32] * 4)
+    ]
     theirs, _ = dist._compute_bucket_assignment_by_size(tensors[::-1], list(limits))
     assert dp.bucketed(tensors, limits) == [[len(tensors) - 1 - i for i in bucket] for bucket in theirs]
 
@@ -104,9 +125,13 @@ def test_counts_of_halves(dtype):
     """Neither dtype holds 70001: counts and their sums are kept in float32."""
     n, r, P = world()
     mean = dp.global_mean(torch.tensor(1000.0 * (r + 1), dtype=dtype), 70001, P)
-    check(mean.double(), torch.tensor(500.0 * (n + 1) / 70001, dtype=torch.float64), "mean", rtol=torch.finfo(dtype).eps)
+    check(
+        mean.double(), torch.tensor(500.0 * (n + 1) / 70001, dtype=torch.float64), "mean", rtol=torch.finfo(dtype).eps
+    )
     total = lambda p, x: ((p * x).sum(), 70001)
-    loss, grads, _ = dp.accumulate(total, torch.ones((), dtype=dtype), [torch.full((), 1024.0 * (r + 1), dtype=dtype)] * 2, P)
+    loss, grads, _ = dp.accumulate(
+        total, torch.ones((), dtype=dtype), [torch.full((), 1024.0 * (r + 1), dtype=dtype)] * 2, P
+    )
     wanted = torch.tensor(512.0 * (n + 1) / 70001, dtype=torch.float64)
     check([loss.double(), grads.double()], [wanted, wanted], "accumulated", rtol=torch.finfo(dtype).eps)
     assert grads.dtype == mean.dtype == dtype
@@ -117,8 +142,9 @@ def test_counts_of_halves(dtype):
 
 def modules():
     torch.manual_seed(4)
-    model = torch.nn.Sequential(torch.nn.Linear(49, 13), torch.nn.Tanh(), torch.nn.Linear(13, 11), torch.nn.Tanh(),
-                                torch.nn.Linear(11, 10)).double()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(49, 13), torch.nn.Tanh(), torch.nn.Linear(13, 11), torch.nn.Tanh(), torch.nn.Linear(11, 10)
+    ).double()
     return model, copy.deepcopy(model)
 
 
@@ -156,7 +182,8 @@ def test_any_module_and_optimizer(optimizer):
 
 @needs(2)
 def test_buckets_are_reduced_while_backward_runs():
-    """When the gradient of the first layer's output comes, the last layers' gradients have been sent. Functional form: likewise."""
+    """When the gradient of the first layer's output comes, the last layers' gradients have been sent. Functional form:
+    likewise."""
     n, r, P = world()
     model, _ = modules()
     x, y = share(1, batch(0))
@@ -182,7 +209,8 @@ def test_buckets_are_reduced_while_backward_runs():
 
 
 def test_nothing_outlives_its_users():
-    """Hooks are on parameters, and Python's collector does not see them: they hold nothing, and go with what put them there."""
+    """Hooks are on parameters, and Python's collector does not see them: they hold nothing, and go with what put them
+    there."""
     n, r, P = world()
     model, _ = modules()
     sync = dp.GradientSync(model.parameters(), P, limits=SMALL)
@@ -205,13 +233,16 @@ def test_nothing_outlives_its_users():
 
 
 def test_unused_parameters():
-    """Used on one rank only: the others count as zero. Used on none: the gradient stays None, and Adam leaves it alone."""
+    """Used on one rank only: the others count as zero. Used on none: the gradient stays None, and Adam leaves it
+    alone."""
     n, r, P = world()
     a, b, c = (torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(3))
     sync = dp.GradientSync([a, b, c], P, find_unused=True, limits=(1,))
     ((r + 1) * (a.sum() + (b.sum() if r == n - 1 else 0))).backward()
     sync.finish()
-    dd.testing.collective_assert(bool((a.grad == n * (n + 1) / 2).all() and (b.grad == n).all()) and c.grad is None, "gradients")
+    dd.testing.collective_assert(
+        bool((a.grad == n * (n + 1) / 2).all() and (b.grad == n).all()) and c.grad is None, "gradients"
+    )
 
 
 def test_bad_use_is_an_error():

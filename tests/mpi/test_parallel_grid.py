@@ -1,8 +1,8 @@
-"""Data x tensor x pipeline, data x space x pipeline, and data x tensor x space on one grid of ranks: equal to the sequential
-program for 20 steps.
+"""Data x tensor x pipeline, data x space x pipeline, and data x tensor x space on one grid of ranks: equal to the
+sequential program for 20 steps.
 
-A grid is a Partition; the ranks that share something are its fibres, ``P.along(dim)``. On 4 ranks two dims of 2, on fewer a line in
-each dim; test_parallel_grid_8.py has the cube.
+A grid is a Partition; the ranks that share something are its fibres, ``P.along(dim)``. On 4 ranks two dims of 2, on
+fewer a line in each dim; test_parallel_grid_8.py has the cube.
 """
 
 import pytest
@@ -41,7 +41,8 @@ def rank_order(shape):
 
 
 def serve(params, run, serial, places, P, rate=0.05, steps=20, stages=True):
-    """Train both for some steps. ``places`` cuts this rank's part of a stage's parameters (a dictionary) out of the whole.
+    """Train both for some steps. ``places`` cuts this rank's part of a stage's parameters (a dictionary) out of the
+    whole.
     ``stages``: the last dim of P is the pipeline; otherwise every rank has part of all."""
     mine = {k: places(params[k]) for k in params if P.active and (not stages or k % P.shape[-1] == P.index()[-1])}
     theirs, faults = params, []
@@ -51,7 +52,9 @@ def serve(params, run, serial, places, P, rate=0.05, steps=20, stages=True):
             expected = places(whole[k])
             for name, value in found[k].items():
                 scale = float(whole[k][name].abs().max())
-                if value.shape != expected[name].shape or not torch.allclose(value, expected[name], rtol=1e-10, atol=1e-10 * scale):
+                if value.shape != expected[name].shape or not torch.allclose(
+                    value, expected[name], rtol=1e-10, atol=1e-10 * scale
+                ):
                     faults.append(f"{what}, stage {k}, {name}")
 
     for step in range(steps if P.active else 0):
@@ -105,11 +108,14 @@ def stage(k, stages, column, row):
 
 
 def data_tensor_pipeline(P, kind="1f1b"):
-    """The same network on a grid (data, tensor, pipeline): a function (params, step) -> (loss, gradients), as serial."""
+    """The same network on a grid (data, tensor, pipeline): a function (params, step) -> (loss, gradients), as
+    serial."""
     data, tensor, pipe = (P.along(d) for d in (DATA, TENSOR, PIPE))
     across = dd.Partition((1, tensor.size, 1), tensor.ranks)  # out-features split: Megatron's column layer
     along = dd.Partition((1, 1, tensor.size), tensor.ranks)  # in-features split: its row layer
-    column = lambda x, w, b: F.dist_linear(x, w, across, b, x_layout="invariant", y_layout="replicated", params="invariant")
+    column = lambda x, w, b: F.dist_linear(
+        x, w, across, b, x_layout="invariant", y_layout="replicated", params="invariant"
+    )
     row = lambda x, w, b: F.dist_linear(x, w, along, b, x_layout="replicated", y_layout="invariant", params="invariant")
     stages = [stage(k, pipe.size, column, row) for k in range(pipe.size)]
     rows = dd.Layout(dd.Partition((data.size,), data.ranks), (N,)).slices()[0]  # this data rank's samples
@@ -119,7 +125,9 @@ def data_tensor_pipeline(P, kind="1f1b"):
     def run(params, step):
         x, labels = (t[rows].split(sizes) for t in batch(step))
         share = lambda y, i: tf.cross_entropy(y, labels[i], reduction="sum") / N
-        loss, grads = parallel.pipeline(table, stages, share, pipe, lambda k, i: (sizes[i], D), torch.float64)(params, x)
+        loss, grads = parallel.pipeline(table, stages, share, pipe, lambda k, i: (sizes[i], D), torch.float64)(
+            params, x
+        )
         return F.invariant_sum(loss, data), F.all_sum_reduce(grads, data)  # once, for all micro-batches
 
     return run
@@ -142,7 +150,8 @@ def test_data_tensor_pipeline(shape):
 
 @pytest.mark.parametrize("shape", GRIDS)
 def test_bytes(shape):
-    """Everything that a rank sends in one step, by theory: pipeline neighbours, tensor all-reduces, one reduction over data."""
+    """Everything that a rank sends in one step, by theory: pipeline neighbours, tensor all-reduces, one reduction over
+    data."""
     P = rank_order(shape)
     d, t, s = P.index()
     params, _ = mlp(shape[PIPE])
@@ -152,7 +161,9 @@ def test_bytes(shape):
         run({s: mine}, 0)
     rows = micro_sizes(dd.Layout(dd.Partition((shape[DATA],)), (N,)).sizes(0)[d])
     neighbours = (s > 0) + (s < shape[PIPE] - 1)
-    assert sorted(size for _, _, size in sent.of("send")) == sorted(8 * n * D for n in rows if n for _ in range(neighbours))
+    assert sorted(size for _, _, size in sent.of("send")) == sorted(
+        8 * n * D for n in rows if n for _ in range(neighbours)
+    )
     reduced = []
     if shape[TENSOR] > 1:  # y of the row layer forward; x̄ of the column layer and the row layer's bias backward
         blocks = sum(name.endswith("w1") for name in mine)
@@ -185,7 +196,9 @@ def data_space_pipeline(P):
         x, labels = (t[rows].split(sizes) for t in batch(step))
         tile = lambda t: dd.Layout(tiles, t.shape).shard(t)
         share = lambda y, i: tf.cross_entropy(y, labels[i], reduction="sum") / N
-        shapes = lambda k, i: dd.Layout(tiles, (sizes[i], 3, 14, 14)).local_shape()  # each tile goes to its own successor
+        shapes = lambda k, i: dd.Layout(
+            tiles, (sizes[i], 3, 14, 14)
+        ).local_shape()  # each tile goes to its own successor
         loss, grads = parallel.pipeline(table, stages, share, pipe, shapes, torch.float64)(params, [tile(t) for t in x])
         return F.invariant_sum(loss, data), F.all_sum_reduce(grads, data)
 
@@ -222,8 +235,13 @@ def images(step):
 def two_convolutions():
     """Parameters, and the serial loss, of two convolutions, a mean over space and a linear layer."""
     (a, b), c = CHANNELS, IMAGE[0]
-    params = {"w1": randn(a, c, 3, 3, seed=60) / 3, "b1": 0.1 * randn(a, seed=61), "w2": randn(b, a, 3, 3, seed=62) / 6,
-              "b2": 0.1 * randn(b, seed=63), "out": randn(10, b, seed=64)}
+    params = {
+        "w1": randn(a, c, 3, 3, seed=60) / 3,
+        "b1": 0.1 * randn(a, seed=61),
+        "w2": randn(b, a, 3, 3, seed=62) / 6,
+        "b2": 0.1 * randn(b, seed=63),
+        "out": randn(10, b, seed=64),
+    }
 
     def serial(params, step):
         (x, labels), p = images(step), params[0]
@@ -240,27 +258,43 @@ def channels_over(n):
 
 
 def split_outputs(P):
-    """Both convolutions make a block of channels each, from all that these read; rows are split, and so is the batch. The linear
-    layer's input features are where the channels are. Parameters: blocks of output channels; of ``out``, of input features."""
+    """Both convolutions make a block of channels each, from all that these read; rows are split, and so is the batch.
+    The linear layer's input features are where the channels are. Parameters: blocks of output channels; of ``out``, of
+    input features."""
     d, t, s = P.shape
-    L = dd.Layout(dd.Partition((d, t, s, 1), P.ranks), (N, *IMAGE))  # the one input channel is on one of the tensor ranks
+    L = dd.Layout(
+        dd.Partition((d, t, s, 1), P.ranks), (N, *IMAGE)
+    )  # the one input channel is on one of the tensor ranks
     middle, last = dd.Layout(L.partition, (N, CHANNELS[0], *IMAGE[1:])), dd.Layout(L.partition, (N, CHANNELS[1], 7, 6))
     features = dd.Partition((d, 1, t), P.take(SPACE, P.index()[SPACE]).ranks)
 
     def logits(p, x):
         x = F.dist_conv(L.shard(x), p["w1"], L, p["b1"], padding=1, params="invariant", out_channels=CHANNELS[0]).tanh()
-        x = F.dist_conv(x, p["w2"], middle, p["b2"], stride=2, padding=1, params="invariant", out_channels=CHANNELS[1]).tanh()
-        return F.dist_linear(F.dist_mean(x, last, (2, 3)), p["out"], features, x_layout="invariant", y_layout="invariant",
-                             params="invariant")
+        x = F.dist_conv(
+            x, p["w2"], middle, p["b2"], stride=2, padding=1, params="invariant", out_channels=CHANNELS[1]
+        ).tanh()
+        return F.dist_linear(
+            F.dist_mean(x, last, (2, 3)),
+            p["out"],
+            features,
+            x_layout="invariant",
+            y_layout="invariant",
+            params="invariant",
+        )
 
     first, second = (blocks[P.index()[TENSOR]] for blocks in channels_over(t))
-    return logits, {"w1": lambda w: w[first], "b1": lambda b: b[first], "w2": lambda w: w[second], "b2": lambda b: b[second],
-                    "out": lambda w: w[:, second]}
+    return logits, {
+        "w1": lambda w: w[first],
+        "b1": lambda b: b[first],
+        "w2": lambda w: w[second],
+        "b2": lambda b: b[second],
+        "out": lambda w: w[:, second],
+    }
 
 
 def column_then_row(P):
-    """Megatron's pair as convolutions: the first one's output channels are split, and so the second one's input channels, whose
-    sum is an invariant; rows are split, and so is the batch. ``out`` and the second bias are whole."""
+    """Megatron's pair as convolutions: the first one's output channels are split, and so the second one's input
+    channels, whose sum is an invariant; rows are split, and so is the batch. ``out`` and the second bias are whole."""
     d, t, s = P.shape
     column, row = dd.Partition((d, t, 1, s, 1), P.ranks), dd.Partition((d, 1, t, s, 1), P.ranks)
     at = P.take(TENSOR, P.index()[TENSOR])  # (data, space)
@@ -269,12 +303,37 @@ def column_then_row(P):
     features = dd.Partition((d, 1, 1), at.take(1, P.index()[SPACE]).ranks)
 
     def logits(p, x):
-        x = F.dist_conv(tile.shard(x), p["w1"], column, p["b1"], padding=1, params="invariant", shape=(N, *IMAGE),
-                        x_layout="invariant", y_layout="replicated").tanh()
-        x = F.dist_conv(x, p["w2"], row, p["b2"], stride=2, padding=1, params="invariant", shape=(N, CHANNELS[0], *IMAGE[1:]),
-                        x_layout="replicated", y_layout="invariant").tanh()
-        return F.dist_linear(F.dist_mean(x, last, (2, 3)), p["out"], features, x_layout="invariant", y_layout="invariant",
-                             params="invariant")
+        x = F.dist_conv(
+            tile.shard(x),
+            p["w1"],
+            column,
+            p["b1"],
+            padding=1,
+            params="invariant",
+            shape=(N, *IMAGE),
+            x_layout="invariant",
+            y_layout="replicated",
+        ).tanh()
+        x = F.dist_conv(
+            x,
+            p["w2"],
+            row,
+            p["b2"],
+            stride=2,
+            padding=1,
+            params="invariant",
+            shape=(N, CHANNELS[0], *IMAGE[1:]),
+            x_layout="replicated",
+            y_layout="invariant",
+        ).tanh()
+        return F.dist_linear(
+            F.dist_mean(x, last, (2, 3)),
+            p["out"],
+            features,
+            x_layout="invariant",
+            y_layout="invariant",
+            params="invariant",
+        )
 
     first, _ = (blocks[P.index()[TENSOR]] for blocks in channels_over(t))
     return logits, {"w1": lambda w: w[first], "b1": lambda b: b[first], "w2": lambda w: w[:, first]}

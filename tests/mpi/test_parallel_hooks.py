@@ -44,7 +44,10 @@ def test_cast(dtype):
     total = flat(gradients(0, 0)).numel()
     own = dd.Layout(P, (total,)).local_shape()[0]
     assert carried(sent) == 2 * (total - own) + 2 * own * (n - 1), "a reduce-scatter and an all-gather of halves"
-    rounded = [sum(g.to(dtype).float() for g in parts).to(dtype).double() for parts in zip(*(gradients(0, q) for q in range(n)))]
+    rounded = [
+        sum(g.to(dtype).float() for g in parts).to(dtype).double()
+        for parts in zip(*(gradients(0, q) for q in range(n)))
+    ]
     check(got, rounded, "rounded sums", rtol=2 * torch.finfo(dtype).eps)
     everyone = dd.testing.gather_objects(flat(got).tolist())
     assert all(e == everyone[0] for e in everyone), "equal on every rank, bit by bit"
@@ -52,7 +55,8 @@ def test_cast(dtype):
 
 @pytest.mark.parametrize("name", ["top_k", "power_sgd"])
 def test_error_feedback_loses_nothing(name):
-    """What was applied, and what is kept back on all ranks, add up to all gradients; the result is equal on every rank."""
+    """What was applied, and what is kept back on all ranks, add up to all gradients; the result is equal on every
+    rank."""
     n, r, P = world()
     hook = dp.hooks.top_k(P, 0.1) if name == "top_k" else dp.hooks.power_sgd(P, 2)
     states, applied, wanted = None, 0, 0
@@ -67,8 +71,12 @@ def test_error_feedback_loses_nothing(name):
         kept = torch.cat([pieces[i] for i in range(len(SHAPES))])
     else:
         errors = dict(zip([i for i in order if i in (0, 3)], states[0][1]))
-        kept = torch.cat([errors[i].reshape(-1) if i in errors else torch.zeros(torch.Size(s).numel(), dtype=torch.float64)
-                          for i, s in enumerate(SHAPES)])
+        kept = torch.cat(
+            [
+                errors[i].reshape(-1) if i in errors else torch.zeros(torch.Size(s).numel(), dtype=torch.float64)
+                for i, s in enumerate(SHAPES)
+            ]
+        )
     kept = sum(torch.tensor(k, dtype=torch.float64) for k in dd.testing.gather_objects(kept.tolist()))
     assert kept.abs().max() > 0.01, "something was kept back, or this tests nothing"
     check(applied + kept, wanted, "applied + kept")
@@ -114,7 +122,9 @@ def test_top_k_sends_values_and_places():
     with count_messages() as sent:
         run(dp.hooks.top_k(P, 0.1))
     k = -(-flat(gradients(0, 0)).numel() // 10)
-    assert sent.sends == n - 1 and abs(sent.bytes - 16 * k * (n - 1)) <= 64 * (n - 1), "64: the parts of a message are aligned"
+    assert sent.sends == n - 1 and abs(sent.bytes - 16 * k * (n - 1)) <= 64 * (n - 1), (
+        "64: the parts of a message are aligned"
+    )
 
 
 def test_a_share_of_nothing_is_an_error():

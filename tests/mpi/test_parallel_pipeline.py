@@ -1,4 +1,5 @@
-"""Pipelines of 1 to 4 ranks against the sequential network on MNIST digits: loss, gradients, 20 steps, bytes, transforms."""
+"""Pipelines of 1 to 4 ranks against the sequential network on MNIST digits: loss, gradients, 20 steps, bytes,
+transforms."""
 
 import sys
 import weakref
@@ -16,7 +17,9 @@ RANK = dd.world().rank
 SIZE = min(dd.world().size, 4)
 P = dd.Partition((SIZE,))
 KINDS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
-MICRO = {1: (5, 0, 3, 2), 2: (5, 0, 3, 2), 3: (4, 1, 0, 2, 2, 1), 4: (5, 0, 3, 2)}[SIZE]  # uneven, one empty; a multiple of SIZE
+MICRO = {1: (5, 0, 3, 2), 2: (5, 0, 3, 2), 3: (4, 1, 0, 2, 2, 1), 4: (5, 0, 3, 2)}[
+    SIZE
+]  # uneven, one empty; a multiple of SIZE
 N = sum(MICRO)
 ENDS = [sum(MICRO[:i]) for i in range(len(MICRO) + 1)]
 
@@ -29,7 +32,9 @@ def widths(stages):
 def network(stages):
     """(initial parameters, stage functions): tanh layers, the last one linear."""
     w = widths(stages)
-    params = {k: {"w": randn(w[k + 1], w[k], seed=k) / w[k] ** 0.5, "b": 0.1 * randn(w[k + 1], seed=k)} for k in range(stages)}
+    params = {
+        k: {"w": randn(w[k + 1], w[k], seed=k) / w[k] ** 0.5, "b": 0.1 * randn(w[k + 1], seed=k)} for k in range(stages)
+    }
     layer = lambda p, x: tf.linear(x.flatten(1), p["w"], p["b"])
     return params, [lambda p, x: layer(p, x).tanh()] * (stages - 1) + [layer]
 
@@ -93,13 +98,16 @@ def test_equals_the_sequential_network_for_20_steps(kind):
         mine = {k: {n: p[n] - 0.5 * grads[k][n] for n in p} for k, p in mine.items()}
         theirs = {k: {n: p[n] - 0.5 * wanted[k][n] for n in p} for k, p in theirs.items()}
     faults += [(k, n) for k in mine for n in "wb" if not close(mine[k][n], theirs[k][n])]
-    assert all(float((p["b"] - network(stages)[0][k]["b"]).abs().max()) > 0.01 for k, p in theirs.items()), "every layer learns"
+    assert all(float((p["b"] - network(stages)[0][k]["b"]).abs().max()) > 0.01 for k, p in theirs.items()), (
+        "every layer learns"
+    )
     dd.testing.collective_assert(not faults, str(faults[:3]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_and_messages(kind):
-    """Each stage but the last sends its output, each but the first its input's cotangent: nothing else but one all-reduce."""
+    """Each stage but the last sends its output, each but the first its input's cotangent: nothing else but one
+    all-reduce."""
     stages, w = SIZE * KINDS[kind], widths(SIZE * KINDS[kind])
     mine, run = pipelined(kind)
     with dd.testing.count_messages() as sent:
@@ -201,14 +209,22 @@ def test_under_checking():
 
 
 def test_modules_parameters_and_dtypes():
-    """Parameters that require gradients are detached; float32 activations, and a loss summed in float32 for bfloat16 ones."""
+    """Parameters that require gradients are detached; float32 activations, and a loss summed in float32 for bfloat16
+    ones."""
     for dtype, wide in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
         params, functions = network(SIZE)
-        mine = {k: {n: t.to(dtype).requires_grad_() for n, t in params[k].items()} for k in params if P.active and k == RANK}
+        mine = {
+            k: {n: t.to(dtype).requires_grad_() for n, t in params[k].items()} for k in params if P.active and k == RANK
+        }
         targets = digits(0)[1].split(MICRO)
-        step = parallel.pipeline(parallel.schedule("1f1b", SIZE, len(MICRO)), functions,
-                                 lambda out, i: tf.cross_entropy(out, targets[i], reduction="sum") / N, P,
-                                 lambda k, i: (MICRO[i], widths(SIZE)[k + 1]), dtype)
+        step = parallel.pipeline(
+            parallel.schedule("1f1b", SIZE, len(MICRO)),
+            functions,
+            lambda out, i: tf.cross_entropy(out, targets[i], reduction="sum") / N,
+            P,
+            lambda k, i: (MICRO[i], widths(SIZE)[k + 1]),
+            dtype,
+        )
         loss, grads = step(mine, digits(0)[0].to(dtype).split(MICRO))
         if P.active:
             assert loss.dtype == wide and grads[RANK]["w"].dtype == dtype
@@ -219,8 +235,9 @@ def test_modules_parameters_and_dtypes():
 def test_stages_without_parameters():
     """A stage may be a plain function; the first one too."""
     stages = [lambda p, x: x.flatten(1).sin(), *[lambda p, x: x * 2] * (SIZE - 1)]
-    step = parallel.pipeline(parallel.schedule("gpipe", SIZE, 1), stages, lambda y, i: y.sum(), P, lambda k, i: (3, 784),
-                             torch.float64)
+    step = parallel.pipeline(
+        parallel.schedule("gpipe", SIZE, 1), stages, lambda y, i: y.sum(), P, lambda k, i: (3, 784), torch.float64
+    )
     loss, grads = step({k: {} for k in range(SIZE) if k == RANK}, [DIGITS[0][:3]])
     if P.active:
         assert close(loss, 2 ** (SIZE - 1) * DIGITS[0][:3].sin().sum()) and grads == {RANK: {}}
@@ -236,12 +253,16 @@ def test_errors():
         with pytest.raises(dd.errors.PartitionError, match="this rank's stages"):
             parallel.pipeline(table, [None] * SIZE, None, P, None)({RANK + 1: {}})
     if RANK == 0:  # before anything is sent
-        ready = parallel.pipeline(table, [lambda p, x: x.half()] * SIZE, lambda y, i: y.sum(), P, lambda k, i: (3,), torch.float64)
+        ready = parallel.pipeline(
+            table, [lambda p, x: x.half()] * SIZE, lambda y, i: y.sum(), P, lambda k, i: (3,), torch.float64
+        )
         for inputs in (None, [HERE], [HERE] * 3):
             with pytest.raises(dd.errors.PartitionError, match="one input for each micro-batch; expected 2 inputs"):
                 ready({0: {}}, inputs)
         if SIZE > 1:
-            with pytest.raises(dd.errors.ShapeError, match=r"another dtype; expected torch\.float64, got torch\.float16.*stage 0"):
+            with pytest.raises(
+                dd.errors.ShapeError, match=r"another dtype; expected torch\.float64, got torch\.float16.*stage 0"
+            ):
                 ready({0: {}}, [torch.ones(3)] * 2)
     if SIZE > 1:
         with pytest.raises(dd.errors.PartitionError, match="never ends"):

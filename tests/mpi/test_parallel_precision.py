@@ -26,6 +26,7 @@ def test_dtypes():
         grads = grad(lambda p: policy.wrap(loss)(policy.replicate(p, P), share(1, batch(1))))(params)
     assert seen == {torch.bfloat16} and {g.dtype for g in leaves(grads)} == {torch.float64}
     assert sent.bytes == (4 * sum(p.numel() for p in leaves(params)) if n > 1 else 0), "summed in float32"
+
     def of_rank(k):
         x, y = share(1, batch(1), n, k)
         return leaves(grad(lambda p: loss_sum(p, (x.bfloat16(), y))[0])(mapped(torch.Tensor.bfloat16, params)))
@@ -51,8 +52,8 @@ def test_gathered_in_the_sums_dtype():
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_the_scale_follows_torchs(on_device):
-    """The same sequence of scales and skipped steps as torch.amp.GradScaler, over finite and infinite gradients; also where the
-    scale is a tensor, which no step asks the host about."""
+    """The same sequence of scales and skipped steps as torch.amp.GradScaler, over finite and infinite gradients; also
+    where the scale is a tensor, which no step asks the host about."""
     n, r, P = world()
     options = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
     theirs = torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0, **options)
@@ -94,7 +95,8 @@ def test_no_gradients_are_finite():
 
 
 def test_twenty_steps_skip_together():
-    """float16 training whose scale overflows at first, on one rank's share: parameters stay equal, and the loss falls."""
+    """float16 training whose scale overflows at first, on one rank's share: parameters stay equal, and the loss
+    falls."""
     n, r, P = world()
     params, scale, skipped, losses = initial(torch.float32), dp.LossScale(2.0**20, interval=50), 0, []
     policy = dp.Precision(torch.float16, torch.float32, torch.float32)
@@ -116,7 +118,10 @@ def test_torchs_own_scaler_skips_everywhere():
     """Sharded gradients: an inf in one rank's block only. torch.amp.GradScaler on each rank, after spread_overflow."""
     n, r, P = world()
     p = torch.nn.Parameter(torch.ones(2))
-    optimizer, scaler = torch.optim.SGD([p], lr=0.5), torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0)
+    optimizer, scaler = (
+        torch.optim.SGD([p], lr=0.5),
+        torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0),
+    )
     for value, expected in ((float("inf"), 1.0), (1.0, 0.5)):
         scaler.scale((p * (value if r == n - 1 else 1)).sum()).backward()
         p.grad = dp.spread_overflow(p.grad, P)

@@ -1,4 +1,5 @@
-"""Sharded training (ZeRO-1, 2, 3) equals unsharded Adam, whatever the sizes; what each rank holds, and what it sends."""
+"""Sharded training (ZeRO-1, 2, 3) equals unsharded Adam, whatever the sizes; what each rank holds, and what it
+sends."""
 
 import os
 import shutil
@@ -10,7 +11,21 @@ import torch.nn.functional as local
 from registry import needs
 from serial import randn
 from torch.func import grad, grad_and_value, jvp
-from training import STEPS, batch, carried, check, faults_of, initial, layer, leaves, loss_sum, mapped, mean_loss, share, world
+from training import (
+    STEPS,
+    batch,
+    carried,
+    check,
+    faults_of,
+    initial,
+    layer,
+    leaves,
+    loss_sum,
+    mapped,
+    mean_loss,
+    share,
+    world,
+)
 
 import distdl as dd
 import distdl.functional as F
@@ -34,7 +49,12 @@ def serial_steps():
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(leaves(params), MAX_NORM)
         optimizer.step()
-        yield loss.detach(), norm, [p.grad.clone() for p in leaves(params)], [p.detach().clone() for p in leaves(params)]
+        yield (
+            loss.detach(),
+            norm,
+            [p.grad.clone() for p in leaves(params)],
+            [p.detach().clone() for p in leaves(params)],
+        )
         optimizer.zero_grad()
 
 
@@ -68,7 +88,9 @@ def zero_step(stage, shardings, blocks, step, P):
 
 def held_bytes(*groups):
     """Bytes of the distinct storages behind these tensors."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for group in groups for t in group if t.numel() > 1}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for group in groups for t in group if t.numel() > 1
+    }
     return sum(storages.values())
 
 
@@ -95,7 +117,9 @@ def test_twenty_steps_of_adam(stage):
         optimizer.step()
         whole = [s.gather(b.detach()) for s, b in zip(shardings, blocks)]
         grads = [s.gather(b.grad) for s, b in zip(shardings, blocks)]
-        bad += faults_of([loss, norm, grads, whole], [serial_loss, serial_norm, serial_grads, serial_params], f"step {step}")
+        bad += faults_of(
+            [loss, norm, grads, whole], [serial_loss, serial_norm, serial_grads, serial_params], f"step {step}"
+        )
         if step == STEPS - 1:
             state = [t for b in blocks for t in optimizer.state[b].values()]
             held = held_bytes(blocks, [b.grad for b in blocks], state)
@@ -108,14 +132,17 @@ def test_twenty_steps_of_adam(stage):
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("remat", [True, False, "parameters"])
 def test_prefetch_changes_nothing_but_the_order(remat, prefetch):
-    """The same values and messages; with prefetch a layer's parameters are asked for before the layer above computes."""
+    """The same values and messages; with prefetch a layer's parameters are asked for before the layer above
+    computes."""
     n, r, P = world()
     params = initial()
     shardings = [dp.Sharding.of(p, P) for p in params]
     blocks = [s.block(p).requires_grad_() for s, p in zip(shardings, params)]
     x, last = head(2, P)
     log = []
-    moves = lambda sent: len(sent) - len(sent.of("all_reduce"))  # a gather is n - 1 messages, or one of the engine's own
+    moves = lambda sent: (
+        len(sent) - len(sent.of("all_reduce"))
+    )  # a gather is n - 1 messages, or one of the engine's own
     gathers, reduces = [], []
     for s, b, p in zip(shardings, blocks, params):
         with count_messages() as sent:
@@ -137,7 +164,9 @@ def test_prefetch_changes_nothing_but_the_order(remat, prefetch):
         dp.chain(layers, shardings, remat=remat, prefetch=prefetch)(blocks, x).backward()
     early = [g * prefetch for g in gathers]  # asked for ahead
     assert log[:3] == [(0, gathers[0] + early[1]), (1, sum(gathers[:2]) + early[2]), (2, sum(gathers))]
-    if remat is True:  # in backward: gather 2; then, before its computation, 1 is on its way; the reduce-scatter of 2 comes after
+    if (
+        remat is True
+    ):  # in backward: gather 2; then, before its computation, 1 is on its way; the reduce-scatter of 2 comes after
         so_far = sum(gathers)
         for i in (2, 1, 0):
             so_far += gathers[i] + (reduces[i + 1] if i < 2 else 0)
@@ -178,7 +207,9 @@ def test_second_derivative_of_what_is_gathered_again(remat):
     grads = torch.autograd.grad(mean_loss(params, batch(2)), leaves(params), create_graph=True)
     expected = torch.autograd.grad(sum((g**2).sum() for g in grads), leaves(params))
     parts = iter(expected)
-    check(list(found), [s.block(mapped(lambda _: next(parts), p)) for s, p in zip(shardings, params)], "second derivative")
+    check(
+        list(found), [s.block(mapped(lambda _: next(parts), p)) for s, p in zip(shardings, params)], "second derivative"
+    )
 
 
 def test_fewer_elements_than_ranks():
@@ -222,7 +253,8 @@ def test_norms_are_torchs(norm_type):
 
 @pytest.mark.parametrize("remat", [True, False, "parameters"])
 def test_groups_of_an_optimizer(remat):
-    """Weights decay, biases have a rate of their own, one layer is frozen, the ends share their weights, rates are scheduled."""
+    """Weights decay, biases have a rate of their own, one layer is frozen, the ends share their weights, rates are
+    scheduled."""
     n, r, P = world()
     serial = [mapped(torch.clone, initial()[0]), {"w": randn(13, 13, seed=7) / 4, "b": randn(13, seed=8)}]
     parts = [tuple(dp.Sharding.of(t, P) for t in leaves(p)) for p in serial]
@@ -231,7 +263,9 @@ def test_groups_of_an_optimizer(remat):
         t.requires_grad_()
 
     def trained(w, b):
-        optimizer = torch.optim.AdamW([{"params": [w], "weight_decay": 0.1}, {"params": [b], "lr": 0.02}], lr=0.05, weight_decay=0)
+        optimizer = torch.optim.AdamW(
+            [{"params": [w], "weight_decay": 0.1}, {"params": [b], "lr": 0.02}], lr=0.05, weight_decay=0
+        )
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
     (ours, schedule), (theirs, expected) = trained(*blocks[0]), trained(serial[0]["w"], serial[0]["b"])
@@ -261,7 +295,9 @@ def test_hybrid_sharding(dim):
     blocks = [s.block(p).requires_grad_() for s, p in zip(shardings, params)]
     marked = [dp.replicate(b, P, outer) for b in blocks]
     with count_messages() as sent:
-        dp.global_mean(*loss_sum([s.gather(b) for s, b in zip(shardings, marked)], share(1, batch(1), P.size, r)), P).backward()
+        dp.global_mean(
+            *loss_sum([s.gather(b) for s, b in zip(shardings, marked)], share(1, batch(1), P.size, r)), P
+        ).backward()
     serial = grad(lambda p: mean_loss(p, batch(1)))(params)
     check([b.grad for b in blocks], [s.block(g) for s, g in zip(shardings, serial)], "gradients")
     sums = sorted(m[2] for m in sent.of("all_reduce"))
@@ -275,8 +311,15 @@ def test_restarts_on_fewer_ranks():
 
     def start(Q):
         shardings = [*(dp.Sharding.of(p, Q) for p in initial()), dp.Sharding.of(torch.ones(2, dtype=torch.float64), Q)]
-        blocks = torch.nn.ParameterList(s.block(p) for s, p in zip(shardings, [*initial(), torch.ones(2, dtype=torch.float64)]))
-        return shardings, blocks, torch.optim.AdamW(blocks, lr=0.02), {str(i): s.layout for i, s in enumerate(shardings)}
+        blocks = torch.nn.ParameterList(
+            s.block(p) for s, p in zip(shardings, [*initial(), torch.ones(2, dtype=torch.float64)])
+        )
+        return (
+            shardings,
+            blocks,
+            torch.optim.AdamW(blocks, lr=0.02),
+            {str(i): s.layout for i, s in enumerate(shardings)},
+        )
 
     def train(Q, shardings, blocks, optimizer, first, last):
         losses = []
@@ -342,8 +385,8 @@ def peak_bytes(call):
 
 @needs(2)
 def test_peak_memory_of_a_step():
-    """Six equal layers: ZeRO-3 has two of them and a gradient whole at a time, beside its blocks, and activations are small here;
-    ZeRO-2 has all six."""
+    """Six equal layers: ZeRO-3 has two of them and a gradient whole at a time, beside its blocks, and activations are
+    small here; ZeRO-2 has all six."""
     n, r, P = world()
     width, count = 120, 6
     unit = D * width * width
@@ -361,8 +404,9 @@ def test_peak_memory_of_a_step():
         peaks[remat] = peak_bytes(step)
     own = unit * count / n  # the gradients' blocks
     small = max(peaks[True], peaks["parameters"]) < own + 3.2 * unit
-    dd.testing.collective_assert(small and count * unit < peaks[False] < (count + 0.5) * unit,
-                                 {k: round(v / unit, 2) for k, v in peaks.items()})
+    dd.testing.collective_assert(
+        small and count * unit < peaks[False] < (count + 0.5) * unit, {k: round(v / unit, 2) for k, v in peaks.items()}
+    )
 
 
 def test_bad_use_is_an_error():

@@ -1,4 +1,5 @@
-"""Who already sums: layers whose adjoint sums their gradients, and everything that sums gradients, meet in one model."""
+"""Who already sums: layers whose adjoint sums their gradients, and everything that sums gradients, meet in one
+model."""
 
 import copy
 import io
@@ -32,7 +33,9 @@ def model(kind, P):
     """Convolutions that know no partition around a layer that sums over the batch's ranks; and its serial twin."""
     torch.manual_seed(3)
     middle = torch.nn.BatchNorm2d(4) if kind == "norm" else torch.nn.Conv2d(4, 4, 3)
-    serial = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3, bias=False), middle, torch.nn.Tanh(), torch.nn.Conv2d(4, 3, 2)).double()
+    serial = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 4, 3, bias=False), middle, torch.nn.Tanh(), torch.nn.Conv2d(4, 3, 2)
+    ).double()
     ours = copy.deepcopy(serial)
     ours[1] = nn.BatchNorm(P, 4, **D) if kind == "norm" else nn.Conv2d(P, 4, 4, 3, **D)
     ours.load_state_dict(serial.state_dict())
@@ -64,8 +67,14 @@ def test_gradient_sync(kind, given):
     moved = copy.deepcopy(ours).float().to("meta").to_empty(device="cpu").double()
     moved.load_state_dict(serial.state_dict(), assign=True)
     averaged = torch.optim.swa_utils.AveragedModel(ours).module
-    forms = {"as made": ours, "deepcopy": copy.deepcopy(ours), "pickle": pickle.loads(pickle.dumps(ours)),
-             "torch.save": torch.load(buffer, weights_only=False), "moved": moved, "AveragedModel": averaged}  # fmt: skip
+    forms = {
+        "as made": ours,
+        "deepcopy": copy.deepcopy(ours),
+        "pickle": pickle.loads(pickle.dumps(ours)),
+        "torch.save": torch.load(buffer, weights_only=False),
+        "moved": moved,
+        "AveragedModel": averaged,
+    }
     for what, one in forms.items():
         sync = dp.GradientSync(one if given == "module" else one.parameters(), line)
         loss_of(one, line).backward()
@@ -75,7 +84,8 @@ def test_gradient_sync(kind, given):
 
 @pytest.mark.parametrize("kind", ["norm", "conv"])
 def test_functional_forms(kind):
-    """replicate, accumulate and reduce_gradients: of parameters, of detached ones, and told by the module or parameters."""
+    """replicate, accumulate and reduce_gradients: of parameters, of detached ones, and told by the module or
+    parameters."""
     line = dd.Partition((N,))
     ours, serial = model(kind, dd.Partition((N, 1, 1, 1)))
     wanted = serial_grads(serial)
@@ -110,8 +120,12 @@ def test_precision_and_sharding_keep_it():
     serial = grad(lambda w: (x @ w.T).square().sum())(plain["weight"])
     value = lambda p: functional_call(layer, p, (x[rows(x)],)).square().sum()
     policy = dp.Precision(reduce=torch.float64, param=torch.float64)
-    check(grad(lambda p: value(policy.replicate({k: v.float() for k, v in p.items()}, line)))(plain)["weight"], serial, "Precision",
-          1e-5)
+    check(
+        grad(lambda p: value(policy.replicate({k: v.float() for k, v in p.items()}, line)))(plain)["weight"],
+        serial,
+        "Precision",
+        1e-5,
+    )
     sharding = dp.Sharding.of(plain, line)
     block = sharding.block(plain).requires_grad_()
     value(sharding.gather(block)).backward()
@@ -144,10 +158,14 @@ def test_partly_overlapping_ranks_are_refused():
     if N < 3:
         return
     layer = nn.Linear(pair, 3, 2, **D)
-    for call in (lambda: dp.GradientSync(layer, line), lambda: dp.replicate(dict(layer.named_parameters()), line),
-                 lambda: dp.reduce_gradients({"weight": torch.zeros(2, 3)}, line, of=layer),
-                 lambda: dp.accumulate(lambda p, b: None, list(layer.parameters()), [], line),
-                 lambda: dp.ignore_in_ddp(layer, line), lambda: dp.Sharding.of([layer.weight], line)):
+    for call in (
+        lambda: dp.GradientSync(layer, line),
+        lambda: dp.replicate(dict(layer.named_parameters()), line),
+        lambda: dp.reduce_gradients({"weight": torch.zeros(2, 3)}, line, of=layer),
+        lambda: dp.accumulate(lambda p, b: None, list(layer.parameters()), [], line),
+        lambda: dp.ignore_in_ddp(layer, line),
+        lambda: dp.Sharding.of([layer.weight], line),
+    ):
         with pytest.raises(PartitionError, match="sums its gradient over some"):
             call()
 
@@ -213,11 +231,15 @@ def test_parametrized_layers(kind):
         with torch.no_grad():
             m.weight.copy_(randn(2, 3, seed=1))
         if kind in ("parametrize", "twice"):
-            torch.nn.utils.parametrize.register_parametrization(m, "weight", Twice() if kind == "twice" else torch.nn.Tanh())
+            torch.nn.utils.parametrize.register_parametrization(
+                m, "weight", Twice() if kind == "twice" else torch.nn.Tanh()
+            )
         elif kind == "prune":
             torch.nn.utils.prune.l1_unstructured(m, "weight", 1)
         else:
-            m = (torch.nn.utils.parametrizations.weight_norm if kind == "weight_norm" else torch.nn.utils.weight_norm)(m)
+            m = (torch.nn.utils.parametrizations.weight_norm if kind == "weight_norm" else torch.nn.utils.weight_norm)(
+                m
+            )
         return m
 
     serial = changed(torch.nn.Linear(3, 2, bias=False, **D))
@@ -248,7 +270,8 @@ def test_parametrized_layers(kind):
 
 
 class Mixed(torch.nn.Module):
-    """Torch's layer on each rank's samples, a norm over all of them, and a column- and a row-parallel layer of a group."""
+    """Torch's layer on each rank's samples, a norm over all of them, and a column- and a row-parallel layer of a
+    group."""
 
     def __init__(self, data, tensor, grid):
         super().__init__()
@@ -286,7 +309,8 @@ def block_of(where, name, whole):
 
 
 def test_one_mixed_model_trains_as_the_serial_one():
-    """Data-parallel torch layers, dd.nn's norm, tensor-parallel linears, sharded blocks; one call for the norm, and clipping."""
+    """Data-parallel torch layers, dd.nn's norm, tensor-parallel linears, sharded blocks; one call for the norm, and
+    clipping."""
     shape = (2, N // 2) if N % 2 == 0 else (N, 1)
     grid = dd.Partition(shape)
     ours, serial, where, data, tensor = mixed(grid)
@@ -312,7 +336,9 @@ def test_one_mixed_model_trains_as_the_serial_one():
         check({k: p.grad for k, p in ours.named_parameters()}, grads, f"gradients of step {step}")
         for order in (2.0, 1.0, float("inf")):
             right = torch.nn.utils.get_total_norm([p.grad for p in named.values()], order)
-            check(dp.global_norm([p.grad for p in mine], grid, of=mine, norm_type=order), right, f"norm of order {order}")
+            check(
+                dp.global_norm([p.grad for p in mine], grid, of=mine, norm_type=order), right, f"norm of order {order}"
+            )
         right = torch.nn.utils.clip_grad_norm_(list(named.values()), 0.3)
         check(dp.clip_grad_norm_(mine, 0.3, grid), right, "norm by clip_grad_norm_")
         grads = {k: block_of(where, k, p.grad) for k, p in serial.named_parameters()}
@@ -327,7 +353,8 @@ def test_one_mixed_model_trains_as_the_serial_one():
 
 @pytest.mark.parametrize("order", [2.0, 3.0])
 def test_norms_know_blocks_from_copies(order):
-    """A row-parallel layer: its weight is split, its bias a copy on every rank. ``.grad`` alone knows, or is refused."""
+    """A row-parallel layer: its weight is split, its bias a copy on every rank. ``.grad`` alone knows, or is
+    refused."""
     P, line = dd.Partition((1, 1, N)), dd.Partition((N,))
     torch.manual_seed(0)
     layer = nn.Linear(P, 2 * N + 1, 3, x_layout="sharded", y_layout="invariant", x_dim=-1, **D)
@@ -351,7 +378,9 @@ def test_norms_know_blocks_from_copies(order):
     with pytest.raises(PartitionError, match=r"should be equal on all ranks differs.*tensors \[1\]"):
         dp.clip_grad_norm_([layer.bias, other], 1.0, line)
     nn.declare(other, line, 0)
-    check(dp.clip_grad_norm_([other], 100.0, line), (2 * torch.arange(1.0, N + 1, **D).square().sum()).sqrt(), "declared")
+    check(
+        dp.clip_grad_norm_([other], 100.0, line), (2 * torch.arange(1.0, N + 1, **D).square().sum()).sqrt(), "declared"
+    )
     if N > 2 and RANK < 2:
         with pytest.raises(PartitionError, match="blocks on other ranks"):
             dp.global_norm([layer.weight.grad], dd.Partition((2,)))
@@ -367,14 +396,17 @@ def test_norms_know_blocks_from_copies(order):
 
 
 def test_vectors_and_averages():
-    """parameters_to_vector and back, and AveragedModel, work on blocks; the parameters know afterwards what they knew."""
+    """parameters_to_vector and back, and AveragedModel, work on blocks; the parameters know afterwards what they
+    knew."""
     line = dd.Partition((N,))
     ours, serial = model("norm", dd.Partition((N, 1, 1, 1)))
     vector = torch.nn.utils.parameters_to_vector(ours.parameters())
     check(vector, torch.nn.utils.parameters_to_vector(serial.parameters()), "vector")
     torch.nn.utils.vector_to_parameters(2 * vector, ours.parameters())
     torch.nn.utils.vector_to_parameters(2 * vector, serial.parameters())
-    average = lambda m: torch.optim.swa_utils.AveragedModel(m, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    average = lambda m: torch.optim.swa_utils.AveragedModel(
+        m, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
     twice, wanted = average(ours), average(serial)
     sync = dp.GradientSync(ours, line)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, serial)]
@@ -400,7 +432,8 @@ def test_files_of_parameters_load_anywhere():
 
 @needs(2)
 def test_ddp():
-    """Torch's DDP cannot ask: a layer that sums refuses to run inside it, until its parameters are on the ignore list."""
+    """Torch's DDP cannot ask: a layer that sums refuses to run inside it, until its parameters are on the ignore
+    list."""
     line, P = dd.Partition((N,)), dd.Partition((N, 1, 1, 1))
     dp.export_rendezvous()
     dist.init_process_group("gloo")

@@ -47,13 +47,18 @@ def test_unequal_nodes():
 
 def test_discovered():
     t, n = dd.Topology.discover(), dd.world().size
-    assert (t.rank, t.world_size) == (dd.world().rank, n) and sorted(r for ranks in t.nodes for r in ranks) == list(range(n))
-    assert t.nodes[t.node][t.local_rank] == t.rank and t.local_size == len(t.nodes[t.node]) and t.num_nodes == len(t.nodes)
+    assert (t.rank, t.world_size) == (dd.world().rank, n) and sorted(r for ranks in t.nodes for r in ranks) == list(
+        range(n)
+    )
+    assert (
+        t.nodes[t.node][t.local_rank] == t.rank and t.local_size == len(t.nodes[t.node]) and t.num_nodes == len(t.nodes)
+    )
     assert dd.Topology.discover() == t
 
 
 def test_devices_that_the_launcher_shared_out(monkeypatch):
-    """Two for each process by CUDA_VISIBLE_DEVICES: both are its own. Where all see the same ones, these are shared out."""
+    """Two for each process by CUDA_VISIBLE_DEVICES: both are its own. Where all see the same ones, these are shared
+    out."""
     r, n = dd.world().rank, dd.world().size
     node = dd.Topology.discover()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -65,12 +70,17 @@ def test_devices_that_the_launcher_shared_out(monkeypatch):
 
 
 # Nodes as they could be; the ranks of this job stand for them.
-NODES = {1: [((0,),)], 2: [((0, 1),), ((0,), (1,))], 3: [((0, 1), (2,)), ((0,), (2, 1)), ((2, 0, 1),)],
-         4: [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((3, 1, 0), (2,)), ((0,), (1,), (2,), (3,))]}
+NODES = {
+    1: [((0,),)],
+    2: [((0, 1),), ((0,), (1,))],
+    3: [((0, 1), (2,)), ((0,), (2, 1)), ((2, 0, 1),)],
+    4: [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((3, 1, 0), (2,)), ((0,), (1,), (2,), (3,))],
+}
 
 
 def test_hierarchical_all_reduce():
-    """Equal to the flat one, for a pytree of two dtypes with sizes that do not divide; itself its adjoint; and with tangents."""
+    """Equal to the flat one, for a pytree of two dtypes with sizes that do not divide; itself its adjoint; and with
+    tangents."""
     n, r = dd.world().size, dd.world().rank
     if n > 4:
         return
@@ -79,8 +89,10 @@ def test_hierarchical_all_reduce():
     for nodes in NODES[n]:
         got, expected = dp.hierarchical_all_reduce(tree, nodes), F.all_sum_reduce(tree, P)
         close = {torch.float64: 1e-12, torch.float32: 1e-5}
-        same = [torch.allclose(a, b, rtol=close[b.dtype], atol=close[b.dtype])
-                for a, b in zip(torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(expected))]
+        same = [
+            torch.allclose(a, b, rtol=close[b.dtype], atol=close[b.dtype])
+            for a, b in zip(torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(expected))
+        ]
         collective_assert(all(same), (nodes, same))
         loss = lambda f, x, w: (f(x).sin() * w).sum()
         w = randn(5, 3, seed=r + 20)

@@ -25,10 +25,23 @@ def check(dist, serial, x, L, out, orders=2, name=""):
 def test_max_pool(args):
     x = randn(2, 3, 8, 7)
     for L in layouts(x.shape, (2, 3, 1)).values():
-        check(lambda x: F.dist_max_pool(x, L, *args), lambda x: tf.max_pool2d(x, *args), x, L, F.pool_layout(L, *args), name=args)
+        check(
+            lambda x: F.dist_max_pool(x, L, *args),
+            lambda x: tf.max_pool2d(x, *args),
+            x,
+            L,
+            F.pool_layout(L, *args),
+            name=args,
+        )
         out = F.pool_layout(L, *args)
-        check_layer(lambda x: F.dist_max_pool(x, L, *args, return_indices=True),
-                    lambda x: tf.max_pool2d(x, *args, return_indices=True), [x], [L], (out, out), orders=0)
+        check_layer(
+            lambda x: F.dist_max_pool(x, L, *args, return_indices=True),
+            lambda x: tf.max_pool2d(x, *args, return_indices=True),
+            [x],
+            [L],
+            (out, out),
+            orders=0,
+        )
 
 
 def test_max_pool_of_minus_infinity():
@@ -37,19 +50,40 @@ def test_max_pool_of_minus_infinity():
     L = dd.Layout(dd.Partition((1, 1, dd.world().size)), x.shape)
     for args in ((3, 2, 1), (3, 1, 1, 2), (2, 2, 1)):
         out = F.pool_layout(L, *args)
-        check_layer(lambda x: F.dist_max_pool(x, L, *args, return_indices=True),
-                    lambda x: tf.max_pool1d(x, *args, return_indices=True), [x], [L], (out, out), orders=0)
+        check_layer(
+            lambda x: F.dist_max_pool(x, L, *args, return_indices=True),
+            lambda x: tf.max_pool1d(x, *args, return_indices=True),
+            [x],
+            [L],
+            (out, out),
+            orders=0,
+        )
 
 
-@pytest.mark.parametrize("args, override", [((2,), None), ((3, 2, 1), None), ((3, 2, 1, False, False), None),
-                                            ((3, 2, 1, True), None), ((3, 2, 1, True, False), None), ((3, 2, 1), 5)], ids=str)
+@pytest.mark.parametrize(
+    "args, override",
+    [
+        ((2,), None),
+        ((3, 2, 1), None),
+        ((3, 2, 1, False, False), None),
+        ((3, 2, 1, True), None),
+        ((3, 2, 1, True, False), None),
+        ((3, 2, 1), 5),
+    ],
+    ids=str,
+)
 def test_case_31_avg_pool(args, override):
     x = randn(2, 2, 8, 7)
     for L in layouts(x.shape, (2, 3, 0)).values():
         ceil = len(args) > 3 and args[3]
-        check(lambda x: F.dist_avg_pool(x, L, *args, divisor_override=override),
-              lambda x: tf.avg_pool2d(x, *args, divisor_override=override), x, L, F.pool_layout(L, *args[:3], ceil_mode=ceil),
-              name=args)
+        check(
+            lambda x: F.dist_avg_pool(x, L, *args, divisor_override=override),
+            lambda x: tf.avg_pool2d(x, *args, divisor_override=override),
+            x,
+            L,
+            F.pool_layout(L, *args[:3], ceil_mode=ceil),
+            name=args,
+        )
 
 
 @pytest.mark.parametrize("size", [1, (3, 4), (None, 2), (9, 11)])
@@ -59,10 +93,30 @@ def test_case_32_adaptive(size):
     for L in layouts(x.shape, (2, 3, 1)).values():
         y = tf.adaptive_avg_pool2d(x, size)
         out = L.with_shape(y.shape)
-        check(lambda x: F.dist_adaptive_avg_pool(x, L, size), lambda x: tf.adaptive_avg_pool2d(x, size), x, L, out, name=size)
-        check(lambda x: F.dist_adaptive_max_pool(x, L, size), lambda x: tf.adaptive_max_pool2d(x, size), x, L, out, name=size)
-        check_layer(lambda x: F.dist_adaptive_max_pool(x, L, size, return_indices=True),
-                    lambda x: tf.adaptive_max_pool2d(x, size, return_indices=True), [x], [L], (out, out), orders=0)
+        check(
+            lambda x: F.dist_adaptive_avg_pool(x, L, size),
+            lambda x: tf.adaptive_avg_pool2d(x, size),
+            x,
+            L,
+            out,
+            name=size,
+        )
+        check(
+            lambda x: F.dist_adaptive_max_pool(x, L, size),
+            lambda x: tf.adaptive_max_pool2d(x, size),
+            x,
+            L,
+            out,
+            name=size,
+        )
+        check_layer(
+            lambda x: F.dist_adaptive_max_pool(x, L, size, return_indices=True),
+            lambda x: tf.adaptive_max_pool2d(x, size, return_indices=True),
+            [x],
+            [L],
+            (out, out),
+            orders=0,
+        )
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
@@ -79,12 +133,24 @@ def test_random(count):
         x = randn(2, 2, *space)
         L = random_layout(generator, tuple(x.shape), skip=())
         out = F.pool_layout(L, kernel, stride, padding, dilation, ceil)
-        check(lambda x: F.dist_max_pool(x, L, kernel, stride, padding, dilation, ceil),
-              lambda x: MAX[n](x, kernel, stride, padding, dilation, ceil), x, L, out, 1)
+        check(
+            lambda x: F.dist_max_pool(x, L, kernel, stride, padding, dilation, ceil),
+            lambda x: MAX[n](x, kernel, stride, padding, dilation, ceil),
+            x,
+            L,
+            out,
+            1,
+        )
         if all(m >= k for m, k in zip(space, kernel)):  # torch's avg_pool3d refuses others, whatever the padding
             out = F.pool_layout(L, kernel, stride, padding, ceil_mode=ceil)
-            check(lambda x: F.dist_avg_pool(x, L, kernel, stride, padding, ceil, counted),
-                  lambda x: AVG[n](x, kernel, stride, padding, ceil, counted), x, L, out, 1)
+            check(
+                lambda x: F.dist_avg_pool(x, L, kernel, stride, padding, ceil, counted),
+                lambda x: AVG[n](x, kernel, stride, padding, ceil, counted),
+                x,
+                L,
+                out,
+                1,
+            )
         size = pick(1, 6)
         out = L.with_shape((2, 2, *size))
         check(lambda x: F.dist_adaptive_avg_pool(x, L, size), lambda x: ADAPTIVE_AVG[n](x, size), x, L, out, 1)
@@ -95,10 +161,24 @@ def test_dtypes():
     L = dd.Layout(dd.Partition((1, 1, dd.world().size)), (1, 2, 9))
     x = randn(1, 2, 9)
     for dtype, rtol in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        check_layer(lambda x: F.dist_avg_pool(x, L, 3, 2, 1), lambda x: tf.avg_pool1d(x, 3, 2, 1), [x.to(dtype)], [L],
-                    F.pool_layout(L, 3, 2, 1), orders=1, rtol=rtol)
-        check_layer(lambda x: F.dist_max_pool(x, L, 3, 2, 1), lambda x: tf.max_pool1d(x, 3, 2, 1), [x.to(dtype)], [L],
-                    F.pool_layout(L, 3, 2, 1), orders=1, rtol=rtol)
+        check_layer(
+            lambda x: F.dist_avg_pool(x, L, 3, 2, 1),
+            lambda x: tf.avg_pool1d(x, 3, 2, 1),
+            [x.to(dtype)],
+            [L],
+            F.pool_layout(L, 3, 2, 1),
+            orders=1,
+            rtol=rtol,
+        )
+        check_layer(
+            lambda x: F.dist_max_pool(x, L, 3, 2, 1),
+            lambda x: tf.max_pool1d(x, 3, 2, 1),
+            [x.to(dtype)],
+            [L],
+            F.pool_layout(L, 3, 2, 1),
+            orders=1,
+            rtol=rtol,
+        )
 
 
 def test_messages():

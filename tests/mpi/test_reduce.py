@@ -37,8 +37,15 @@ def check(name, x, L, P, dim, keepdim=False, **options):
         cut = [slice(None) if d in dims else s for d, s in enumerate(L.slices()) if keepdim or d not in dims]
         return y[tuple(cut)]
 
-    check_layer(lambda x: dist(x, P, **at, **kwargs), lambda x: serial(x, **at, **kwargs), [x], [L], part,
-                name=f"{name} {dim} {keepdim} {L}", **options)
+    check_layer(
+        lambda x: dist(x, P, **at, **kwargs),
+        lambda x: serial(x, **at, **kwargs),
+        [x],
+        [L],
+        part,
+        name=f"{name} {dim} {keepdim} {L}",
+        **options,
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -90,7 +97,9 @@ def test_special_values():
             expected = torch.func.grad(lambda x: x.logsumexp(0))(x)
             torch.testing.assert_close(F.dist_logsumexp(L.shard(x), L, 0), x.logsumexp(0), equal_nan=True)
             if expected.isfinite().all():
-                torch.testing.assert_close(torch.func.grad(lambda x: F.dist_logsumexp(x, L, 0))(L.shard(x)), L.shard(expected))
+                torch.testing.assert_close(
+                    torch.func.grad(lambda x: F.dist_logsumexp(x, L, 0))(L.shard(x)), L.shard(expected)
+                )
 
 
 def test_norm_at_zero_has_gradient_zero():
@@ -105,16 +114,24 @@ def test_integers_and_dtypes():
     x = torch.randint(-50, 50, (7,), generator=torch.Generator().manual_seed(1))
     for L in layouts(x.shape).values():
         if L.active:
-            for dist, serial in ((F.dist_sum, torch.sum), (F.dist_max, torch.amax), (F.dist_min, torch.amin),
-                                 (F.dist_argmax, torch.argmax)):
+            for dist, serial in (
+                (F.dist_sum, torch.sum),
+                (F.dist_max, torch.amax),
+                (F.dist_min, torch.amin),
+                (F.dist_argmax, torch.argmax),
+            ):
                 y = dist(L.shard(x), L)
                 assert torch.equal(y, serial(x)) and y.dtype == serial(x).dtype
             assert torch.equal(F.dist_max(L.shard(x) > 60, L), torch.tensor(False))
     for dtype, tol in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
         z = randn(300, seed=2).to(dtype)
         for L in layouts(z.shape).values():
-            for dist, serial in ((F.dist_sum, torch.sum), (F.dist_mean, torch.mean), (F.dist_max, torch.amax),
-                                 (F.dist_norm, torch.linalg.vector_norm)):
+            for dist, serial in (
+                (F.dist_sum, torch.sum),
+                (F.dist_mean, torch.mean),
+                (F.dist_max, torch.amax),
+                (F.dist_norm, torch.linalg.vector_norm),
+            ):
                 check_layer(lambda x: dist(x, L), serial, [z], [L], whole, rtol=tol, orders=0)
 
 
@@ -124,9 +141,18 @@ def test_argmax():
     for name, L in layouts(x.shape).items():
         for P in (L, L.partition):
             check_layer(lambda x: F.dist_argmax(x, P), torch.argmax, [x], [L], whole, orders=0, name=name)
-            check_layer(lambda x: F.dist_argmax(x, P, 0), lambda x: x.argmax(0), [x], [L], along(L, 1), orders=0, name=name)
-            check_layer(lambda x: F.dist_argmax(x, P, 1, True), lambda x: x.argmax(1, True), [x], [L],
-                        lambda y: y[L.slices()[0]], orders=0, name=name)
+            check_layer(
+                lambda x: F.dist_argmax(x, P, 0), lambda x: x.argmax(0), [x], [L], along(L, 1), orders=0, name=name
+            )
+            check_layer(
+                lambda x: F.dist_argmax(x, P, 1, True),
+                lambda x: x.argmax(1, True),
+                [x],
+                [L],
+                lambda y: y[L.slices()[0]],
+                orders=0,
+                name=name,
+            )
 
 
 def test_messages():

@@ -31,7 +31,8 @@ def network(L):
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_same_gradients_and_messages(rows):
-    """With one or two rows and more ranks, some ranks are empty; all count the same: forward, and forward + backward again."""
+    """With one or two rows and more ranks, some ranks are empty; all count the same: forward, and forward + backward
+    again."""
     X, W = randn(1, 2, rows, 4), randn(2, 2, 3, 3)
     for L in layouts(X.shape, (2,)).values():
         grads, counts = [], []
@@ -49,7 +50,8 @@ def test_same_gradients_and_messages(rows):
 
 
 def test_a_rank_that_saves_nothing():
-    """Rank 0 takes a sine; the others do nothing that torch would save, around a movement without derivative. All recompute."""
+    """Rank 0 takes a sine; the others do nothing that torch would save, around a movement without derivative. All
+    recompute."""
     P = dd.Partition((WORLD.size,))
 
     def f(x):
@@ -64,7 +66,8 @@ def test_a_rank_that_saves_nothing():
 
 
 def test_a_movement_inside_a_traced_graph():
-    """There is only the operator that tracers record, for tensors without gradient; rank 0 alone saves something behind it."""
+    """There is only the operator that tracers record, for tensors without gradient; rank 0 alone saves something behind
+    it."""
     P = dd.Partition((WORLD.size,))
     total = make_fx(lambda x: F.all_sum_reduce(x, P))(torch.ones(3, dtype=torch.float64))
 
@@ -131,7 +134,9 @@ def test_module_random_state_and_inputs_without_gradient():
 def test_local_work_at_the_end_is_not_done_again(moves):
     """Unless a message comes after it. The other ranks save nothing, and send and receive all the same."""
     P, log = dd.Partition((WORLD.size,)), []
-    total = (lambda x: F.all_sum_reduce(x, P)) if WORLD.size > 1 else torch.clone  # the identity of one rank is no movement
+    total = (
+        (lambda x: F.all_sum_reduce(x, P)) if WORLD.size > 1 else torch.clone
+    )  # the identity of one rank is no movement
 
     def f(x, w):
         if WORLD.rank == 0:
@@ -151,8 +156,11 @@ def test_local_work_at_the_end_is_not_done_again(moves):
     assert log == ["middle", "end"]
     backward = messages(lambda: got[0].square().sum().backward())
     assert backward == tuple((1 + (moves != "nothing")) * n for n in forward)
-    more = {"at the beginning": ["middle"] if WORLD.rank == 0 else [], "nothing": ["middle"] if WORLD.rank == 0 else [],
-            "at the end": ["middle", "end"]}[moves if WORLD.size > 1 else "nothing"]
+    more = {
+        "at the beginning": ["middle"] if WORLD.rank == 0 else [],
+        "nothing": ["middle"] if WORLD.rank == 0 else [],
+        "at the end": ["middle", "end"],
+    }[moves if WORLD.size > 1 else "nothing"]
     assert log[2:] == more
     plain = x.detach().clone().requires_grad_()
     f(*begin(plain, w) if moves == "at the beginning" else (plain, w)).square().sum().backward()
@@ -202,10 +210,13 @@ def test_hooks_inside_that_send_messages(second):
 
 
 @pytest.mark.skipif(WORLD.size < 2, reason="two ranks, of which one is linear")
-@pytest.mark.parametrize("route", ["double backward", "third backward", "backward in the cotangent", "autograd.functional.vhp"])
+@pytest.mark.parametrize(
+    "route", ["double backward", "third backward", "backward in the cotangent", "autograd.functional.vhp"]
+)
 def test_further_derivatives_where_one_rank_alone_is_nonlinear(route):
-    """Of two regions, eagerly, also in passes over a part of the graph (a derivative in the cotangent alone): both ranks work the
-    same regions out again, in the same order, whichever of them saves nothing; the value is the serial twin's."""
+    """Of two regions, eagerly, also in passes over a part of the graph (a derivative in the cotangent alone): both
+    ranks work the same regions out again, in the same order, whichever of them saves nothing; the value is the serial
+    twin's."""
     r, differentiate = WORLD.rank, ROUTES[route][1]
     if r not in PAIR:
         return
@@ -294,7 +305,13 @@ def test_pytrees_integers_and_inputs():
 
     @dd.remat
     def f(tree, *, scale):
-        return {"y": tree["x"] * scale, "same": tree["x"], "n": tree["i"] + 1, "text": None, "wide": tree["x"].sum().expand(3)}
+        return {
+            "y": tree["x"] * scale,
+            "same": tree["x"],
+            "n": tree["i"] + 1,
+            "text": None,
+            "wide": tree["x"].sum().expand(3),
+        }
 
     x, i = torch.tensor([1.0, 2.0]), torch.arange(2)
     found = []
@@ -313,11 +330,17 @@ def test_pytrees_integers_and_inputs():
 
 
 def test_what_is_reached_otherwise():
-    """Modules and tensors in closures count as arguments, also where functional_call put tensors there; all else is an error."""
+    """Modules and tensors in closures count as arguments, also where functional_call put tensors there; all else is an
+    error."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
     x, p = randn(4, 3), dict(model.named_parameters())
-    for call in (dd.remat(model), dd.remat(model.forward), dd.remat(lambda x: model(x)), dd.remat(functools.partial(model))):
+    for call in (
+        dd.remat(model),
+        dd.remat(model.forward),
+        dd.remat(lambda x: model(x)),
+        dd.remat(functools.partial(model)),
+    ):
 
         class Outer(torch.nn.Module):
             def __init__(self, call=call):
@@ -330,12 +353,17 @@ def test_what_is_reached_otherwise():
         outer = Outer()
         loss = lambda p, x, f=outer: torch.func.functional_call(f, {f"model.{k}": t for k, t in p.items()}, x)
         plain = lambda p, x: torch.func.functional_call(model, p, x).square().sum()
-        for run in (lambda f: grad(f)(p, x), lambda f: grad(lambda p: sum((g**2).sum() for g in grad(f)(p, x).values()))(p)):
+        for run in (
+            lambda f: grad(f)(p, x),
+            lambda f: grad(lambda p: sum((g**2).sum() for g in grad(f)(p, x).values()))(p),
+        ):
             got, wanted = run(loss), run(plain)
             assert all(torch.allclose(got[k], wanted[k]) for k in p)
         g = grad(lambda x: call(x).sum())(x)  # autograd outside follows the parameters
         got = torch.autograd.grad(g.square().sum(), list(p.values()), allow_unused=True)
-        wanted = torch.autograd.grad(grad(lambda x: model(x).sum())(x).square().sum(), list(p.values()), allow_unused=True)
+        wanted = torch.autograd.grad(
+            grad(lambda x: model(x).sum())(x).square().sum(), list(p.values()), allow_unused=True
+        )
         assert all(torch.allclose(a, b) for a, b in zip(got, wanted) if b is not None)
 
     w, v, holder = torch.tensor(2.0), torch.tensor([1.0, 3.0]), types.SimpleNamespace()
@@ -349,9 +377,16 @@ def test_what_is_reached_otherwise():
         holder.w = w
         return transform(dd.remat(lambda x: (holder.w * x).sin()))(v).sum()
 
-    for run in (lambda: grad(hidden)(w), lambda: J(hidden, w)(w), lambda: J(grad(hidden), w)(w), lambda: vmap(hidden)(v),
-                lambda: grad(hidden)(w, vmap), lambda: grad(lambda v: vmap(hidden)(v).sum())(v), lambda: grad(listed)(w),
-                lambda: grad(lambda x: dd.remat(lambda x: x * hold[0])(x).sum())(v)):  # fmt: skip
+    for run in (
+        lambda: grad(hidden)(w),
+        lambda: J(hidden, w)(w),
+        lambda: J(grad(hidden), w)(w),
+        lambda: vmap(hidden)(v),
+        lambda: grad(hidden)(w, vmap),
+        lambda: grad(lambda v: vmap(hidden)(v).sum())(v),
+        lambda: grad(listed)(w),
+        lambda: grad(lambda x: dd.remat(lambda x: x * hold[0])(x).sum())(v),
+    ):
         hold[0] = torch.ones((), requires_grad=True)
         with pytest.raises(dd.errors.DistdlError, match="otherwise than by its arguments"):
             run()
@@ -364,7 +399,8 @@ hold: list = [None]
 
 @pytest.mark.parametrize("second", [False, True])
 def test_messages_under_torch_func(second):
-    """Forward once more for each gradient; as many on every rank, also where the block is empty and nothing is saved."""
+    """Forward once more for each gradient; as many on every rank, also where the block is empty and nothing is
+    saved."""
     P = dd.Partition((WORLD.size,))
     L = dd.Layout(P, (1,))
 
@@ -422,7 +458,8 @@ def test_memory_under_torch_func(transform):
 
 
 def test_random_state_and_autocast_under_torch_func():
-    """The mask of torch's dropout, of distdl's, and the types of autocast are those of forward, though backward is outside."""
+    """The mask of torch's dropout, of distdl's, and the types of autocast are those of forward, though backward is
+    outside."""
     torch.manual_seed(WORLD.rank)
     d, P = torch.nn.Dropout(0.5), dd.Partition((WORLD.size,))
     ours = dd.nn.Dropout(P, 0.5)
@@ -465,8 +502,8 @@ WAYS = {"no checkpoint": lambda f: f, "remat": dd.remat, "torch's": torchs(False
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layer", [dd.nn.Dropout, dd.nn.FeatureDropout])
 def test_dropout_has_its_mask_again(layer, way):
-    """y = d(w x) w with w = 2: each kept element adds 8 to the gradient, whichever regions are under way, on any number of ranks
-    the same ones; the ranks' own generators differ."""
+    """y = d(w x) w with w = 2: each kept element adds 8 to the gradient, whichever regions are under way, on any number
+    of ranks the same ones; the ranks' own generators differ."""
     torch.manual_seed(WORLD.rank)
     P, X = LINE, torch.ones(6, 16, dtype=torch.float64)
     d = layer(P, 0.5)
@@ -547,7 +584,9 @@ def test_dropout_under_vmap(layer):
     assert all(torch.equal(chunks[0], y) for y in chunks)
     nested = torch.vmap(torch.vmap(whole, randomness="same"), randomness="different")(torch.ones(2, 3, 4, 16))
     assert torch.equal(nested[:, :1].expand_as(nested), nested) and not torch.equal(nested[0], nested[1])
-    pure = torch.vmap(lambda x: F.dist_dropout(x, L, 0.5, 7), randomness="different")(xs)  # a function of its seed alone
+    pure = torch.vmap(lambda x: F.dist_dropout(x, L, 0.5, 7), randomness="different")(
+        xs
+    )  # a function of its seed alone
     assert torch.equal(pure, F.dist_dropout(torch.ones(L.local_shape()), L, 0.5, 7).expand_as(pure))
 
 
@@ -564,5 +603,7 @@ def test_batch_statistics_once(way, momentum):
             y = (lambda x: norm(x).sin()) if one == "no checkpoint" else WAYS[way](lambda x: norm(x).sin())
             y = y(x)
             y.square().sum().backward()
-        found.append([y.detach(), x.grad, norm.weight.grad, norm.running_mean, norm.running_var, norm.num_batches_tracked])
+        found.append(
+            [y.detach(), x.grad, norm.weight.grad, norm.running_mean, norm.running_var, norm.num_batches_tracked]
+        )
     assert all(torch.equal(a, b) for a, b in zip(*found)) and int(found[0][-1]) == 2

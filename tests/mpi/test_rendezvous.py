@@ -1,4 +1,5 @@
-"""torch.distributed in a job that MPI launched, beside operators: collectives, RPC, an asynchronous parameter server."""
+"""torch.distributed in a job that MPI launched, beside operators: collectives, RPC, an asynchronous parameter
+server."""
 
 import os
 import threading
@@ -87,7 +88,8 @@ def push(gradient):
 @pytest.mark.mpi(2)
 @pytest.mark.filterwarnings("ignore:You are using a Backend:UserWarning")  # torch's RPC, of its own call
 def test_asynchronous_parameter_server():
-    """Workers train softmax regression on their own digits, waiting for nobody; then all ranks meet in operators again."""
+    """Workers train softmax regression on their own digits, waiting for nobody; then all ranks meet in operators
+    again."""
     images, labels = (t[:600] for t in demo.load_digits())
     images, loss = images.flatten(1).double(), lambda w, x, y: tf.cross_entropy(x @ w.T, y)
     STATE.update(w=torch.zeros(10, 784, dtype=torch.float64), updates=0)
@@ -99,7 +101,9 @@ def test_asynchronous_parameter_server():
         w = rpc.rpc_sync("rank0", pull)
         gradient = torch.func.grad(loss)(w, images[rows], labels[rows])
         pushed += gradient
-        late.append(rpc.rpc_async("rank0", push, args=(gradient,)))  # the next step starts at once, from whatever w then is
+        late.append(
+            rpc.rpc_async("rank0", push, args=(gradient,))
+        )  # the next step starts at once, from whatever w then is
     torch.futures.wait_all(late)
     rpc.shutdown()  # waits for all
     P, root = dd.Partition((SIZE, 1)), dd.Partition((1, 1))

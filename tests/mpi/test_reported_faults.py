@@ -1,4 +1,5 @@
-"""Faults that users of such libraries have met (numbered as in the list of cases), where the registry does not cover them."""
+"""Faults that users of such libraries have met (numbered as in the list of cases), where the registry does not cover
+them."""
 
 import pytest
 import torch
@@ -149,7 +150,8 @@ def test_case_22_broadcast_to_eight():
 
 @needs(2)
 def test_case_39_groups_in_an_order_that_differs_by_rank():
-    """Collectives of overlapping groups: every rank calls its own groups in one global order, whatever their order of creation."""
+    """Collectives of overlapping groups: every rank calls its own groups in one global order, whatever their order of
+    creation."""
     n, r, P = world()
     for _ in range(3):
         total = 0.0
@@ -187,7 +189,9 @@ def test_movements_between_two_ranks_keep_their_order(swap):
     if r > 1:
         return
     for k in range(50):
-        assert F.shift(torch.full((k % 4 + 1,), float(100 * k + r)), P, 0).tolist() == [float(100 * k + 1 - r)] * (k % 4 + 1)
+        assert F.shift(torch.full((k % 4 + 1,), float(100 * k + r)), P, 0).tolist() == [float(100 * k + 1 - r)] * (
+            k % 4 + 1
+        )
 
 
 @needs(2)
@@ -200,7 +204,9 @@ def test_vmap_of_a_permutation_of_uneven_tensors():
 
 def test_user_maps_have_every_transform():
     n, r, P = world()
-    A = dd.linear_map(lambda x: F.all_sum_reduce(2 * x, P), lambda y: 2 * F.all_sum_reduce(y, P), (3,), (3,), ranks=P.ranks)
+    A = dd.linear_map(
+        lambda x: F.all_sum_reduce(2 * x, P), lambda y: 2 * F.all_sum_reduce(y, P), (3,), (3,), ranks=P.ranks
+    )
     dd.testing.check_map(A)
     dd.testing.check_map(A.T)
     X = randn((n, 3), 1)

@@ -40,7 +40,9 @@ def test_value_and_gradient(case, way):
     assert torch.equal(h, torch.autograd.grad(g.sum(), z)[0])
 
 
-@each_case(lambda name: name in ("halo_circular", "all_sum", "repartition_disjoint", "mark_varying", "repartition_identity"))
+@each_case(
+    lambda name: name in ("halo_circular", "all_sum", "repartition_disjoint", "mark_varying", "repartition_identity")
+)
 def test_transforms(case):
     X, V = randn(case.shape, 1), randn(case.shape, 2)
     f = lambda x: case.loss(F.wait(F.start(case.map, x.tanh())))
@@ -79,8 +81,11 @@ def test_several_maps_are_one_set_of_messages():
     P = dd.Partition((n,))
     A, B = dd.maps.shift(P, 0, 1, True, (2,)), dd.maps.shift(P, 0, 1, True, (3,))
     x = torch.arange(3.0, dtype=torch.float64) + r
-    for transform in (lambda f: f(x), lambda f: grad(lambda x: ((f(x) * (1 + r)) ** 3).sum())(x),
-                      lambda f: vmap(f)(torch.stack([x, -x]))):
+    for transform in (
+        lambda f: f(x),
+        lambda f: grad(lambda x: ((f(x) * (1 + r)) ** 3).sum())(x),
+        lambda f: vmap(f)(torch.stack([x, -x])),
+    ):
         with count_messages() as sent:
             found = transform(lambda x: torch.cat(F.wait(F.start((A, B), (x[:2], x)))))
         with count_messages() as apart:
@@ -114,4 +119,6 @@ def test_inference_mode_leaves_no_trace():
     leaf = x.clone().requires_grad_()
     second = F.repartition(leaf, L, columns)
     second.sum().backward()
-    dd.testing.collective_assert(torch.equal(first, second.detach()) and torch.equal(leaf.grad, torch.ones_like(x)), "differ")
+    dd.testing.collective_assert(
+        torch.equal(first, second.detach()) and torch.equal(leaf.grad, torch.ones_like(x)), "differ"
+    )

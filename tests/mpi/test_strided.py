@@ -1,4 +1,5 @@
-"""Strided memory that MPI packs while it travels: the same values as packing by hand, the same checks, and nothing left behind."""
+"""Strided memory that MPI packs while it travels: the same values as packing by hand, the same checks, and nothing left
+behind."""
 
 import gc
 from operator import index
@@ -49,7 +50,9 @@ def test_values_packed_by_hand(case, packed):
 
 
 @needs(2)
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
+)
 def test_nothing_is_staged(dtype):
     """Rows to columns packs on one end, columns to rows unpacks; neither has staging memory, and nothing is rounded."""
     A, B, plan = between((3 * SIZE + 1, 2 * SIZE + 1))
@@ -62,7 +65,9 @@ def test_nothing_is_staged(dtype):
         assert program.staging == 0 and not program.packs and not program.late
         assert all(type(n) is not int for _, _, _, n in getattr(program, side))
         view, size = p.view(RANK), dtype.itemsize
-        assert sorted(index(n) for *_, n in program.sends) == sorted(m.volume * size for m in view.sends), "bytes, as planned"
+        assert sorted(index(n) for *_, n in program.sends) == sorted(m.volume * size for m in view.sends), (
+            "bytes, as planned"
+        )
 
 
 @needs(2)
@@ -82,14 +87,16 @@ def test_any_strides():
     got = exchange.Pending((plan,), [one.expand(a, b)], HOST).finish()[0]
     assert torch.equal(got, owners[:, None].expand(A.shape[0], B.local_shape()[1]))
     batch = torch.stack([mine, mine * 2, mine * 3])
-    assert torch.equal(exchange.Pending((plan,), [batch], HOST).finish()[0], torch.stack([B.shard(X) * k for k in (1, 2, 3)]))
+    assert torch.equal(
+        exchange.Pending((plan,), [batch], HOST).finish()[0], torch.stack([B.shard(X) * k for k in (1, 2, 3)])
+    )
     assert all(program.staging == 0 for program in plan.view(RANK).programs.values())
 
 
 @needs(2)
 def test_several_boxes_in_one_message_are_packed():
-    """A circular halo over two ranks gets both of its sides from the same peer; parts of a message are aligned on both ends, also
-    where only the adjoint adds."""
+    """A circular halo over two ranks gets both of its sides from the same peer; parts of a message are aligned on both
+    ends, also where only the adjoint adds."""
     L = dd.Layout(dd.Partition((1, SIZE)), (3, 4 * SIZE))
     X = torch.arange(12.0 * SIZE).reshape(3, -1)
     for widths in ((1, 2), (0, 2)):
@@ -152,7 +159,8 @@ def test_lengths_are_checked(sent):
 
 @needs(2)
 def test_dropped_before_it_arrives():
-    """A movement that is started and given up leaves the next ones right, and its memory alone until MPI has done with it."""
+    """A movement that is started and given up leaves the next ones right, and its memory alone until MPI has done with
+    it."""
     A, B, plan = between((2 * SIZE, 64 * SIZE))
     for k in range(20):
         exchange.start((plan,), [torch.full(A.local_shape(), -1.0)], HOST)

@@ -1,5 +1,6 @@
-"""Every public function × every property: it holds, against serial torch or the loop over a batch, or the call is refused on every
-rank with an error that names it, for the reason in a table. Arguments and serial meanings: tests/sweep.py."""
+"""Every public function × every property: it holds, against serial torch or the loop over a batch, or the call is
+refused on every rank with an error that names it, for the reason in a table. Arguments and serial meanings:
+tests/sweep.py."""
 
 from functools import cached_property
 
@@ -32,18 +33,23 @@ class Checked:
     def close(self, what, found, expected, rtol=1e-9):
         if found.shape != expected.shape or found.dtype != expected.dtype:
             self.fault(f"{what}: {tuple(found.shape)} {found.dtype}, expected {tuple(expected.shape)} {expected.dtype}")
-        elif found.numel() and not torch.allclose(found, expected, rtol=rtol, atol=rtol * max(float(expected.abs().max()), 1)):
+        elif found.numel() and not torch.allclose(
+            found, expected, rtol=rtol, atol=rtol * max(float(expected.abs().max()), 1)
+        ):
             self.fault(f"{what}: off by {float((found - expected).abs().max()):.1e}")
 
     def results(self, what, ys, wished, rtol=1e-9):
-        """``ys`` are this rank's results: of the right number, shapes and dtypes on every rank, values where it has any."""
+        """``ys`` are this rank's results: of the right number, shapes and dtypes on every rank, values where it has
+        any."""
         if len(ys) != len(wished):
             self.fault(f"{what}: {len(ys)} results, expected {len(wished)}")
             return
         for y, (value, shape, dtype) in zip(ys, wished):
             if value is not None:
                 self.close(what, y, value, rtol)
-            elif (y.dtype != dtype and self.call.known) or (tuple(y.shape) != shape and not (self.unknown and not y.numel())):
+            elif (y.dtype != dtype and self.call.known) or (
+                tuple(y.shape) != shape and not (self.unknown and not y.numel())
+            ):
                 self.fault(f"{what}: {tuple(y.shape)} {y.dtype} outside, expected {shape} {dtype}")
 
     @property
@@ -92,12 +98,17 @@ def batched(t):
     wished = [call.cut(call.whole(*e)) for e in examples]
     for d in range(call.inputs[first].dim() + 1):
         at = min(d, x[first].dim())
-        ys = _tuple(vmap(lambda v: call.run(*[v if i == first else p for i, p in enumerate(x)]), in_dims=at, randomness="same")(
-            torch.stack([x[first], other[first]], at)))
+        ys = _tuple(
+            vmap(lambda v: call.run(*[v if i == first else p for i, p in enumerate(x)]), in_dims=at, randomness="same")(
+                torch.stack([x[first], other[first]], at)
+            )
+        )
         for k in range(2):
             t.results(f"vmap at {d}, example {k}", [y[k] for y in ys], wished[k])
     if len(t.smooth) > 1:
-        ys = _tuple(vmap(t.of_smooth(call.run, x), randomness="same")(*[torch.stack([x[i], other[i]]) for i in t.smooth]))
+        ys = _tuple(
+            vmap(t.of_smooth(call.run, x), randomness="same")(*[torch.stack([x[i], other[i]]) for i in t.smooth])
+        )
         for k, e in enumerate((call.inputs, others)):
             t.results(f"vmap of all, example {k}", [y[k] for y in ys], call.cut(call.whole(*e)))
 
@@ -183,7 +194,10 @@ def autocast(t):
 
 def complex_numbers(t):
     call = t.call
-    inputs = [torch.complex(X, randn(*X.shape, seed=40 + i)) if X.is_floating_point() else X for i, X in enumerate(call.inputs)]
+    inputs = [
+        torch.complex(X, randn(*X.shape, seed=40 + i)) if X.is_floating_point() else X
+        for i, X in enumerate(call.inputs)
+    ]
     t.results("complex", _tuple(call.run(*call.parts(inputs))), call.cut(call.whole(*inputs)))
 
 
@@ -201,19 +215,34 @@ def jacobian(t):
         t.close("jacrev", found, wished[(..., *call.places[0].slices())])
 
 
-PROPERTIES = dict(value=value, vmap=batched, jvp=forward, grad=reverse, channels_last=formats, inference=inference,
-                  autocast=autocast, complex=complex_numbers, jacrev=jacobian)
+PROPERTIES = dict(
+    value=value,
+    vmap=batched,
+    jvp=forward,
+    grad=reverse,
+    channels_last=formats,
+    inference=inference,
+    autocast=autocast,
+    complex=complex_numbers,
+    jacrev=jacobian,
+)
 
 # What is refused, and why: in a whole setting, or one property in all settings. Such a call raises on every rank.
 POOLS = "; ".join(n for n in BUILDERS if "Pool" in n or "_pool" in n or n == "pool_layout")
 NORMS = "; ".join(n for n in BUILDERS if n.endswith(("_norm", "Norm")) and n != "dist_norm")
-LOSSES = "; ".join(n for n in BUILDERS if any(word in n for word in ("_loss", "Loss", "cross_entropy", "kl_div"))
-                   and n not in ("dist_l1_loss", "nn.L1Loss"))
+LOSSES = "; ".join(
+    n
+    for n in BUILDERS
+    if any(word in n for word in ("_loss", "Loss", "cross_entropy", "kl_div"))
+    and n not in ("dist_l1_loss", "nn.L1Loss")
+)
 RESAMPLED = "; ".join(n for n in BUILDERS if "interpolate" in n or n in ("nn.Upsample", "dist_lcn", "nn.LCN"))
 ORDERED = "; ".join(n for n in BUILDERS if n.startswith(("dist_max/", "dist_min/", "dist_argmax/", "dist_logsumexp/")))
 REFUSED = {
-    "complex": {"torch has none of complex numbers": "; ".join((POOLS, NORMS, LOSSES, RESAMPLED)),
-                "complex numbers have no order": ORDERED},
+    "complex": {
+        "torch has none of complex numbers": "; ".join((POOLS, NORMS, LOSSES, RESAMPLED)),
+        "complex numbers have no order": ORDERED,
+    },
     "scalar": {"it needs more dims": "; ".join(name for name in BUILDERS if name not in SCALARS)},
     "one": {"one value has no variance": "dist_instance_norm; nn.InstanceNorm; nn.BatchNorm"},
 }
@@ -250,8 +279,8 @@ def examine(name, setting, what):
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_sweep(name, every):
-    """Slowly, every property in every setting. Else values in every setting and each other property in one, another one for each
-    name and property; of names that call another one of the table (modules, layouts, maps), some of that."""
+    """Slowly, every property in every setting. Else values in every setting and each other property in one, another one
+    for each name and property; of names that call another one of the table (modules, layouts, maps), some of that."""
     faults, settings = [], [s for s in SETTINGS if N > 1 or s in ("last", "one", "scalar")]
     wrapper = name.startswith(("nn.", "maps.")) or "_layout" in name
     for k, what in enumerate(PROPERTIES):

@@ -1,4 +1,5 @@
-"""A loss that is nonlinear on one rank only: every derivative of order two and three still makes the same calls on both ranks.
+"""A loss that is nonlinear on one rank only: every derivative of order two and three still makes the same calls on both
+ranks.
 
 Without the tie a rank whose cotangent is a constant drops out of the second derivative, while its peer waits.
 """
@@ -37,7 +38,8 @@ def test_one_rank_alone_is_nonlinear(route):
 
 
 def test_tie_and_nothing():
-    """F.tie adds dependence without a value, also beside NaN and across dtypes; F.nothing is a connected placeholder."""
+    """F.tie adds dependence without a value, also beside NaN and across dtypes; F.nothing is a connected
+    placeholder."""
     x, nan = torch.ones(2, requires_grad=True), torch.full((2,), float("nan"), dtype=torch.float64, requires_grad=True)
     y = F.tie(x.sum(), nan, torch.ones(2, dtype=torch.int64), torch.ones(1, dtype=torch.complex64, requires_grad=True))
     assert y.item() == 2 and y.dtype == torch.float32
@@ -81,8 +83,8 @@ def test_receiving_stage_with_nothing():
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_placeholder_of_empty_tensors(count):
-    """A rank that holds nothing of any operand hands a placeholder to the movement, and stays in the second derivative: torch.cat's
-    gradient for an empty tensor of one dim would be a constant."""
+    """A rank that holds nothing of any operand hands a placeholder to the movement, and stays in the second derivative:
+    torch.cat's gradient for an empty tensor of one dim would be a constant."""
     if dd.world().rank not in PAIR:
         return
     A = dd.maps.broadcast(dd.Partition((1,), (1,)), P, (M,))  # rank 0 holds nothing
@@ -96,6 +98,8 @@ def test_placeholder_of_empty_tensors(count):
     slope = grad(loss, argnums=argnums)
     bent = vjp(slope, *xs)[1](xs)
     pushed = jvp(slope, xs, xs)[1]
-    if dd.world().rank == 1:  # two copies of (count x)^3: their second derivative 6 (count x) applied to count x, on two ranks
+    if (
+        dd.world().rank == 1
+    ):  # two copies of (count x)^3: their second derivative 6 (count x) applied to count x, on two ranks
         for g in (*bent, *pushed):
             assert torch.allclose(g, 12 * count**2 * x**2, rtol=1e-12)

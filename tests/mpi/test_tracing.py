@@ -11,8 +11,17 @@ import distdl.functional as F
 from distdl.errors import AgreementError
 from distdl.testing import count_messages
 
-CHOSEN = ("repartition_rows_to_columns", "repartition_disjoint", "halo_circular", "all_sum", "invariant_sum", "mark_varying",
-          "broadcast_all", "all_gather_line", "shift_uneven")  # fmt: skip
+CHOSEN = (
+    "repartition_rows_to_columns",
+    "repartition_disjoint",
+    "halo_circular",
+    "all_sum",
+    "invariant_sum",
+    "mark_varying",
+    "broadcast_all",
+    "all_gather_line",
+    "shift_uneven",
+)
 
 
 def moves(graph_module):
@@ -21,7 +30,8 @@ def moves(graph_module):
 
 @each_case(lambda name: name in CHOSEN)
 def test_make_fx(case):
-    """The traced gradient shows both movements, runs again on other values, and sends what the function itself sends."""
+    """The traced gradient shows both movements, runs again on other values, and sends what the function itself
+    sends."""
     x, x2 = case.smooth(randn(case.shape, 1)), case.smooth(randn(case.shape, 2))
     f = grad(lambda x: case.loss(case.map(x.tanh())))
     with count_messages() as direct:
@@ -74,8 +84,12 @@ def test_raw_operator_has_no_silent_derivative():
     move = raw()
     x = torch.ones(2, dtype=torch.float64)
     move(x)
-    for attempt in (lambda: move(x.clone().requires_grad_()), lambda: grad(lambda x: move(x).sum())(x),
-                    lambda: jvp(move, (x,), (x,)), lambda: grad(lambda x: jvp(move, (x,), (x,))[1].sum())(x)):  # fmt: skip
+    for attempt in (
+        lambda: move(x.clone().requires_grad_()),
+        lambda: grad(lambda x: move(x).sum())(x),
+        lambda: jvp(move, (x,), (x,)),
+        lambda: grad(lambda x: jvp(move, (x,), (x,))[1].sum())(x),
+    ):
         with pytest.raises((AgreementError, RuntimeError, NotImplementedError)):
             attempt()
     import torch.autograd.forward_ad as fwAD
@@ -90,8 +104,12 @@ def test_raw_operator_is_silent_only_where_nothing_is_differentiated():
         move(torch.ones(2, requires_grad=True))
 
 
-@pytest.mark.skipif(not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"), reason="older torch warns, looking inside")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler itself looks at it
+@pytest.mark.skipif(
+    not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"), reason="older torch warns, looking inside"
+)
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # the compiler itself looks at it
 def test_compile_breaks_its_graph_at_a_movement():
     """And does not look inside: no warnings, one break."""
     r, P = dd.world().rank, dd.Partition((dd.world().size,))

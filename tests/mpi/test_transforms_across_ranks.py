@@ -13,7 +13,10 @@ SHAPES = {"uneven": lambda n: (n + 1, 3), "empty": lambda n: (max(n - 1, 1), 2)}
 def setting(kind):
     n = dd.world().size
     shape = SHAPES[kind](n)
-    rows, columns = dd.Layout(dd.Partition((n, 1)), shape), dd.Layout(dd.Partition((1, n), tuple(range(n - 1, -1, -1))), shape)
+    rows, columns = (
+        dd.Layout(dd.Partition((n, 1)), shape),
+        dd.Layout(dd.Partition((1, n), tuple(range(n - 1, -1, -1))), shape),
+    )
     X = randn(shape, 1)
     f = lambda x: F.repartition(x.sin(), rows, columns) ** 2
     return rows, columns, X, f, lambda X: X.sin() ** 2

@@ -12,11 +12,15 @@ WORLD = dd.world()
 
 
 def flat_layouts(shape):
-    """Layouts of the flattened tensor: features over all ranks (reversed), batch over all ranks, one rank, uneven ones."""
+    """Layouts of the flattened tensor: features over all ranks (reversed), batch over all ranks, one rank, uneven
+    ones."""
     n = WORLD.size
     back = tuple(range(n))[::-1]
-    found = [dd.Layout(dd.Partition((1, n), back), shape), dd.Layout(dd.Partition((n, 1)), shape),
-             dd.Layout(dd.Partition((1, 1), (n - 1,)), shape)]
+    found = [
+        dd.Layout(dd.Partition((1, n), back), shape),
+        dd.Layout(dd.Partition((n, 1)), shape),
+        dd.Layout(dd.Partition((1, 1), (n - 1,)), shape),
+    ]
     if n > 1:
         found.append(dd.Layout(dd.Partition((1, n)), shape, (None, (0, shape[1] - n + 2, *[1] * (n - 2)))))
     return found
@@ -41,9 +45,19 @@ def test_flatten_differentiated():
     shape = (2, 3, 2, 3)
     out = dd.Layout(dd.Partition((1, WORLD.size)), (2, 18))
     for name, L in layouts(shape, (1, 2, 3)).items():
-        check_layer(lambda x: F.dist_flatten(x, L, out), lambda x: x.flatten(1), [randn(*shape)], [L], out, active=True,
-                    name=f"flatten {name}")
-    for L in (dd.Layout(dd.Partition((1, 1, WORLD.size, 1)), shape), dd.Layout(dd.Partition((1, WORLD.size, 1, 1)), shape)):
+        check_layer(
+            lambda x: F.dist_flatten(x, L, out),
+            lambda x: x.flatten(1),
+            [randn(*shape)],
+            [L],
+            out,
+            active=True,
+            name=f"flatten {name}",
+        )
+    for L in (
+        dd.Layout(dd.Partition((1, 1, WORLD.size, 1)), shape),
+        dd.Layout(dd.Partition((1, WORLD.size, 1, 1)), shape),
+    ):
         check_layer(lambda x: F.dist_unflatten(x, out, L, shape), lambda x: x.reshape(shape), [randn(2, 18)], [out], L)
 
 
@@ -59,7 +73,9 @@ def test_flatten_from_any_dim_and_bare_partitions():
     out = dd.Partition((1, n))
     assert F.dist_flatten(torch.empty(nobody.local_shape()), nobody, out).shape == out.local_shape((0, 6))
     integers = torch.arange(24).reshape(1, 2, 4, 3)
-    assert torch.equal(F.dist_flatten(P.shard(integers), P, dd.Partition((1, n))), dd.Partition((1, n)).shard(integers.flatten(1)))
+    assert torch.equal(
+        F.dist_flatten(P.shard(integers), P, dd.Partition((1, n))), dd.Partition((1, n)).shard(integers.flatten(1))
+    )
     for target, start in ((P, 1), (out, 4)):
         with pytest.raises(dd.errors.PartitionError):
             F.dist_flatten(P.shard(X), dd.Layout(P, X.shape), target, start)
@@ -76,8 +92,14 @@ def test_flatten_holds_no_more_than_blocks():
         assert sends == 0  # rows stay where they are
 
 
-PADS = [((1, 2), "constant", 0), ((2, 1, 0, 3), "constant", 1.5), ((-1, 2, 1, -2), "constant", -1.0), ((0, 1, 2, 1), "reflect", 0),
-        ((1, 2, 2, 3), "replicate", 0), ((2, 1, 3, 2), "circular", 0)]
+PADS = [
+    ((1, 2), "constant", 0),
+    ((2, 1, 0, 3), "constant", 1.5),
+    ((-1, 2, 1, -2), "constant", -1.0),
+    ((0, 1, 2, 1), "reflect", 0),
+    ((1, 2, 2, 3), "replicate", 0),
+    ((2, 1, 3, 2), "circular", 0),
+]
 
 
 @pytest.mark.parametrize("pad, mode, value", PADS)
@@ -86,8 +108,15 @@ def test_pad(pad, mode, value):
     for name, L in layouts(X.shape).items():
         out = F.pad_layout(L, pad)
         full = (*pad, *(0,) * (4 - len(pad)))
-        check_layer(lambda x: F.dist_pad(x, L, pad, mode, value), lambda x: tf.pad(x, full, mode, value or None), [X], [L], out,
-                    orders=2 if name in ("dim 2", "alone") else 1, name=f"pad {pad} {mode} {name}")
+        check_layer(
+            lambda x: F.dist_pad(x, L, pad, mode, value),
+            lambda x: tf.pad(x, full, mode, value or None),
+            [X],
+            [L],
+            out,
+            orders=2 if name in ("dim 2", "alone") else 1,
+            name=f"pad {pad} {mode} {name}",
+        )
 
 
 def test_pad_other_dtypes_unpad_and_errors():
@@ -101,8 +130,14 @@ def test_pad_other_dtypes_unpad_and_errors():
     P = dd.Partition((WORLD.size, 1))
     assert torch.equal(F.dist_pad(P.shard(X), P, (0, 0, 1, 0)), P.shard(tf.pad(X, (0, 0, 1, 0))))
     L = dd.Layout(P, X.shape)
-    for pad, mode, value in (((1,), "constant", 0), ((-3, -2), "constant", 0), ((1, 1), "mirror", 0), ((4, 0), "reflect", 0),
-                             ((1, 1), "circular", 2), ((1,) * 6, "constant", 0)):
+    for pad, mode, value in (
+        ((1,), "constant", 0),
+        ((-3, -2), "constant", 0),
+        ((1, 1), "mirror", 0),
+        ((4, 0), "reflect", 0),
+        ((1, 1), "circular", 2),
+        ((1,) * 6, "constant", 0),
+    ):
         with pytest.raises(dd.errors.PartitionError):
             F.dist_pad(L.shard(X), L, pad, mode, value)
 
@@ -114,12 +149,20 @@ def test_cat(dim):
     n = WORLD.size
     for grid in {(n, 1, 1), (1, n, 1), (1, 1, n), *([(1, 2, 2)] if n == 4 else [])}:
         Ls = [dd.Layout(dd.Partition(grid), s) for s in shapes]
-        check_layer(lambda *xs: F.dist_cat(xs, Ls, dim), lambda *xs: torch.cat(xs, dim), Xs, Ls, F.cat_layout(Ls, dim),
-                    batched=(0, 2),
-                    name=f"cat {grid}")
+        check_layer(
+            lambda *xs: F.dist_cat(xs, Ls, dim),
+            lambda *xs: torch.cat(xs, dim),
+            Xs,
+            Ls,
+            F.cat_layout(Ls, dim),
+            batched=(0, 2),
+            name=f"cat {grid}",
+        )
         P, want = dd.Partition(grid), F.cat_layout(Ls, dim).shard(torch.cat(Xs, dim))
         xs = [P.shard(X) for X in Xs]
-        assert torch.equal(F.dist_cat(xs, P, dim), want) and torch.equal(F.dist_cat(xs, P, dim - 3, shapes=shapes), want)
+        assert torch.equal(F.dist_cat(xs, P, dim), want) and torch.equal(
+            F.dist_cat(xs, P, dim - 3, shapes=shapes), want
+        )
         if grid[dim] == 1:
             assert messages(lambda: F.dist_cat(xs, Ls, dim)) == (0, 0, 0, 0, 0)
 
@@ -141,7 +184,9 @@ def test_stack(dim):
     X, Y = randn(4, 3), randn(4, 3, seed=1)
     for L in layouts(X.shape).values():
         out = F.stack_layout(L, dim, 2)
-        check_layer(lambda x, y: F.dist_stack([x, y], [L, L], dim), lambda x, y: torch.stack([x, y], dim), [X, Y], [L, L], out)
+        check_layer(
+            lambda x, y: F.dist_stack([x, y], [L, L], dim), lambda x, y: torch.stack([x, y], dim), [X, Y], [L, L], out
+        )
     P = dd.Partition((WORLD.size, 1))
     out = F.stack_layout(dd.Layout(P, X.shape), dim, 2)
     assert torch.equal(F.dist_stack([P.shard(X), P.shard(Y)], P, dim), out.shard(torch.stack([X, Y], dim)))

@@ -31,8 +31,11 @@ def test_shapes_and_placeholders(case):
 @each_case(thin=True)
 def test_adjoint_value(case):
     """A.T against the transpose that torch finds of the serial function, with cotangents that differ by rank."""
-    Y = {r: integers(case.get(integers(case.shape), r).shape, 40 + case.voice(r))
-         for r in range(case.n) if case.get(integers(case.shape), r) is not None}
+    Y = {
+        r: integers(case.get(integers(case.shape), r).shape, 40 + case.voice(r))
+        for r in range(case.n)
+        if case.get(integers(case.shape), r) is not None
+    }
 
     def everything(X):
         return tuple(case.get(X, r) * case.map.range.weight for r in Y)

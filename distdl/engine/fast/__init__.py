@@ -1,7 +1,7 @@
 """Fast paths: each file here makes some movements faster and changes no result, and each may be removed.
 
-A file defines one ``path``, a :class:`Fast`; a program asks all of them, in order, and does by torch's copies what nobody takes.
-``DISTDL_FAST`` names the files to use, separated by commas (default: all that are here; empty: none).
+A file defines one ``path``, a :class:`Fast`; a program asks all of them, in order, and does by torch's copies what
+nobody takes. ``DISTDL_FAST`` names the files to use, separated by commas (default: all that are here; empty: none).
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ class Fast:
     """What a fast path may do; by default nothing. A *part* is a :class:`distdl.engine.program.Part`."""
 
     def message(self, part, transport):
-        """A box that is not one run of memory as a message that the engine packs while it travels: anything that stands for its
-        number of bytes (``__index__``) and that :meth:`Transport.post` takes in place of a number; or ``None``."""
+        """A box that is not one run of memory as a message that the engine packs while it travels: anything that stands
+        for its number of bytes (``__index__``) and that :meth:`Transport.post` takes in place of a number; or
+        ``None``."""
 
     def copies(self, pairs, transport):
-        """Of copies in host memory (to, from): those that need no tensors, as ``Program.moves`` has them, and the others."""
+        """Of copies in host memory (to, from): those that need no tensors, as ``Program.moves`` has them, and the
+        others."""
         return [], pairs
 
     def rewrite(self, program, xs) -> None:

@@ -1,18 +1,20 @@
 """Strided memory as one message, which MPI packs and unpacks while it travels, and as one copy within a rank.
 
-A box inside a tensor is described once, as a derived type of MPI. What would otherwise be a copy into staging memory, a message
-and a copy out of it is then one call: MPI copies a few kilobytes at a time, so that they stay in a cache, and the two ends work
-at the same time. Measured on one node against torch's copies with a message between them (Open MPI, 2 ranks on 2 cores; packed
-and unpacked): 1 KiB 5 against 21 µs, 16 KiB 7 against 26, 256 KiB 60 against 95; in rows of 4 bytes 5, 8 and 65 against 21, 29
-and 116.
+A box inside a tensor is described once, as a derived type of MPI. What would otherwise be a copy into staging memory, a
+message
+and a copy out of it is then one call: MPI copies a few kilobytes at a time, so that they stay in a cache, and the two
+ends work at the same time. Measured on one node against torch's copies with a message between them (Open MPI, 2 ranks
+on 2 cores; packed and unpacked): 1 KiB 5 against 21 µs, 16 KiB 7 against 26, 256 KiB 60 against 95; in rows of 4 bytes
+5, 8 and 65 against 21, 29 and 116.
 
-Copies between a box and one run of memory, by addresses alone, take 0.25 to 0.5 of the time of torch's at 4 KiB (the views of
-tensors that those need cost most of it), 0.3 to 0.85 at 64 KiB, 0.45 to 1.05 at 1 MiB and 0.8 to 1.16 at 8 MiB, for runs of 4 bytes
-to 4 KiB (Open MPI; MPICH takes 2 to 8 times as long as torch from 64 KiB up, Intel MPI up to 16 times for short runs).
+Copies between a box and one run of memory, by addresses alone, take 0.25 to 0.5 of the time of torch's at 4 KiB (the
+views of tensors that those need cost most of it), 0.3 to 0.85 at 64 KiB, 0.45 to 1.05 at 1 MiB and 0.8 to 1.16 at 8
+MiB, for runs of 4 bytes to 4 KiB (Open MPI; MPICH takes 2 to 8 times as long as torch from 64 KiB up, Intel MPI up to
+16 times for short runs).
 
-Not every message: large ones are handed over in many pieces, for each of which both ranks must be running, and lose much where
-they are not (cores that others use too). And beyond a few kilobytes MPICH and Intel MPI are slow with short runs of memory: up to 5
-times as slow as torch.
+Not every message: large ones are handed over in many pieces, for each of which both ranks must be running, and lose
+much where they are not (cores that others use too). And beyond a few kilobytes MPICH and Intel MPI are slow with short
+runs of memory: up to 5 times as slow as torch.
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ wanted = os.environ.get("DISTDL_MPI_TYPES", "1") != "0"  # whether MPI may pack 
 _LARGEST = 2**19  # bytes of such a message
 _SMALL, _LONG = 2**12, 2**10  # up to so many bytes runs may be short; beyond they need so many each,
 _FAST = ("Open MPI",)  # unless this MPI copies short runs faster than torch does, and any within a rank
-
 
 
 @dataclass(eq=False)

@@ -1,8 +1,9 @@
-"""Many small boxes copied by one CUDA kernel: a 3-D halo has up to 26 of them, and each launch costs more than its bytes.
+"""Many small boxes copied by one CUDA kernel: a 3-D halo has up to 26 of them, and each launch costs more than its
+bytes.
 
-A table on the device says, for each box, where its elements begin in the kernel's work, which memory they come from and go to
-(the input, the staging memory or the output), and its sizes and strides there. Large boxes are left to torch's copies, which
-reach the memory's speed.
+A table on the device says, for each box, where its elements begin in the kernel's work, which memory they come from and
+go to (the input, the staging memory or the output), and its sizes and strides there. Large boxes are left to torch's
+copies, which reach the memory's speed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _SOURCE = """
 template <typename T>
 __global__ void copy_boxes(T* input, T* staging, T* output, const long long* table, int boxes, long long total) {
     T* memory[3] = {input, staging, output};
-    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < total; i += (long long)gridDim.x * blockDim.x) {
+    long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < total; i += step) {
         int low = 0, high = boxes - 1;  // the last box that begins at or before i
         while (low < high) {
             int middle = (low + high + 1) / 2;
@@ -132,8 +134,18 @@ class Boxes:
     def copy(self, x, staging, y) -> None:
         """Copy, on torch's current stream."""
         with _torch.on_device(self.index), _stream(_torch.current_stream(self.index)):
-            self.kernel(self.grid, (256,), (x.data_ptr(), 0 if staging is None else staging[0].data_ptr(), y.data_ptr(),
-                                            self.address, self.count, self.total))
+            self.kernel(
+                self.grid,
+                (256,),
+                (
+                    x.data_ptr(),
+                    0 if staging is None else staging[0].data_ptr(),
+                    y.data_ptr(),
+                    self.address,
+                    self.count,
+                    self.total,
+                ),
+            )
 
 
 # ---------------------------------------------------------------- programs in words, and fused
@@ -154,8 +166,15 @@ def in_words(part, k: int):
     def shrink(numbers):
         return tuple(n // k for n in numbers[:-1])
 
-    return replace(part, size=(*part.size[:-1], part.size[-1] // k), stride=(*shrink(part.stride), 1), offset=part.offset // k,
-                   dense=(*shrink(part.dense), 1), dtype=_WORD[k * part.dtype.itemsize], words=True)
+    return replace(
+        part,
+        size=(*part.size[:-1], part.size[-1] // k),
+        stride=(*shrink(part.stride), 1),
+        offset=part.offset // k,
+        dense=(*shrink(part.dense), 1),
+        dtype=_WORD[k * part.dtype.itemsize],
+        words=True,
+    )
 
 
 class Fused(Fast):
@@ -203,7 +222,9 @@ def widen(program, xs) -> None:
         k = math.gcd(_factor(program, to), _factor(program, source, xs[source.leaf]))
         program.early[i] = in_words(to, k), in_words(source, k)
     program.packs = [in_words(part, _factor(program, part, xs[part.leaf])) for part in program.packs]
-    program.late = [(in_words(to, _factor(program, to)), None) if source is None else (to, source) for to, source in program.late]
+    program.late = [
+        (in_words(to, _factor(program, to)), None) if source is None else (to, source) for to, source in program.late
+    ]
 
 
 path = Fused()

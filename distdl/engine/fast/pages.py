@@ -1,8 +1,8 @@
 """Large pages for large results.
 
-Blocks of 32 MiB and more come fresh from the system on every call (malloc keeps smaller ones), and fresh memory costs a page fault
-for every 4 KiB, several times what copying these costs. In pages of 2 MiB, which Linux gives on request, that is a fraction: a
-repartition of 4096² float32 on 2 ranks takes 0.6 to 0.7 times as long.
+Blocks of 32 MiB and more come fresh from the system on every call (malloc keeps smaller ones), and fresh memory costs a
+page fault for every 4 KiB, several times what copying these costs. In pages of 2 MiB, which Linux gives on request,
+that is a fraction: a repartition of 4096² float32 on 2 ranks takes 0.6 to 0.7 times as long.
 """
 
 from __future__ import annotations
