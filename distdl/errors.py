@@ -3,6 +3,8 @@ do."""
 
 from __future__ import annotations
 
+from .calls import of_error
+
 __all__ = [
     "AbsenceError",
     "AgreementError",
@@ -37,11 +39,13 @@ class DistdlError(Exception):
     not name it, as every rank has the same one.
     """
 
-    _local = (
-        False  # whether a rank finds this by itself, while its peers may be on their way into the call that it leaves
-    )
+    # whether a rank finds this by itself, while its peers may be on their way into the call that it leaves
+    _local = False
 
     def __init__(self, problem, *, op=None, partitions=None, expected=None, actual=None, rank=None, next_step=None):
+        if op is None:  # the public call on the stack, and its partitions
+            op, places = of_error()
+            partitions = places if partitions is None else partitions
         self.problem, self.op, self.partitions = problem, op, partitions
         self.expected, self.actual, self.rank, self.next_step = expected, actual, rank, next_step
         if rank is None:

@@ -116,7 +116,7 @@ def told_of(called) -> tuple[Field, ...]:
 
 
 def call_of(maps, leads, xs, rank, called=None) -> Call:
-    """The signature of a movement; ``called``: what the user called, see :mod:`distdl.watching.where`."""
+    """The signature of a movement; ``called``: what the user called, see :mod:`distdl.calls`."""
     first, near, waits = maps[0], set(), False
     for m in maps:
         for plan in (m.plan, m.adjoint):

@@ -14,13 +14,13 @@ import weakref
 from dataclasses import dataclass, replace
 
 from . import _rank, errors
+from .calls import collective_call, user_line
 from .engine import transport as _transport
 from .engine.local import LocalTransport
 from .engine.nccl import NcclEngines, engines_on
 from .errors import AgreementError, PartitionError, TransportError
 from .partition import set_rank_source
 from .watching.watchdog import end_job, meet, watch
-from .watching.where import collective_call, user_line
 
 _worlds: dict[str, World] = {}
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by MPI launchers for their ranks

@@ -7,11 +7,11 @@ import torch
 
 import distdl as dd
 import distdl.functional as F
+from distdl.calls import user_line
 from distdl.signature import first_difference, unequal
 from distdl.watching.board import _HEAD, _SLOT, _TEXT, Board
 from distdl.watching.observer import Observer
 from distdl.watching.watchdog import report
-from distdl.watching.where import user_line
 
 
 def boards(n=3):

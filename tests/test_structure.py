@@ -69,6 +69,7 @@ except dd.errors.TransportError as error:
 # A module may import those of the lines above its own; inside functional/, nn/, engine/ and watching/ also its
 # siblings.
 ORDER = [set(line.split()) for line in """
+    calls
     errors _rank _names
     partition
     _arguments

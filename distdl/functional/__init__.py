@@ -1,6 +1,7 @@
 """The functional operators: ``import distdl.functional as F``."""
 
 from .._names import only_public
+from ..calls import public
 from . import (
     conv,
     dropout,
@@ -52,5 +53,6 @@ _MODULES = (
     transition,
 )
 __all__ = [name for module in _MODULES for name in module.__all__]
+public({name: globals()[name] for name in __all__})
 __getattr__ = only_public(__name__)
-del only_public
+del only_public, public

@@ -16,6 +16,7 @@ import torch
 from .. import _torch, maps
 from ..agree import negotiate, outside, partition_of, resolve_tree
 from ..autograd import apply
+from ..calls import has_tree
 from ..engine import dispatch, exchange
 from ..engine import transport as traffic
 from ..errors import PartitionError, ShapeError
@@ -45,6 +46,7 @@ def move(xs, maps_of_leaves):
     return results
 
 
+@has_tree
 def moved(xs, maps_of_leaves, tree):
     """:func:`move` for the leaves of a pytree of structure ``tree``; checking reads that here."""
     return _torch.unflatten(move(xs, maps_of_leaves), tree)

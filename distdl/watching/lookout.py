@@ -19,10 +19,10 @@ from typing import Any
 
 from mpi4py import MPI
 
+from ..calls import called
 from ..engine.transport import Call
 from ..errors import AgreementError
 from ..signature import gave_up
-from .where import called
 
 _KEPT = 16  # calls remembered for each peer
 

@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 from .. import errors
+from ..calls import called, user_line
 from ..signature import (
     HEAD,
     Call,
@@ -36,7 +37,6 @@ from ..signature import (
     unequal,
 )  # fmt: skip
 from .board import INSIDE, Board
-from .where import called, user_line
 
 _SPINS, _GRACE = 200, 1.0  # polls before sleeping; seconds for the other ranks, once a fault is found
 

@@ -20,11 +20,11 @@ import traceback
 from collections import Counter
 
 from .. import _rank, errors
+from ..calls import user_line
 from ..engine import transport as _transport
 from ..signature import names
 from .board import INSIDE, LEFT
 from .observer import Observer, default_timeout
-from .where import user_line
 
 _LATE = 10.0  # seconds after which a rank that waits at the first use says for whom
 _uses: Counter = Counter()  # by name, worlds that this process has begun to make

@@ -10,10 +10,10 @@ from one_report import OneReport
 
 import distdl as dd
 import distdl.functional as F
+from distdl import calls
 from distdl.engine import dispatch
 from distdl.engine.nccl import NcclTransport
 from distdl.plan import View
-from distdl.watching import where
 
 # Layers are compositions: 4 ranks show every way of splitting them (uneven, empty, some of the ranks, grids), and one
 # rank none.
@@ -149,7 +149,7 @@ def use(engine):
     if engine == "nccl-messages":
         NcclTransport.collectives = ("all_reduce",)
     if engine in ("nccl", "nccl-messages"):
-        where._known[__file__] = False  # the line below is no user's
+        calls._known[__file__] = False  # the line below is no user's
         device = torch.device("cuda", dd.world().rank % torch.cuda.device_count())
         engine_for = dispatch.engine_for
         dispatch.engine_for = lambda steps, xs, recorded: engine_for(steps, [x.to(device) for x in xs], recorded)

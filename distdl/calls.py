@@ -1,21 +1,40 @@
-"""Where the user's program is: the innermost line that is neither distdl's nor torch's, and the public function called
-there."""
+"""Which call is this? Found on the stack when somebody asks, so that no function has to hand its name on.
+
+The user's line is the innermost one that is neither distdl's nor torch's; the call is the outermost public function
+between it and here. Errors ask, checking, and who waits for a message that does not come.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import sys
+from collections.abc import Callable
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 
-_DISTDL, _TORCH = (
-    os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), torch.__file__)
-)
-_FUNCTIONAL = os.path.join(_DISTDL, "functional", "")
+_DISTDL, _TORCH = (os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__))
 _known: dict[str, bool] = {}
+_names: dict[CodeType, str] = {}  # of public functions, by their code
+_trees: set[CodeType] = set()  # of functions whose ``tree`` is the structure of the pytree that moves
 _NO_LINE, _TENSOR = "backward, on a thread of torch's own", "a tensor"
+
+
+def public(functions: dict[str, Callable]) -> None:
+    """Let calls of these functions be found under their names; see the list of each public package."""
+    for name, function in functions.items():
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if code is not None:
+            _names[code] = name
+
+
+def has_tree(function):
+    """Mark a function that everything which moves a pytree passes through; its variable ``tree`` says which."""
+    _trees.add(function.__code__)
+    return function
 
 
 def _users(filename: str) -> bool:
@@ -52,9 +71,8 @@ def user_line() -> str:
 
 
 class Called(NamedTuple):
-    """The call of the library that a movement belongs to: its line, the outermost function of :mod:`distdl.functional`
-    on the way (none in a backward, or where a map was called), its plain arguments and the pytree that moves, in
-    words."""
+    """The call of the library that a movement belongs to: its line, the outermost public function on the way (none in
+    a backward, or where a map was called), its plain arguments and the pytree that moves, in words."""
 
     line: str = _NO_LINE
     name: str = ""
@@ -68,17 +86,15 @@ def called() -> Called:
     for frame, users in _stack():
         if users:
             line = _line(frame)
-        elif frame.f_code.co_filename.startswith(_FUNCTIONAL):
+        elif frame.f_code in _names:
             outer = frame
-            if (
-                frame.f_code.co_name == "moved"
-            ):  # has the pytree, also where it is that of the ranks that hold something
-                structure = frame.f_locals["tree"]
-                tree = _TENSOR if structure is None else _short(structure.text)
+        elif frame.f_code in _trees:  # also where it is that of the ranks that hold something
+            structure = frame.f_locals["tree"]
+            tree = _TENSOR if structure is None else _short(structure.text)
     if outer is None:
         return Called(line)
     texts = ((name, _plain(value)) for name, value in _arguments(outer))
-    return Called(line, outer.f_code.co_name, _short(", ".join(f"{name}={text}" for name, text in texts if text)), tree)
+    return Called(line, _names[outer.f_code], _short(", ".join(f"{name}={text}" for name, text in texts if text)), tree)
 
 
 def collective_call():
@@ -87,12 +103,25 @@ def collective_call():
     found = None
     for frame, users in _stack():
         code = frame.f_code
-        if not users and (code.co_filename.startswith(_FUNCTIONAL) or code.co_name in ("__call__", "operand")):
+        if not users and (code in _names or code.co_name in ("__call__", "operand")):
             places = [place for _, value in _arguments(frame) for place in _places(value)]
             ranks = {r for place in places for r in place.ranks}
             if len(ranks) > 1:
                 found = frame, tuple(sorted(ranks)), places[0].world
     return found
+
+
+def of_error() -> tuple[str | None, Any]:
+    """(name, its partitions) of the public call in which an error is made: what the error's text begins and ends with,
+    where whoever raises it does not say more."""
+    outer = None
+    for frame, users in _stack():
+        if not users and frame.f_code in _names:
+            outer = frame
+    if outer is None:
+        return None, None
+    places = [value for _, value in _arguments(outer) if _places(value)]
+    return _names[outer.f_code], places[0] if len(places) == 1 else tuple(places) or None
 
 
 def _arguments(frame):
