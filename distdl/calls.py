@@ -111,6 +111,15 @@ def collective_call():
     return found
 
 
+def single_plan():
+    """The plan of the movement whose operand is looked at, where it is the only one of its map; ``None`` elsewhere."""
+    found = None
+    for frame, users in _stack():
+        if not users and frame.f_code.co_name in ("operand", "__call__"):
+            found = getattr(frame.f_locals.get("self"), "plans", found)
+    return found[0] if found and len(found) == 1 else None
+
+
 def of_error() -> tuple[str | None, Any]:
     """(name, its partitions) of the public call in which an error is made: what the error's text begins and ends with,
     where whoever raises it does not say more."""

@@ -14,7 +14,7 @@ import weakref
 from dataclasses import dataclass, replace
 
 from . import _rank, errors
-from .calls import collective_call, user_line
+from .calls import collective_call, single_plan, user_line
 from .engine import transport as _transport
 from .engine.local import LocalTransport
 from .engine.nccl import NcclEngines, engines_on
@@ -209,7 +209,10 @@ def _tell(error) -> None:
         return  # the first: an error about an error, in one call
     op, text = error.op or frame.f_code.co_name, f"{type(error).__name__}, {error} at {user_line()}"
     if _transport.observer is None or not _transport.observer.local_error(host, ranks, op, text):
-        host.lookout.local_error(ranks, op, text)
+        plan = single_plan()
+        view = None if plan is None else plan.view(host.rank)
+        peers = None if view is None else {message.peer for message in (*view.sends, *view.received)}
+        host.lookout.local_error(ranks, op, text, peers)
 
 
 class _Bystander(LocalTransport):

@@ -108,7 +108,7 @@ class MpiTransport:
         for peer, address, nbytes in sends:
             for part in self._parts(address, nbytes):
                 requests.append(comm.Isend(part, peer, numbers[peer] & wrap | mark))
-        return requests, receives, call
+        return requests, receives, call, lookout.era
 
     def _parts(self, address, nbytes):
         """The messages of MPI that carry these bytes."""
@@ -126,11 +126,11 @@ class MpiTransport:
     def wait(self, handle, board=None):
         if handle is None:  # a collective, which is done
             return
-        requests, receives, call = handle
+        requests, receives, call, era = handle
         statuses = [MPI.Status() for _ in requests]
         try:
             if not MPI.Request.Testall(requests, statuses):
-                self._patiently(requests, statuses, receives, call, board)
+                self._patiently(requests, statuses, receives, call, era, board)
         except MPI.Exception as error:
             raise TransportError(
                 f"MPI failed: {error}",
@@ -155,7 +155,7 @@ class MpiTransport:
         """(rank, bytes) of each message of MPI."""
         return [(p, size) for p, _, n in receives for size in self._lengths(n)]
 
-    def _patiently(self, requests, statuses, receives, call, board):
+    def _patiently(self, requests, statuses, receives, call, era, board):
         """Wait for all messages; ``board.missing`` tells who has not sent yet, and the lookout looks why."""
         for _ in range(_SPINS):
             if MPI.Request.Testall(requests, statuses):
@@ -168,10 +168,11 @@ class MpiTransport:
                 continue
             due = now + self.lookout.interval
             peers = [peer for peer, _ in self._expected(receives)]
+            missing = {p for p, request in zip(peers, requests) if not request.Get_status()}
             if board is not None:
-                board.missing = sorted({p for p, request in zip(peers, requests) if not request.Get_status()})
+                board.missing = sorted(missing)
             try:
-                self.lookout.look(call, now - began)
+                self.lookout.look(call, era, now - began, set(peers), missing)
             except DistdlError:
                 for request in requests[: len(peers)]:
                     request.Cancel()
