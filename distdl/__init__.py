@@ -5,9 +5,9 @@
 
 from . import checkpoint, errors, func, functional, init, maps, nn, parallel, testing
 from ._names import only_public
-from .halo import HaloSpec
 from .launch import launch
 from .linear_map import LinearMap, linear_map
+from .movement.halo import HaloSpec
 from .partition import Layout, Partition
 from .remat import remat
 from .watching.checking import checking
@@ -39,6 +39,6 @@ __all__ = [
     "viz",
     "world",
 ]
-_SUBMODULES = ("agree", "autograd", "engine", "halo", "partition", "plan", "signature", "ties", "watching")
+_SUBMODULES = ("agree", "autograd", "engine", "held", "movement", "partition", "plan", "signature", "ties", "watching")
 __getattr__ = only_public(__name__, keep=_SUBMODULES, lazy=("data", "viz"))
 del only_public

@@ -14,7 +14,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 from . import _torch
 from .errors import PartitionError, ShapeError
-from .functional.movement import invariant_sum
+from .movement.copies import invariant_sum
 from .partition import Layout, is_int, partition_of
 
 __all__ = ["hessian", "hvp", "inner", "jacfwd", "jacrev", "linear_transpose"]

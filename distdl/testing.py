@@ -10,7 +10,7 @@ from torch.func import jvp, vjp, vmap
 from .agree import partition_of
 from .engine import transport as _transport
 from .errors import InvariantError
-from .functional.held import holders, named
+from .held import holders, named
 from .linear_map import Pair
 from .signature import fingerprint, names
 from .world import world

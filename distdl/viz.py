@@ -12,7 +12,7 @@ from itertools import product
 
 import torch
 
-from .halo import HaloSpec, _source
+from .movement.halo import HaloSpec, _source
 from .partition import Layout, Partition
 
 __all__ = ["draw", "matrix", "messages", "spy", "text"]

@@ -83,7 +83,7 @@ class Plain(pickle.Unpickler):
             ("distdl.plan", "Plan"),
             ("distdl.plan", "Side"),
             ("distdl.plan", "Axis"),
-            ("distdl.halo", "HaloSpec"),
+            ("distdl.movement.halo", "HaloSpec"),
         }:
             raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
         return super().find_class(module, name)

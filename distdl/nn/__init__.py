@@ -7,7 +7,7 @@ gradients are right on every copy as they stand. They work under ``torch.func.fu
 """
 
 from .._names import only_public
-from ..functional.held import declare
+from ..held import declare
 from .convert import convert, stands_for
 from .layers import *  # noqa: F403
 from .layers import __all__ as _layers

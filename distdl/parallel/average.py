@@ -9,8 +9,8 @@ from .. import _torch
 from .. import functional as F
 from ..agree import partition_of
 from ..errors import DistdlError
-from ..functional.held import holders, whole
 from ..functional.reduce import wide, wider
+from ..held import holders, whole
 
 __all__ = ["average_due", "average_parameters"]
 

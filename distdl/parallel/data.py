@@ -12,11 +12,12 @@ from __future__ import annotations
 import torch
 from torch.func import grad_and_value
 
-from .. import _torch, maps
+from .. import _torch
 from .. import functional as F
 from ..agree import partition_of
-from ..functional.held import complete, held, holders, name_when_checking, whole
 from ..functional.reduce import summed, wide
+from ..held import complete, held, holders, name_when_checking, whole
+from ..movement.call import on_one_rank
 from ..partition import Partition
 from ..ties import is_smooth
 from .hooks import all_reduce
@@ -79,7 +80,7 @@ def replicas(tree, P, *, root: int = 0, of=None):
     """
     where = partition_of(P)
     whole(holders("replicas", tree, of, P=P), where, "replicas")
-    return F.broadcast(tree, maps.on_one_rank(root, where.ndim, where.world), where)
+    return F.broadcast(tree, on_one_rank(root, where.ndim, where.world), where)
 
 
 def replicate(params, P, dims=None, *, of=None, limits=LIMITS):

@@ -9,7 +9,7 @@ import torch
 from .. import _torch
 from .. import functional as F
 from ..errors import DistdlError
-from ..functional.held import keep
+from ..held import keep
 from .data import replicate
 from .topology import along
 

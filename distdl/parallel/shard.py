@@ -25,8 +25,8 @@ import torch
 from .. import _torch, maps
 from .. import functional as F
 from ..errors import DistdlError, PartitionError, ShapeError
-from ..functional.held import Held, ask, complete_over, declare, holders, tag
 from ..functional.reduce import wide, wider
+from ..held import Held, ask, complete_over, declare, holders, tag
 from ..partition import Layout
 from ..remat import remat as _remat
 from ..world import world as world_of

@@ -10,7 +10,7 @@ import torch
 from .. import functional as F
 from ..engine.side_stream import Beside, attend
 from ..errors import DistdlError
-from ..functional.held import ask, complete, held
+from ..held import ask, complete, held
 from .data import LIMITS, bucketed
 from .hooks import all_reduce
 from .topology import along
