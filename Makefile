@@ -10,7 +10,7 @@ PYTEST_MPI := -m pytest tests/mpi -p no:cacheprovider -q
 # Tests without MPI, two at a time. A worker that has nothing left takes over some of the other's.
 TWO := -n 2 --dist worksteal
 
-.PHONY: demo test test-all lint unit mpi nccl check soak mutation bench docs format clean
+.PHONY: demo test test-all refreeze lint unit mpi nccl check soak mutation bench docs format clean
 .NOTPARALLEL:
 
 demo: .venv/ready
@@ -43,6 +43,12 @@ nccl: .venv/ready
 check: .venv/ready
 	DISTDL_CHECK=1 timeout -k 10 3000 $(PY) -m distdl run -n 2 $(PYTEST_MPI)
 	DISTDL_CHECK=1 timeout -k 10 3000 $(PY) -m distdl run -n 3 $(PYTEST_MPI)
+
+# Names, error texts, messages and Python calls of today become the frozen ones; the difference is printed.
+refreeze: .venv/ready
+	DISTDL_REFREEZE=1 timeout -k 10 $(LIMIT) $(PY) -m pytest tests --ignore=tests/mpi -p no:cacheprovider -q
+	DISTDL_REFREEZE=1 timeout -k 10 $(LIMIT) $(PY) -m distdl run -n 2 $(PYTEST_MPI)
+	git --no-pager diff -U0 tests/frozen
 
 lint: .venv/ready
 	$(PY) -m ruff check .

@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import freezing
 import hypothesis
 import pytest
 import torch
@@ -32,3 +33,26 @@ def pytest_runtest_setup(item):
 
         if dd.world().size < marker.args[0]:
             pytest.skip(f"needs {marker.args[0]} ranks")
+
+
+TEXTS = pytest.StashKey[freezing.Texts]()
+
+
+@pytest.fixture(autouse=True)
+def _texts_stay(request):
+    """The errors that a test makes have the frozen texts: of tests without MPI, and on 2 ranks."""
+    config, rank = request.config, ""
+    if "mpi" in request.path.parts:
+        import distdl as dd  # only now, too
+
+        rank = f".rank{dd.world().rank}" if dd.world().size == 2 else None
+    if rank is None or config.getoption("--engine") != "mpi":
+        yield
+    else:
+        texts = config.stash.setdefault(TEXTS, freezing.Texts(f"errors{rank}"))
+        yield from texts.collect(f"{request.path.stem.removeprefix('test_')}: {request.node.name}")
+
+
+def pytest_sessionfinish(session):
+    if TEXTS in session.config.stash:
+        session.config.stash[TEXTS].finish()
