@@ -3,22 +3,36 @@ PYTHON ?= python3
 PY := .venv/bin/python
 # Python compiles modules when it first imports them: most of torch's never are.
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
-RANKS := 1 2 3 4 8
 LIMIT := 900
+# Tiers of tests: tests/tiers.py says what belongs where.
+FIRST := -m "not full and not slow"
+REST := -m "full and not slow"
+RANKS := 1 2 3 4 8
 NCCL_FILES := $(addprefix tests/mpi/test_,$(addsuffix .py,value adjoints dtypes overlap))
 PYTEST_MPI := -m pytest tests/mpi -p no:cacheprovider -q
 # Tests without MPI, two at a time. A worker that has nothing left takes over some of the other's.
 TWO := -n 2 --dist worksteal
 
-.PHONY: demo test test-all refreeze lint unit mpi nccl check soak mutation bench docs format clean
+.PHONY: demo test test-full test-all refreeze lint unit mpi nccl check soak mutation bench docs format clean
 .NOTPARALLEL:
 
 demo: .venv/ready
 	$(PY) -m distdl demo
 
-test: lint unit mpi nccl
+# Five minutes of two cores, after set-up.
+test:
+	$(MAKE) lint
+	$(MAKE) unit MARKS='$(FIRST)'
+	$(MAKE) mpi RANKS='1 2 4' MARKS='$(FIRST)'
 
-# Slow sweeps too (one at a time: they print what they counted), whole models on 16 ranks, and more ranks than this machine has cores.
+# What `make test` leaves out, slow sweeps apart: twenty minutes more.
+test-full:
+	$(MAKE) unit MARKS='$(REST)'
+	$(MAKE) mpi RANKS='3 4 8' MARKS='$(REST)'
+	$(MAKE) nccl
+
+# Slow sweeps too (one at a time: they print what they counted), whole models on 16 ranks, and more ranks than this
+# machine has cores: hours.
 test-all: .venv/ready
 	$(MAKE) lint unit mpi nccl MARKS='-m ""' LIMIT=3000 TWO=
 	$(MAKE) check

@@ -128,6 +128,7 @@ NORMAL = (
     (re.compile(r"0x[0-9a-f]{6,}"), "<address>"),
     (re.compile(r"\b(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{12,16}\b"), "<digest>"),
     (re.compile(r"\d+(\.\d+)?( ?s\b| seconds)"), "<time>"),
+    (re.compile(r"(SafetensorError|ValueError): [^;]*"), r"\1"),  # of several faults of a file, the first that was met
     (re.compile(r"(/[\w.-]+)*/tmp[\w.-]*(/[\w.-]+)*"), "<path>"),
 )
 
