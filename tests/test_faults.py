@@ -175,7 +175,7 @@ def test_watchdog(job):
     text = "\n".join(lines)
     assert code == 1
     assert (
-        "is stuck for" in text and "in all_sum_reduce over Partition((3,))" in text and "program.py:18 in step" in text
+        "is stuck for" in text and "in all_sum_reduce over Partition((3,))" in text and "program.py:20 in step" in text
     )
     assert "still missing" in text and "def step(): return F.all_sum_reduce(x, P)" in text
     assert (
@@ -206,9 +206,9 @@ def test_checking_by_the_environment(job):
     for words in (
         "AbsenceError: all_sum_reduce: rank 1 has left the program",
         "last completed shift over Partition((3,)) at ",
-        "program.py:14",
+        "program.py:16",
         "ranks 0, 2 are in all_sum_reduce",
-        "program.py:18 in step",
+        "program.py:20 in step",
     ):
         assert words in lines[-1]
 
