@@ -8,7 +8,7 @@ LIMIT := 900
 FIRST := -m "not full and not slow"
 REST := -m "full and not slow"
 RANKS := 1 2 3 4 8
-NCCL_FILES := $(addprefix tests/mpi/test_,$(addsuffix .py,value adjoints dtypes overlap))
+NCCL_FILES := $(addprefix tests/mpi/,$(addsuffix .py,movement/test_value movement/test_adjoints movement/test_dtypes functional/test_overlap))
 PYTEST_MPI := -m pytest tests/mpi -p no:cacheprovider -q
 # Tests without MPI, two at a time. A worker that has nothing left takes over some of the other's.
 TWO := -n 2 --dist worksteal
@@ -36,9 +36,9 @@ test-full:
 test-all: .venv/ready
 	$(MAKE) lint unit mpi nccl MARKS='-m ""' LIMIT=3000 TWO=
 	$(MAKE) check
-	timeout -k 10 1800 $(PY) -m distdl run -n 16 -m pytest tests/mpi/test_neon_many.py -p no:cacheprovider -q -m ""
+	timeout -k 10 1800 $(PY) -m distdl run -n 16 -m pytest tests/mpi/nn/test_neon_many.py -p no:cacheprovider -q -m ""
 	timeout -k 10 1800 $(PY) -m distdl run -n 20 $(PYTEST_MPI)
-	timeout -k 10 600 $(PY) -m distdl run -n 20 -m pytest tests/mpi/test_many_ranks.py -p no:cacheprovider -q -m ""
+	timeout -k 10 600 $(PY) -m distdl run -n 20 -m pytest tests/mpi/movement/test_many_ranks.py -p no:cacheprovider -q -m ""
 	timeout -k 10 1800 $(PY) -m distdl run -n 4 tests/soak.py 20000
 
 # 200,000 mixed operations over 5,000 partitions on 4 ranks: hours where the ranks share two cores.
