@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index as as_int
-from typing import Any
 
 from .._torch import opaque
+from .._types import Place, Tree
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
 from ..partition import Layout, is_int, layout_of, partition_of
 from ..plan import Axis, Run, Side
-from .call import Where, by_layout, by_map, laid_out, moved, on_one_rank, rule
+from .call import by_layout, by_map, laid_out, moved, on_one_rank, rule
 
 
 @rule
-def repartition_map(where: Layout, P_out: Where) -> LinearMap:
+def repartition_map(where: Layout, P_out: Place) -> LinearMap:
     """Blocks of one layout -> blocks of another, of the same global shape (an all-to-all in general)."""
     where, P = laid_out(where), partition_of(P_out)
     if P.ndim != where.ndim:
@@ -37,7 +38,7 @@ def repartition_map(where: Layout, P_out: Where) -> LinearMap:
 
 
 @opaque
-def repartition(x: Any, P_in: Where, P_out: Where, *, shape=None) -> Any:
+def repartition(x: Tree, P_in: Place, P_out: Place, *, shape: Sequence[int] | None = None) -> Tree:
     """Move a tensor from one partition to another of as many dims: an all-to-all, in general.
 
     Args:
@@ -60,7 +61,7 @@ def scatter_map(where: Layout, root: int = 0) -> LinearMap:
 
 
 @opaque
-def scatter(x: Any, P: Where, *, root: int = 0, shape=None) -> Any:
+def scatter(x: Tree, P: Place, *, root: int = 0, shape: Sequence[int] | None = None) -> Tree:
     """Split the tensor that rank ``root`` holds over ``P``. Adjoint: gather.
 
     Args:
@@ -83,7 +84,7 @@ def gather_map(where: Layout, root: int = 0) -> LinearMap:
 
 
 @opaque
-def gather(x: Any, P: Where, *, root: int = 0, shape=None) -> Any:
+def gather(x: Tree, P: Place, *, root: int = 0, shape: Sequence[int] | None = None) -> Tree:
     """Collect the blocks of ``x`` over ``P`` as one tensor on rank ``root``. Adjoint: scatter."""
     where = partition_of(P)
     one = on_one_rank(root, where.ndim, where.world)
@@ -115,7 +116,7 @@ def roll_map(where: Layout, dim: int, by: int) -> LinearMap:
 
 
 @opaque
-def roll(x: Any, P: Where, dim: int, by: int, *, shape=None) -> Any:
+def roll(x: Tree, P: Place, dim: int, by: int, *, shape: Sequence[int] | None = None) -> Tree:
     """``torch.roll(x, by, dim)`` of the *global* tensor, laid out as ``x`` is. Adjoint: the roll back.
 
     Args:

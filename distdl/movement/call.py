@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from .. import _torch
+from .._types import Place
 from ..agree import outside, resolve_tree
 from ..autograd import apply
 from ..calls import has_tree
@@ -23,7 +24,6 @@ from ..linear_map import LinearMap, movement
 from ..partition import Layout, Partition, partition_of
 from ..plan import Axis, key, whole
 
-Where = Partition | Layout
 _Arguments = ParamSpec("_Arguments")
 _Map = TypeVar("_Map")
 
@@ -130,7 +130,7 @@ def by_map(x, A: LinearMap) -> Movement:
     return xs, [A] * len(xs), tree
 
 
-def by_layout(op: str, x, P: Where, shape, rule: Callable[..., LinearMap], *args, to: Where | None = None) -> Movement:
+def by_layout(op: str, x, P: Place, shape, rule: Callable[..., LinearMap], *args, to: Place | None = None) -> Movement:
     """``rule(layout of the leaf, *args)``; layouts are negotiated where P is a bare partition without a ``shape``.
 
     ``to``: where the result lies, if not over P; its ranks take part too.
@@ -144,7 +144,7 @@ def by_layout(op: str, x, P: Where, shape, rule: Callable[..., LinearMap], *args
     return xs, [rule(L, *args) for L in layouts], tree
 
 
-def by_shape(x, P: Where, map_of: Callable[..., LinearMap]) -> Movement:
+def by_shape(x, P: Place, map_of: Callable[..., LinearMap]) -> Movement:
     """``map_of(shape of the leaf)``, or ``map_of(None)`` with a Layout, which has the shape: nothing is negotiated."""
     if isinstance(P, Layout):
         return by_map(x, map_of(None))

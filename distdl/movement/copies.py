@@ -7,9 +7,10 @@ arXiv:1909.08053).
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 from .. import _torch
+from .._types import Dims, Place, Tree
 from ..agree import negotiate, outside
 from ..errors import PartitionError
 from ..held import name_when_checking, tag
@@ -17,14 +18,14 @@ from ..linear_map import LinearMap, Move, Space, movement
 from ..partition import Layout, Partition, partition_of
 from ..plan import Axis, Plan, Side, key
 from ..world import world
-from .call import Where, by_map, by_shape, local_shape, moved, own, rule, tensor_axes, transposed
+from .call import by_map, by_shape, local_shape, moved, own, rule, tensor_axes, transposed
 from .peers import keyed
 
 # ---------------------------------------------------------------- from a smaller grid to a larger one, and back
 
 
 @rule
-def broadcast_map(P_src: Where, P_dst: Partition, shape=None) -> LinearMap:
+def broadcast_map(P_src: Place, P_dst: Partition, shape: Sequence[int] | None = None) -> LinearMap:
     """The tensor of each rank of ``P_src`` -> its copies on ``P_dst``, numpy-like. Adjoint: sum_reduce.
 
     ``P_src`` may be a Layout (then blocks may differ in size); otherwise ``shape`` is the copied tensor's own shape.
@@ -45,7 +46,7 @@ def broadcast_map(P_src: Where, P_dst: Partition, shape=None) -> LinearMap:
 
 
 @_torch.opaque
-def broadcast(x: Any, P_src: Where, P_dst: Where, *, shape=None) -> Any:
+def broadcast(x: Tree, P_src: Place, P_dst: Place, *, shape: Sequence[int] | None = None) -> Tree:
     """Copy the tensor of each rank of ``P_src`` along the dims in which ``P_dst`` is larger. Adjoint: sum_reduce.
 
     Args:
@@ -57,14 +58,14 @@ def broadcast(x: Any, P_src: Where, P_dst: Where, *, shape=None) -> Any:
 
 
 @rule
-def sum_reduce_map(P_src: Partition, P_dst: Where, shape=None) -> LinearMap:
+def sum_reduce_map(P_src: Partition, P_dst: Place, shape: Sequence[int] | None = None) -> LinearMap:
     """Tensors of ``P_src`` -> their sums on the smaller ``P_dst``: broadcast's transpose, with its arguments
     swapped."""
     return transposed("sum_reduce", broadcast_map(P_dst, P_src, shape))
 
 
 @_torch.opaque
-def sum_reduce(x: Any, P_src: Where, P_dst: Where, *, shape=None) -> Any:
+def sum_reduce(x: Tree, P_src: Place, P_dst: Place, *, shape: Sequence[int] | None = None) -> Tree:
     """Sum the tensors of ``P_src`` along the dims in which ``P_dst`` is 1. Adjoint: broadcast."""
     return moved(*_copying("sum_reduce", x, P_dst, P_src, shape))
 
@@ -198,14 +199,14 @@ def _grid_dims(dims):
 
 
 @rule
-def all_sum_reduce_map(where: Where, shape=None, dims=None) -> LinearMap:
+def all_sum_reduce_map(where: Place, shape: Sequence[int] | None = None, dims: Dims = None) -> LinearMap:
     """Every rank gets the sum over its fibre along ``dims``: sum_reduce, then broadcast. Its own adjoint."""
     _, summed, _ = _all_sum(where, shape, dims)
     return movement("all_sum_reduce", summed.held, summed.wanted)
 
 
 @_torch.opaque
-def all_sum_reduce(x: Any, P: Where, dims=None) -> Any:
+def all_sum_reduce(x: Tree, P: Place, dims: Dims = None) -> Tree:
     """The sum over partition dims ``dims`` (None: all), on every rank: k varying copies. Its own adjoint. No
     negotiation."""
     along = _grid_dims(dims)
@@ -213,14 +214,14 @@ def all_sum_reduce(x: Any, P: Where, dims=None) -> Any:
 
 
 @rule
-def mark_varying_map(where: Where, shape=None, dims=None) -> LinearMap:
+def mark_varying_map(where: Place, shape: Sequence[int] | None = None, dims: Dims = None) -> LinearMap:
     """Invariant -> varying along ``dims``: the identity, whose adjoint is the all-reduce. Megatron's f, JAX's pvary."""
     same, summed, copies = _all_sum(where, shape, dims)
     return LinearMap((Move("mark_varying", same, summed, domain=Space(copies)),))
 
 
 @_torch.opaque
-def mark_varying(x: Any, P: Where, dims=None) -> Any:
+def mark_varying(x: Tree, P: Place, dims: Dims = None) -> Tree:
     """Invariant -> varying along partition dims ``dims``: the identity, whose adjoint is the all-reduce.
 
     Data parallelism is ``w = F.mark_varying(w, P)``: every rank uses its copy, and the gradient is their sum. A layer
@@ -239,14 +240,14 @@ def mark_varying(x: Any, P: Where, dims=None) -> Any:
 
 
 @rule
-def invariant_sum_map(where: Where, shape=None, dims=None) -> LinearMap:
+def invariant_sum_map(where: Place, shape: Sequence[int] | None = None, dims: Dims = None) -> LinearMap:
     """Varying -> invariant: the all-reduce along ``dims``, whose adjoint is the identity. Megatron's g, JAX's psum."""
     same, summed, copies = _all_sum(where, shape, dims)
     return LinearMap((Move("invariant_sum", summed, same, range=Space(copies)),))
 
 
 @_torch.opaque
-def invariant_sum(x: Any, P: Where, dims=None) -> Any:
+def invariant_sum(x: Tree, P: Place, dims: Dims = None) -> Tree:
     """Varying -> invariant: the all-reduce along ``dims``, whose adjoint is the identity. What losses should end
     with."""
     along = _grid_dims(dims)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from .. import _torch
+from .._types import Dims, Place, Tree
 from ..agree import negotiate, outside
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
 from ..partition import Layout, Partition, partition_of
 from ..plan import Side, split, whole
 from ..world import world
-from .call import Where, by_layout, by_map, by_shape, laid_out, local_shape, moved, own, rule, transposed
+from .call import by_layout, by_map, by_shape, laid_out, local_shape, moved, own, rule, transposed
 
 
 @rule
@@ -21,7 +22,7 @@ def _gather_layout(where: Layout, dims: tuple[int, ...]) -> LinearMap:
     return movement("all_gather", held, Side(where.partition, wanted))
 
 
-def all_gather_map(where: Layout, dims=None) -> LinearMap:
+def all_gather_map(where: Layout, dims: Dims = None) -> LinearMap:
     """Blocks -> the whole along ``dims``, on every rank of the fibre. Adjoint: reduce_scatter."""
     return _gather_layout(where, laid_out(where).partition.dims(dims))
 
@@ -37,7 +38,9 @@ def _gathering(P: Partition, shape, pairs, sizes) -> LinearMap:
     return movement("all_gather", Side(P, (*keys, *held)), Side(P, (*keys, *wanted)))
 
 
-def gathering(P: Partition, shape, pairs: dict[int, int], sizes=None) -> LinearMap:
+def gathering(
+    P: Partition, shape: Sequence[int], pairs: Mapping[int, int], sizes: Mapping[int, Sequence[int]] | None = None
+) -> LinearMap:
     """all_gather in full generality.
 
     Args:
@@ -49,7 +52,7 @@ def gathering(P: Partition, shape, pairs: dict[int, int], sizes=None) -> LinearM
 
 
 @_torch.opaque
-def all_gather(x: Any, P: Where, dims=None, *, shape=None) -> Any:
+def all_gather(x: Tree, P: Place, dims: Dims | dict[int, int] = None, *, shape: Sequence[int] | None = None) -> Tree:
     """Every rank gets the whole of ``x`` along ``dims``; blocks may be uneven or empty. Adjoint: reduce_scatter.
 
     Args:
@@ -70,13 +73,13 @@ def all_gather(x: Any, P: Where, dims=None, *, shape=None) -> Any:
     return moved(xs, [_negotiated(P, dims, leaf) for leaf in shapes], tree)
 
 
-def reduce_scatter_map(where: Layout, dims=None) -> LinearMap:
+def reduce_scatter_map(where: Layout, dims: Dims = None) -> LinearMap:
     """Every rank's whole (along ``dims``) -> the sum's blocks of ``where``. Adjoint: all_gather."""
     return transposed("reduce_scatter", all_gather_map(where, dims))
 
 
 @_torch.opaque
-def reduce_scatter(x: Any, P: Where, dims=None) -> Any:
+def reduce_scatter(x: Tree, P: Place, dims: Dims | dict[int, int] = None) -> Tree:
     """Sum ``x`` over the ranks along ``dims``, and keep this rank's block of the sum. Adjoint: all_gather. No
     negotiation.
 

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import index as as_int
-from typing import Any
 
 from .._torch import opaque
+from .._types import Tree
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
 from ..partition import Layout, Partition, _Value, is_bool, is_int, layout_of
@@ -369,7 +369,7 @@ def halo_exchange_map(spec: HaloSpec) -> LinearMap:
 
 
 @opaque
-def halo_exchange(x: Any, spec: HaloSpec) -> Any:
+def halo_exchange(x: Tree, spec: HaloSpec) -> Tree:
     """This rank's window of ``x``: its block, grown by what neighbours hold and by the boundary's ghosts.
 
     Args:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from operator import index as as_int
-from typing import Any
 
 from .. import _torch
+from .._types import Place, Tree
 from ..agree import negotiate, outside
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
 from ..partition import Layout, Partition, partition_of
 from ..plan import Side, key
-from .call import Where, by_map, by_shape, moved, own, rule, sized, tensor_axes
+from .call import by_map, by_shape, moved, own, rule, sized, tensor_axes
 
 
 @rule
-def shift_map(where: Where, dim: int, offset: int = 1, periodic: bool = True, shape=None) -> LinearMap:
+def shift_map(
+    where: Place, dim: int, offset: int = 1, periodic: bool = True, shape: Sequence[int] | None = None
+) -> LinearMap:
     """Every rank's tensor -> the rank ``offset`` further along ``dim``; where nothing arrives, zeros of the own shape.
 
     With a Layout, blocks may differ in size. Adjoint: the shift by ``-offset``.
@@ -42,17 +45,24 @@ def shift_map(where: Where, dim: int, offset: int = 1, periodic: bool = True, sh
 
 
 @_torch.opaque
-def shift(x: Any, P: Where, dim: int, offset: int = 1, *, periodic: bool = True) -> Any:
+def shift(x: Tree, P: Place, dim: int, offset: int = 1, *, periodic: bool = True) -> Tree:
     """Pass every rank's tensor to the rank ``offset`` further along partition dim ``dim``. Adjoint: the shift back.
 
-    Where nothing arrives (``periodic=False``) the result is zero, in the shape of this rank's own tensor. Shapes are
+    Place nothing arrives (``periodic=False``) the result is zero, in the shape of this rank's own tensor. Shapes are
     equal along ``dim``, unless a Layout says how they differ. No negotiation.
     """
     return moved(*by_shape(x, P, lambda shape: shift_map(P, dim, offset, periodic, shape)))
 
 
 @rule
-def keyed(name: str, held_P: Partition, wanted_P: Partition, source: tuple, held_shapes, wanted_shapes) -> LinearMap:
+def keyed(
+    name: str,
+    held_P: Partition,
+    wanted_P: Partition,
+    source: tuple[int | None, ...],
+    held_shapes: tuple,
+    wanted_shapes: tuple,
+) -> LinearMap:
     """Whole tensors from rank to rank: place j of ``wanted_P`` gets the tensor of place ``source[j]`` of ``held_P``.
 
     Shapes are given for every place; ``source[j]`` may be ``None``: zeros.
@@ -65,7 +75,9 @@ def keyed(name: str, held_P: Partition, wanted_P: Partition, source: tuple, held
     return movement(name, side(held_P, range(held_P.size), held_shapes), side(wanted_P, source, wanted_shapes))
 
 
-def permute_map(P: Partition, pairs, shape) -> LinearMap:
+def permute_map(
+    P: Partition, pairs: Iterable[tuple[int, int]], shape: Sequence[int] | Sequence[Sequence[int]]
+) -> LinearMap:
     """Tensors from source to destination ranks, ``pairs`` of (source, destination); zeros where nothing arrives.
 
     ``shape`` is the local shape, or a list with one for each rank of ``P``. Adjoint: the reversed pairs.
@@ -89,11 +101,11 @@ def permute_map(P: Partition, pairs, shape) -> LinearMap:
 
 
 @_torch.opaque
-def permute(x: Any, P: Where, pairs) -> Any:
+def permute(x: Tree, P: Place, pairs: Iterable[tuple[int, int]]) -> Tree:
     """Send tensors between ranks: ``pairs`` of (source, destination) ranks of ``P``. Adjoint: the reversed pairs.
 
     A source may have several destinations (the adjoint then sums), a destination one source. Shapes may differ by rank,
-    and are negotiated (not with a Layout). Where nothing arrives the result is zero, in this rank's own shape.
+    and are negotiated (not with a Layout). Place nothing arrives the result is zero, in this rank's own shape.
     """
     where = partition_of(P)
     try:

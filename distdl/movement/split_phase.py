@@ -23,7 +23,7 @@ class _Pending:
 
 
 @_torch.opaque
-def start(A, x) -> _Pending:
+def start(A: LinearMap | tuple[LinearMap, ...], x: Any) -> _Pending:
     """Begin ``y = A(x)``; messages travel until :func:`wait`.
 
     Args:
