@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.init import calculate_gain
 
-from ._arguments import checked
+from ._arguments import check_functions, checked
 from ._types import Device, Place
 from .agree import partition_of
 from .calls import public
@@ -223,3 +223,4 @@ def bias_uniform(
 
 
 public({name: globals()[name] for name in __all__}, alike=False)
+check_functions(globals(), __all__)

@@ -72,7 +72,7 @@ ORDER = [set(line.split()) for line in """
     calls
     errors _rank _names
     partition
-    _arguments _types
+    _types
     plan
     _torch
     engine
@@ -83,6 +83,7 @@ ORDER = [set(line.split()) for line in """
     linear_map
     agree held
     movement
+    _arguments
     maps
     functional
     init

@@ -6,6 +6,7 @@ the same file as the serial model. :mod:`.format` says what bytes go where, :mod
 them, :mod:`.state` knows modules and optimizers.
 """
 
+from .._arguments import check_functions
 from ..calls import public
 from .reading import load
 from .state import State, restore, state
@@ -13,4 +14,5 @@ from .writing import Pending, async_save, save
 
 __all__ = ["save", "async_save", "Pending", "load", "state", "State", "restore"]
 public({f"checkpoint.{name}": globals()[name] for name in __all__}, alike=False)
-del public
+check_functions(globals(), __all__)
+del check_functions, public
