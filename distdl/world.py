@@ -160,7 +160,10 @@ class World:
         all raise."""
         _transport.begun += 1
         _thread.moves = True
-        data, ranks = pickle.dumps((purpose, value)), tuple(sorted(ranks))
+        ranks = tuple(sorted(ranks))
+        lookout = getattr(self.host, "lookout", None) if len(ranks) == self.size else None
+        doubtful = (lookout.era,) if lookout is not None and lookout.doubts else ()
+        data = pickle.dumps((purpose, value, *doubtful))
         if _transport.log is not None:
             _transport.log.append(("agree", ranks, len(data)))
         host = (
@@ -169,10 +172,13 @@ class World:
             else _transport.observer.agreement(self.host, value, ranks, purpose)
         )
         parts = host.all_gather(data, ranks)
-        if parts.count(data) == len(parts):  # mostly all say the same
+        if not doubtful and parts.count(data) == len(parts):  # mostly all say the same
             return dict.fromkeys(ranks, value)
         found = {part: pickle.loads(part) for part in set(parts)}
-        if any(theirs != purpose for theirs, _ in found.values()):
+        eras = [era for _, _, *eras in found.values() for era in eras]
+        if eras and lookout is not None:
+            lookout.align(max(eras) + 1)
+        if any(theirs[0] != purpose for theirs in found.values()):
             told = "; ".join(
                 f"rank {r}: {getattr(found[part][1], 'op', found[part][0])}" for r, part in zip(ranks, parts)
             )

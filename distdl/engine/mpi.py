@@ -172,7 +172,7 @@ class MpiTransport:
             if board is not None:
                 board.missing = sorted(missing)
             try:
-                self.lookout.look(call, era, now - began, set(peers), missing)
+                self.lookout.look(call, era, now - began, missing)
             except DistdlError:
                 for request in requests[: len(peers)]:
                     request.Cancel()

@@ -2,29 +2,29 @@
 
 Both ends of a pair count the movements in which they exchange anything, and a message's tag says its number and some
 bits of the plan. A rank that has waited for :attr:`Lookout.patience` looks for messages that it should have expected by
-now, and did not: of the same number but another plan, or of one before. Then the two ranks tell each other what they
-have called, all ranks of the world hear of it, and each raises the same error as soon as it waits. After such an error
-the numbers begin anew, in another *era*, so that what is still on its way disturbs nobody.
+now, and did not: of the same number but another plan, or of one before; and tells those whose messages it misses what
+it has made with them. Two ranks that differ tell each other what they have called, all ranks of the world hear of it,
+and each raises the same error as soon as it waits. After such an error all numbers begin anew, in another *era*, so
+that what is still on its way disturbs nobody.
 
-A local error is a movement that its rank has *given up*. Where the map is known, it counts with the peers that the map
-has there, as it does on their side; else with every rank of the call. All of these hear of it at once, and raise when
-they miss that rank's message; who misses none has what it needs, and goes on.
+A local error is a movement that its rank has *given up*. Where the map is known it counts with the peers that it has
+there, as on their side; else once with every rank of the call. They hear of it at once, and raise when they miss that
+rank's message; who misses none has what it needs, and goes on.
 
-Why ranks are together again after an error. Alarms of one rank arrive in order, those of several ranks in any order:
+Why no rank waits for ever, and all are together again. Alarms of one rank arrive in order, those of several in any:
 
-1. *Eras end one by one.* A rank leaves an era only by raising, and only by an ``error`` of that very era: its own,
-   which it tells to all ranks, or another's. An alarm of a later era says that such an error is on its way, so it is
-   kept until that has come. So every rank that waits in an era which has ended raises once in it, whatever comes first.
-2. *A rank that raises owes nothing.* It raises while it waits: its own messages of that movement are out.
-3. *Numbers mean the same movement in the new era.* Of two ranks one may have been some movements ahead: it had what it
-   needed, and heard of the error later. Each tells the other, when it leaves, how many it has made with it, and looks
-   at that before its first movement with it in the new era (:meth:`Lookout._meet`): who is ahead begins with as high a
-   number, and the other knows that these first movements are given up. Where their last calls differ, it was these two
-   that disagreed, and both begin with 0.
-4. *Nobody waits for a rank that will not send.* It has given up the movement, which its peers have heard of (at the end
-   of an era, by 3); or it has given up more, or other ones, than they can know, as in a call of several movements: then
-   its next message is another one, or none comes for as long as :attr:`Lookout.patience`, and the era ends for all.
-5. *No message of an era is taken for one of another*: its era is in the tag, and what is left of earlier ones is thrown
+1. *Eras end one by one.* A rank leaves an era only by raising, and only by an ``error`` of that very era: its own, of
+   which it tells all ranks, or another's. An alarm of a later era says that such an error is on its way, and is kept
+   until that has come. So every rank that waits in an era which has ended raises once in it, whatever comes first.
+2. *Who raises owes nothing.* It raises while it waits: its own messages of that movement are out.
+3. *A movement given up by a known map leaves all numbers right*: on both sides it counts with the same ranks. So does
+   any that all ranks of the call have given up. Nothing else is then lost or late.
+4. *Every error that is not one of all ranks of its call leaves doubt*: its rank may have left more than that call;
+   nobody may know how many movements were left out; an era may have ended while some ranks were a call further than
+   others. Ranks in doubt wait no longer than :attr:`Lookout.doubt`, and then the era ends again: an error, but no hang.
+5. *An agreement of all ranks ends all doubt*: they are at one place of the program, and begin an era together
+   (:meth:`Lookout.align`). So does a program that leaves the same block on every rank by the first error.
+6. *No message of an era is taken for one of another*: its era is in the tag, and what is left of earlier ones is thrown
    away before the same tags come again.
 """
 
@@ -43,8 +43,7 @@ from ..errors import AgreementError
 from ..signature import gave_up
 
 _KEPT = 16  # calls remembered for each peer
-_UNKNOWN, _GIVEN_UP = 0, -1  # codes of what was given up: some movements of a call, or this one
-_NOWHERE: tuple[str, dict, int] = ("elsewhere", {}, 0)  # where a rank was that one has had nothing to do with
+_NOWHERE: tuple[str, dict] = ("elsewhere", {})  # where a rank was that one has had nothing to do with
 
 
 def tag_bits(most: int) -> tuple[int, int, int]:
@@ -54,17 +53,6 @@ def tag_bits(most: int) -> tuple[int, int, int]:
     return era, total - plan - era, plan
 
 
-class _Numbers(dict):
-    """{peer: number of the last movement with it}; a peer of which there is none in this era is met first."""
-
-    def __init__(self, meet):
-        self.meet = meet
-
-    def __missing__(self, peer):
-        number = self[peer] = self.meet(peer)
-        return number
-
-
 class Lookout:
     """The numbers and eras of one rank, and its alarms. ``numbers[peer]`` counts in steps of :attr:`step`, a tag's
     unit; half a step after a number stands what was given up between that movement and the next."""
@@ -72,7 +60,7 @@ class Lookout:
     patience = 5.0  # seconds until a rank looks for messages that it did not expect,
     interval = 0.25  # between two looks at the side channel,
     answer = 3.0  # for another rank to say what it has called,
-    meeting = 60.0  # and to come out of an era that has ended
+    doubt = 50.0  # and to come, once an error has left this rank in doubt
 
     def __init__(self, comm, side):
         self.comm, self.side, self.rank, self.size = comm, side, comm.rank, comm.size
@@ -80,62 +68,60 @@ class Lookout:
         self.step, self.eras, self.shift = 1 << plans, 1 << eras, plans + counts
         self.codes, self.wrap = self.step - 1, (1 << self.shift) - self.step
         self.inbox: list = []  # (rank, kind, era, ...): alarms that nobody has acted upon
+        self.compared = 0.0  # when this rank has last told what it has made
         self.before: dict[int, tuple] = {}  # what _mine said of each peer when the last era ended
         self._begin(0)
 
     def _begin(self, era: int) -> None:
         self.era, self.mark = era, era % self.eras << self.shift
-        self.numbers = _Numbers(self._meet)
-        self.start: dict[int, int] = defaultdict(int)  # with which number this rank begins,
-        self.void: dict[int, int] = defaultdict(int)  # up to which one the peer has made its movements in the last era,
-        self.early: dict[int, int] = defaultdict(int)  # what it has given up before they met in this era,
-        self.greeted: set[int] = set()  # whom it has told where it was,
-        self.met: dict[int, tuple] = {}  # who has told it the same: (number, {number: code of the call}),
-        self.absent: list[int] = []  # and who has not, for too long
+        self.numbers: dict[int, int] = defaultdict(int)
         self.recent: dict[int, deque] = defaultdict(lambda: deque(maxlen=_KEPT))
         self.given_up: dict[int, set] = defaultdict(set)  # movements whose messages nobody takes any more
-        self.gaps: dict[int, list] = defaultdict(list)  # (number, op, text) of those that a peer has given up
+        self.gaps: dict[int, list] = defaultdict(list)  # (place, op, text) of what a peer has given up
+        self.doubts: dict[tuple, dict] = {}  # {(peer, place): parts of the error because of which}: see 4. above
+        for peer in range(self.size):
+            self._oldest(peer)
 
-    def look(self, call: Call, era: int, waited: float, awaited: set[int], missing: set[int]) -> None:
-        """This rank has waited for ``call``, which it began in ``era``: for messages of the ranks ``awaited``, and
-        ``missing`` are still some of these. Raises AgreementError where ranks are in different calls, or a peer has
-        given this one up."""
+    def look(self, call: Call, era: int, waited: float, missing: set[int]) -> None:
+        """This rank has waited for ``call``, which it began in ``era``; messages of the ranks ``missing`` are not here.
+        Raises AgreementError where ranks are in different calls, or a peer has given this one up."""
         self._hear()
-        self._heed()
-        for peer in self.absent:
-            self._leave(self._left(peer, call.op, "nothing is heard of it since"), self.size)
         late = waited >= self.patience
         if era < self.era:
             if late:
                 self._error(self._in_an_era_before(call))
             return
-        for peer in awaited:
-            self._gaps(call, peer, peer in missing, late)
+        for peer in missing:
+            self._gaps(call, peer)
         if late:
             for peer in call.peers:
                 self._probe(peer)
+            self._compare_with(missing)
+        if waited >= self.doubt and missing:
+            for parts in self.doubts.values():
+                self._leave(parts, self.size)
 
     def local_error(self, ranks, op: str, text: str, peers=None) -> None:
         """This rank gives up a call over ``ranks``; all of them have begun, or will begin, the same one. ``peers``:
         those with whom it would have exchanged anything, where that is known."""
-        self._hear()
         for r in ranks:
             if r == self.rank:
                 continue
-            counts = self.step if peers is None or r in peers else 0
-            if r in self.numbers or not self.era:
-                self.numbers[r] += counts
-                since = self.numbers[r] - self.start[r]
-            else:
-                self.early[r] += counts
-                since = self.early[r]
-                self._greet(r)
+            counts = peers is None or r in peers
             if counts:
-                self.recent[r].append(Call(_UNKNOWN if peers is None else _GIVEN_UP, (), op, text))
+                self.numbers[r] += self.step
+                self.recent[r].append(Call(0, (), op, text))
+            place = self.numbers[r] + (0 if counts else self.step // 2)
+            self.given_up[r].add(place)
+            if any(gap[0] == place for gap in self.gaps[r]):  # that rank has too
+                self.doubts.pop((r, place), None)
             else:
-                since += self.step // 2
-            self.given_up[r].add(self.start[r] + since)
-            self._send(r, "gave up", since, op, text)
+                self.doubts[r, place] = self._mine_left(op, text)
+            self._send(r, "gave up", place, op, text)
+
+    def align(self, era: int) -> None:
+        """All ranks of the world have agreed on something, and begin this era together."""
+        self._begin(era)
 
     # ------------------------------------------------------------ alarms
 
@@ -143,15 +129,8 @@ class Lookout:
         self.side.alarm(peer, pickle.dumps((kind, self.era if era is None else era, *what)))
 
     def _hear(self) -> None:
-        """Take what has come; greetings of this era are answered at once, whatever this rank is in."""
+        """Act upon what others have said in this era and before; see 1. above."""
         self.inbox += [(source, *pickle.loads(data)) for source, data in self.side.alarms()]
-        for one in [one for one in self.inbox if one[1] == "here" and one[2] == self.era]:
-            self.inbox.remove(one)
-            self.met[one[0]] = one[3:]
-            self._greet(one[0])
-
-    def _heed(self) -> None:
-        """Act upon what others have said, of this era and before; see 1. above."""
         for one in list(self.inbox):
             source, kind, era, *what = one
             if era > self.era:
@@ -159,90 +138,70 @@ class Lookout:
             self.inbox.remove(one)
             if era < self.era:
                 if kind == "asked":
-                    self._send(source, "answer", what[0], *self.before.get(source, _NOWHERE)[:2], era=era)
+                    self._send(source, "answer", what[0], *self.before.get(source, _NOWHERE), era=era)
             elif kind == "error":
                 self._leave(what[0])
             elif kind == "asked":
                 self._answer(source, what)
             elif kind == "gave up":
-                self.gaps[source].append(tuple(what))
+                self._peer_gave_up(source, *what)
+            elif kind == "made":
+                mine, theirs = self._codes(source), what[0]
+                apart = [n for n in mine.keys() & theirs.keys() if mine[n] != theirs[n] and mine[n] and theirs[n]]
+                if apart:
+                    self._found(source, min(apart))
+
+    def _peer_gave_up(self, source: int, place: int, op: str, text: str) -> None:
+        if place in self.given_up[source]:  # this rank has too
+            self.doubts.pop((source, place), None)
+        else:
+            self.gaps[source].append((place, op, text))
+            self.doubts[source, place] = self._left(source, op, text)
 
     def _mine(self, peer):
-        """(Where this rank is, {number: (operator, partitions or error, code)} of its last calls with ``peer``)."""
-        calls, last = self.recent[peer], self.numbers.get(peer, 0)
-        history = {last - self.step * i: (c.op, c.partitions, c.code) for i, c in enumerate(reversed(calls))}
+        """(Where this rank is, {number: (operator, partitions or error)} of its last calls with ``peer``)."""
+        calls, last = self.recent[peer], self.numbers[peer]
+        history = {last - self.step * i: (c.op, c.partitions) for i, c in enumerate(reversed(calls))}
         now = called()
         return f"{now.name} at {now.line}" if now.name else now.line, history
+
+    def _codes(self, peer) -> dict[int, int]:
+        """{number: code} of the last calls with ``peer``; 0 where one was given up."""
+        return {self.numbers[peer] - self.step * i: c.code for i, c in enumerate(reversed(self.recent[peer]))}
+
+    def _compare_with(self, peers) -> None:
+        """Tell ``peers``, from time to time, which movements this rank has made with them: of one that sends nothing to
+        this rank, or to which it sends nothing, there may be no message that tells."""
+        if time.monotonic() >= self.compared + self.patience:
+            self.compared = time.monotonic()
+            for peer in peers:
+                self._send(peer, "made", self._codes(peer))
 
     def _answer(self, source, theirs) -> None:
         mine, (number, *theirs) = self._mine(source), theirs
         self._send(source, "answer", number, *mine)
         self._leave(self._in_words({source: tuple(theirs), self.rank: mine}, number))
 
-    # ------------------------------------------------------------ a new era
+    # ------------------------------------------------------------ movements given up, and a new era
 
-    def _leave(self, parts: dict, tell: int = 0) -> None:
-        """Tell ranks 0 to ``tell`` that this era has ended, and raise, in the next one."""
-        for r in range(tell):
-            if r != self.rank:
-                self._send(r, "error", parts)
-        self.before = {peer: (*self._mine(peer), number) for peer, number in self.numbers.items()}
-        self._begin(self.era + 1)
-        for peer in self.before:
-            self._greet(peer)
-        for peer in range(self.size):
-            self._oldest(peer)
-        self._error(parts)
-
-    def _greet(self, peer) -> None:
-        """Tell ``peer``, once in this era, how far this rank had come with it in the last one."""
-        if peer not in self.greeted:
-            self.greeted.add(peer)
-            _, history, number = self.before.get(peer, _NOWHERE)
-            self._send(peer, "here", number, {n: code for n, (_, _, code) in history.items()})
-
-    def _meet(self, peer) -> int:
-        """The number with which this rank begins in this era; see 3. above."""
-        if self.era:
-            self._greet(peer)
-            until = time.monotonic() + self.meeting
-            while peer not in self.met:
-                self._hear()
-                if any(kind == "error" and era == self.era for _, kind, era, *_ in self.inbox):
-                    return 0  # this era has ended too: said when this rank waits
-                if time.monotonic() > until:
-                    self.absent.append(peer)
-                    return 0
-                time.sleep(0.0005)
-            _, history, mine = self.before.get(peer, _NOWHERE)
-            theirs, codes = self.met[peer]
-            pairs = [(code, codes[n]) for n, (_, _, code) in history.items() if n in codes]
-            known = _UNKNOWN not in {code for _, _, code in history.values()} | {*codes.values()}
-            same = known and all(a == b or _GIVEN_UP in (a, b) for a, b in pairs)
-            ahead = mine - theirs if same else 0
-            self.start[peer], self.void[peer] = max(0, ahead), max(0, -ahead)
-        return self.start[peer] + self.early.pop(peer, 0)
-
-    def _gaps(self, call: Call, peer: int, missing: bool, late: bool) -> None:
-        """Raise where ``peer`` has given up this call, or what it has given up is not understood; see 4. above."""
-        number = self.numbers[peer]
-        if missing and number <= self.void[peer]:
-            text = "by the error with which it left the calls before, of which it heard in this one"
-            self._given_up(call, peer, call.op, text)
+    def _gaps(self, call: Call, peer: int) -> None:
+        """Raise where ``peer``, whose message is missing, has given up this call."""
         for gap in list(self.gaps[peer]):
-            since, op, text = gap
-            at = self.void[peer] + since
-            if at in self.given_up[peer] or (at < number and not missing):
+            place, op, text = gap
+            if place <= self.numbers[peer]:
                 self.gaps[peer].remove(gap)
-            elif missing and at == number:
-                self.gaps[peer].remove(gap)
-                self._given_up(call, peer, op, text)
-            elif late and at < number:
-                self._leave(self._left(peer, op, text), self.size)
+            if place == self.numbers[peer]:
+                for other in call.peers:
+                    self.given_up[other].add(self.numbers[other])
+                self._error(self._left(peer, op, text))
 
     def _left(self, peer, op, text):
         parts = gave_up(peer, op, text)
         return {**parts, "actual": f"{parts['actual']}; rank {self.rank}: in {self._mine(peer)[0]}"}
+
+    def _mine_left(self, op, text):
+        """The parts of the error where others do not come after an error of this rank's own."""
+        return {**gave_up(self.rank, op, text), "problem": f"rank {self.rank} waits in vain since an error of its own"}
 
     def _in_an_era_before(self, call):
         """The parts of the error where this rank waits for what it began before the last error (F.start)."""
@@ -251,14 +210,19 @@ class Lookout:
             op=call.op,
             partitions=call.partitions,
             expected="the messages of its other ranks",
-            actual=f"none, in {self._mine(self.rank)[0]}",
+            actual=f"none, in {called().line}",
             next_step="begin it again, on all its ranks",
         )
 
-    def _given_up(self, call, source, op, text):
-        for peer in call.peers:
-            self.given_up[peer].add(self.numbers[peer])
-        self._error(self._left(source, op, text))
+    def _leave(self, parts: dict, tell: int = 0) -> None:
+        """Tell ranks 0 to ``tell`` that this era has ended, and raise, in the next one."""
+        for r in range(tell):
+            if r != self.rank:
+                self._send(r, "error", parts)
+        self.before = {peer: self._mine(peer) for peer in list(self.recent)}
+        self._begin(self.era + 1)
+        self.doubts = {(): parts}
+        self._error(parts)
 
     # ------------------------------------------------------------ messages that should not be there
 
@@ -295,14 +259,13 @@ class Lookout:
         self._send(peer, "asked", number, *mine)
         until = time.monotonic() + self.answer
         while not theirs and time.monotonic() < until:
-            self._hear()
-            for one in self.inbox:
-                source, kind, era, *what = one
+            time.sleep(0.001)
+            self.inbox += [(source, *pickle.loads(data)) for source, data in self.side.alarms()]
+            for source, kind, era, *what in self.inbox:
                 if era == self.era and kind == "error":  # some other rank was first
                     self._leave(what[0])
                 if era == self.era and source == peer and kind in ("asked", "answer"):
                     theirs = tuple(what)
-            time.sleep(0.001)
         other, where, calls = theirs or (number, "a place unknown: it does not answer", {})
         self._leave(self._in_words({peer: (where, calls), self.rank: mine}, min(number, other)), self.size)
 
@@ -311,11 +274,11 @@ class Lookout:
         else the first ones that differ."""
         told = dict(sorted(told.items()))
         (_, first), (_, second) = told.values()
-        apart = [n for n in sorted(set(first) & set(second)) if first[n][:2] != second[n][:2]]
+        apart = [n for n in sorted(set(first) & set(second)) if first[n] != second[n]]
         if apart and number not in apart:
             number = apart[0]
         calls = {r: history.get(number) for r, (_, history) in told.items()}
-        op, partitions = next((call[:2] for call in calls.values() if call), ("a movement", ""))
+        op, partitions = next((call for call in calls.values() if call), ("a movement", ""))
         said = [
             f"rank {r}: {f'{call[0]} over {call[1]}' if call else 'another call'}, now in {where}"
             for (r, (where, _)), call in zip(told.items(), calls.values())

@@ -38,7 +38,7 @@ def late_alarms(monkeypatch, request):
             while held[source] and held[source][0][0] <= time.monotonic():
                 yield source, held[source].popleft()[1]
 
-    for name, value in {"patience": 0.2, "interval": 0.01, "answer": 0.5}.items():
+    for name, value in {"patience": 0.2, "interval": 0.01, "answer": 0.5, "doubt": 1.5}.items():
         monkeypatch.setattr(Lookout, name, value)
     monkeypatch.setattr(SideChannel, "alarms", alarms)
     before, transport.observer = transport.observer, None
@@ -64,12 +64,15 @@ class Calls:
     def number(self, i, rank):
         return torch.tensor([1000.0 * i + rank, 0.5])
 
-    def make(self, call, spoilt=False):
-        """Make it: a wrong result is an AssertionError, which no test catches."""
+    def make(self, call, spoilt=None):
+        """Make it: a wrong result is an AssertionError, which no test catches. ``spoilt``: with a wrong "tensor", of
+        which the map is known, or by a wrong "call", of which it is not."""
         kind, ranks, i = call
         if self.r in ranks:
             P = dd.Partition((len(ranks),), tuple(ranks))
             x = self.number(i, self.r)
+            if spoilt == "call":
+                F.shift(x, P, 7)
             kind(P, x[:1] if spoilt else x, i)
 
     def ring(self, P, x, i):
@@ -94,44 +97,33 @@ def errors_of(call, *args):
         return 1
 
 
-def together():
-    """All ranks are here: an agreement, which the lookout has no part in."""
-    dd.testing.gather_objects(None)
+def all_is_right(calls, i):
+    """Movements that all ranks make."""
+    for kind in (calls.whole, calls.ring, calls.whole):
+        calls.make((kind, range(calls.n), i))
 
 
-def right_at_last(calls, i):
-    """Every rank makes the same movements: at most once is one of them an error, that of a rank which had not heard."""
-    failed = []
-    for attempt in range(3):
-        both = [(calls.whole, range(calls.n), i + attempt), (calls.ring, range(calls.n), i + 10 + attempt)]
-        failed.append(sum(errors_of(calls.make, call) for call in both))
-        together()
-    assert failed[1:] == [0, 0], failed
-
-
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_each_call_caught(late_alarms, seed):
-    """Local errors, swapped calls and other dtypes, on any ranks; each error is caught where it is raised, and the
-    program goes on: all ranks make as many calls."""
+    """Tensors of a wrong shape on any ranks, each error caught where it is raised: those that miss a message raise, and
+    nothing else is an error, or late."""
     rng, mine = random.Random(seed), random.Random(f"{seed} {dd.world().rank}")
     calls = Calls(rng)
     for turn in range(ROUNDS):
         program = [calls.draw(100 * turn + i) for i in range(rng.randrange(2, 5))]
         wrong = {(rng.randrange(calls.n), rng.randrange(len(program))) for _ in range(rng.randrange(3))}
-        swapped = {r for r in range(calls.n) if rng.random() < 0.1}
         everyone = rng.randrange(len(program)) if rng.random() < 0.3 else None
-        order = list(range(len(program)))
-        if calls.r in swapped:
-            order[:2] = order[1::-1]
-        for i in order:
+        for i, call in enumerate(program):
             if mine.random() < 0.2:
                 time.sleep(0.1 * mine.random())
-            errors_of(calls.make, program[i], (calls.r, i) in wrong or i == everyone)
-        together()
-        right_at_last(calls, 100 * turn + 50)
+            spoilt = (calls.r, i) in wrong or i == everyone
+            failed = errors_of(calls.make, call, "tensor" if spoilt else None)
+            assert not failed or i in {j for _, j in wrong} | {everyone}, (program, wrong, everyone)
+            assert failed or not spoilt or calls.r not in call[1]
+        all_is_right(calls, 100 * turn + 50)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_first_error_ends_the_block(late_alarms, seed):
     """A call left out, swapped or spoilt on some ranks; the first error ends a rank's block, whose last movement has
     every rank wait for every other."""
@@ -140,7 +132,7 @@ def test_first_error_ends_the_block(late_alarms, seed):
     for turn in range(ROUNDS):
         kinds = rng.sample([calls.ring, calls.halo], 2)
         program = [(kind, range(calls.n), 100 * turn + i) for i, kind in enumerate(kinds)]
-        fault, faulty = rng.choice(["left out", "swapped", "spoilt", "none"]), rng.randrange(calls.n)
+        fault, faulty = rng.choice(["left out", "swapped", "tensor", "call", "none"]), rng.randrange(calls.n)
         place = rng.randrange(2)
 
         def block(program=program, fault=fault, faulty=calls.r == faulty, place=place, turn=turn):
@@ -151,9 +143,9 @@ def test_first_error_ends_the_block(late_alarms, seed):
             for i, call in enumerate(program):
                 if mine.random() < 0.2:
                     time.sleep(0.1 * mine.random())
-                calls.make(call, faulty and fault == "spoilt" and i == place)
+                calls.make(call, fault if faulty and fault in ("tensor", "call") and i == place else None)
             calls.make((calls.whole, range(calls.n), 100 * turn + 40))
 
         failed = dd.testing.gather_objects(errors_of(block))
         assert any(failed) == (fault != "none"), (fault, failed)
-        right_at_last(calls, 100 * turn + 50)
+        all_is_right(calls, 100 * turn + 50)
