@@ -6,12 +6,13 @@
 from . import checkpoint, errors, func, functional, init, maps, nn, parallel, testing
 from ._names import only_public
 from .halo import HaloSpec
-from .launch import launch
 from .linear_map import LinearMap, linear_map
+from .nodes import Topology
 from .partition import Layout, Partition
+from .programs.launch import launch
 from .remat import remat
 from .watching.checking import checking
-from .world import Topology, World, world
+from .world import World, world
 
 __version__ = "0.1.0"
 
@@ -40,5 +41,5 @@ __all__ = [
     "world",
 ]
 _SUBMODULES = ("agree", "autograd", "engine", "halo", "partition", "plan", "signature", "ties", "watching")
-__getattr__ = only_public(__name__, keep=_SUBMODULES, lazy=("data", "viz"))
+__getattr__ = only_public(__name__, keep=_SUBMODULES, lazy={"data": "programs.data", "viz": "viz"})
 del only_public

@@ -79,7 +79,7 @@ def hierarchical_all_reduce(x, nodes, *, world: str = "default"):
     (place,) = node.index()
     leaves, tree = _torch.flatten(x)
     summed: list = [None] * len(leaves)
-    once = world_of(world).host.wide and sum(map(len, nodes)) > 2  # round halves once, as the flat sum does
+    once = world_of(world).wide and sum(map(len, nodes)) > 2  # round halves once, as the flat sum does
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
         some = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
         flat = torch.cat([(wide(leaves[i]) if once else leaves[i]).reshape(-1) for i in some])

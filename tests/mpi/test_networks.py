@@ -7,7 +7,7 @@ from torch.func import grad_and_value
 
 import distdl as dd
 import distdl.functional as F
-from distdl import demo
+from distdl.programs import demo
 
 STEPS = 20
 
