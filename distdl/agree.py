@@ -279,7 +279,7 @@ def alike(op: str, P) -> None:
     would not notice."""
     if _transport.observer is not None:
         where = partition_of(P, op)
-        _transport.observer.alike(world(where.world).host, op, where)
+        _transport.observer.alike(world(where.world).watch, op, where)
 
 
 def check_tensor(op: str, x, P) -> None:

@@ -47,7 +47,7 @@ class Recorded:
         self.count[what] += 1
         return (*what, self.count[what])
 
-    def post(self, sends, receives, call=None):
+    def post(self, sends, receives, call=None, memory=None):
         for peer, address, nbytes in sends:
             self.now[self._key("send", self.rank, peer)] = ctypes.string_at(address, nbytes)
         wanted = [(self._key("send", peer, self.rank), address, nbytes) for peer, address, nbytes in receives]

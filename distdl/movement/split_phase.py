@@ -56,8 +56,7 @@ def start(A: LinearMap | tuple[LinearMap, ...], x: Any) -> _Pending:
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
         engine = dispatch.engine_for(steps, xs, recorded)
         moving = exchange.start(dispatch.plans_of(steps), [x.detach() for x in xs], engine)
-        if hasattr(engine, "pause"):  # a checked one
-            engine.pause()
+        engine.pause()
         if not isinstance(
             moving, exchange.Pending
         ):  # on a side stream: its gradient is joined here, after what stands in between
