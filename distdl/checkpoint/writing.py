@@ -29,7 +29,7 @@ from .group import Group
 from .sums import parts, whole
 
 __all__ = ["Pending", "async_save", "save"]
-_under_way: dict[str, str] = {}  # saves of this process that nobody has waited for yet: {temporary file: target}
+_under_way: dict[str, Any] = {}  # saves of this process that nobody has waited for yet: {temporary file: target}
 
 
 def _describe(path, tensors, layouts, metadata, token) -> Report:
