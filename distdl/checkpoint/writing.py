@@ -20,6 +20,7 @@ import threading
 import warnings
 import zlib
 from contextlib import suppress
+from typing import Any
 
 import torch
 
