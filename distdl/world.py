@@ -18,15 +18,22 @@ from .engine.nccl import NcclEngines, engines_on
 from .engine.transport import Transport
 from .errors import AgreementError, PartitionError, TransportError
 from .failure import end_on_exceptions, job, moving
+from .signature import disagreement
 from .watching import meeting, watchdog
 from .watching.watch import Watch, watch_of
 
 _worlds: dict[str, World] = {}
+CUDA_WAYS = ("nccl", "staged", "mpi")  # how CUDA tensors travel
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by MPI launchers for their ranks
 # How many processes a launcher has started, by whose variables: all of them are set for its processes only. Not
 # SLURM_NTASKS: sbatch sets that for every process.
 _COUNTS = (("OMPI_COMM_WORLD_SIZE",), ("PMI_SIZE",), ("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
 _made: weakref.WeakSet = weakref.WeakSet()  # every world: a fork of this process may move in none
+
+
+def cuda_way() -> str:
+    """How CUDA tensors travel where nobody says otherwise."""
+    return os.environ.get("DISTDL_CUDA", CUDA_WAYS[0])
 
 
 class World:
@@ -57,8 +64,8 @@ class World:
     def __init__(
         self, comm=None, name: str = "default", transport=None, cuda: str | None = None, half_sums: str = "float32"
     ):
-        self.name, self.cuda = name, cuda or os.environ.get("DISTDL_CUDA", "nccl")
-        if self.cuda not in ("nccl", "staged", "mpi"):
+        self.name, self.cuda = name, cuda or cuda_way()
+        if self.cuda not in CUDA_WAYS:
             raise TransportError(
                 "no such way for CUDA tensors",
                 op="World",
@@ -173,17 +180,8 @@ class World:
             return dict.fromkeys(ranks, value)
         found = {part: pickle.loads(part) for part in set(parts)}
         if any(theirs != purpose for theirs, _ in found.values()):
-            told = "; ".join(
-                f"rank {r}: {getattr(found[part][1], 'op', found[part][0])}" for r, part in zip(ranks, parts)
-            )
-            raise AgreementError(
-                "the ranks disagree in the operator called",
-                op="agreement",
-                rank=self.rank,
-                actual=told,
-                expected="the same on every rank",
-                next_step="call the same operators in the same order",
-            )
+            said = {r: getattr(found[part][1], "op", found[part][0]) for r, part in zip(ranks, parts)}
+            raise AgreementError(**disagreement("the operator called", said), op="agreement", rank=self.rank)
         return {r: found[part][1] for r, part in zip(ranks, parts)}
 
     def close(self) -> None:
