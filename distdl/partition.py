@@ -181,7 +181,7 @@ class Partition(_Value):
             place = place * n + c % n
         return self.ranks[place]
 
-    def dim(self, dim: int, op: str = "Partition") -> int:
+    def dim(self, dim: int, op: str | None = None) -> int:
         """``dim`` as a non-negative grid dim."""
         if not is_int(dim) or not -self.ndim <= dim < self.ndim:
             raise PartitionError(
@@ -194,7 +194,7 @@ class Partition(_Value):
             )
         return as_int(dim) % self.ndim
 
-    def dims(self, dims, op: str = "Partition") -> tuple[int, ...]:
+    def dims(self, dims, op: str | None = None) -> tuple[int, ...]:
         """``dims`` (``None``: all, an int, or a sequence of distinct ones) as sorted, non-negative grid dims."""
         if dims is None:
             return tuple(range(self.ndim))
@@ -283,7 +283,7 @@ def is_bool(value) -> bool:
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
-def partition_of(P, op: str = "partition") -> Partition:
+def partition_of(P, op: str | None = None) -> Partition:
     """The partition of a Partition or a Layout."""
     if not isinstance(P, (Partition, Layout)):
         raise PartitionError(
