@@ -199,7 +199,7 @@ def resolve_tree(op: str, xs, tree, P, shape=None, others=()):
     ``P`` and ``others`` (the call's other partitions): block sizes add up to the global shape, whatever they are.
     """
     if isinstance(P, Layout) or shape is not None:
-        return xs, tree, [layout_of(P, shape, op)] * len(xs)
+        return xs, tree, [P if shape is None else layout_of(P, shape, op)] * len(xs)
     P = partition_of(P, op)
     xs, tree, reports = negotiate(op, xs, P, others, P.ndim, tree)
     if reports is None:

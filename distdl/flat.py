@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 
-def flat(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+def vector_of(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
     """The elements of all tensors as one vector, of ``dtype``, or their own one; a view where that is possible."""
     parts = [t.reshape(-1) if dtype is None else t.reshape(-1).to(dtype) for t in tensors]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

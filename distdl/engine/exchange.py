@@ -15,7 +15,7 @@ import torch
 
 from .. import _torch
 from ..errors import ShapeError
-from ..flat import flat, parts_of
+from ..flat import parts_of, vector_of
 from . import transport as traffic
 from .local import LocalTransport
 from .program import NO_SUMS, program_of
@@ -133,7 +133,7 @@ def _sum(transport, xs, ys, group) -> None:
             _sum_of_one(transport, *some[0], group)
             continue
         ys = [y for _, y in some]
-        vector = flat([x for x, _ in some], ys[0].dtype)
+        vector = vector_of([x for x, _ in some], ys[0].dtype)
         _sum_of_one(transport, vector, vector, group)
         _torch.foreach_copy(ys, parts_of(vector, [y.shape for y in ys]))
 
