@@ -14,8 +14,7 @@ from . import errors
 from .calls import collective_call, user_line
 from .engine import transport as _transport
 from .engine.local import LocalTransport
-from .engine.nccl import NcclEngines, engines_on
-from .engine.transport import Transport
+from .engine.transport import DeviceEngines, Transport
 from .errors import AgreementError, PartitionError, TransportError
 from .failure import end_on_exceptions, job, moving
 from .signature import disagreement
@@ -69,11 +68,10 @@ class World:
             raise TransportError(
                 "no such way for CUDA tensors",
                 op="World",
-                expected="nccl, staged or mpi",
+                expected=f"one of {', '.join(CUDA_WAYS)}",
                 actual=self.cuda,
                 next_step="set DISTDL_CUDA, or World(cuda=...), to one of them",
             )
-        self.host: Transport = _host_transport(comm, name) if transport is None else transport
         if half_sums not in ("float32", "native"):
             raise TransportError(
                 "no such way to sum halves",
@@ -82,11 +80,12 @@ class World:
                 actual=half_sums,
                 next_step="leave it out, or choose one of these",
             )
+        self.host: Transport = _host_transport(comm, name) if transport is None else transport
         self.wide = half_sums == "float32"  # whether sums of more than two halves are taken in float32
         self.watch: Watch | None = watch_of(self.host)
         self.host.serve(self.wide, None if self.watch is None else self.watch.lookout)
         self.rank, self.size = self.host.rank, self.host.size
-        self._engines: NcclEngines | None = None
+        self._engines: DeviceEngines | None = None
         _worlds[name] = self
         if transport is None:
             _made.add(self)
@@ -126,14 +125,14 @@ class World:
         if self.cuda == "mpi":
             return self.host.on_device()
         if self._engines is None:
-            self._engines = engines_on(self, device.index)
-        if device.index != self._engines.device.index:
+            self._engines = self.host.engines_on(self, device.index)
+        if device.index != self._engines.index:
             raise TransportError(
                 "a rank's CUDA tensors live on one device",
                 op="World",
                 rank=self.rank,
                 actual=device,
-                expected=f"cuda:{self._engines.device.index}",
+                expected=f"cuda:{self._engines.index}",
                 next_step="make another dd.World(comm, name) for the second device",
             )
         return self._engines.get(ranks) or self.host
