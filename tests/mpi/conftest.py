@@ -74,7 +74,7 @@ def folder():
         yield Path(name)
 
 
-class _OnDevice(dispatch.Pending):
+class _OnDevice(dispatch.Exchange):
     """A movement of CPU tensors by way of this rank's device."""
 
     __slots__ = ()
@@ -109,4 +109,4 @@ def use(engine):
         device = torch.device("cuda", dd.world().rank % torch.cuda.device_count())
         engine_for = dispatch.engine_for
         dispatch.engine_for = lambda steps, xs, recorded: engine_for(steps, [x.to(device) for x in xs], recorded)
-        dispatch.Pending = _OnDevice
+        dispatch.Exchange = _OnDevice
