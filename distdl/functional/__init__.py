@@ -6,51 +6,51 @@ from . import (
     conv,
     dropout,
     embedding,
+    enter,
     expert,
     interpolate,
     linear,
-    local,
     loss,
     movement,
+    neon,
     norm,
-    params,
     pool,
     random,
     reduce,
-    transition,
+    reshape,
 )
 from .conv import *  # noqa: F403
 from .dropout import *  # noqa: F403
 from .embedding import *  # noqa: F403
+from .enter import *  # noqa: F403
 from .expert import *  # noqa: F403
 from .interpolate import *  # noqa: F403
 from .linear import *  # noqa: F403
-from .local import *  # noqa: F403
 from .loss import *  # noqa: F403
 from .movement import *  # noqa: F403
+from .neon import *  # noqa: F403
 from .norm import *  # noqa: F403
-from .params import *  # noqa: F403
 from .pool import *  # noqa: F403
 from .random import *  # noqa: F403
 from .reduce import *  # noqa: F403
-from .transition import *  # noqa: F403
+from .reshape import *  # noqa: F403
 
 _MODULES = (
     movement,
     linear,
     conv,
-    local,
+    neon,
     pool,
     norm,
     reduce,
     loss,
-    params,
+    enter,
     dropout,
     embedding,
     expert,
     interpolate,
     random,
-    transition,
+    reshape,
 )
 __all__ = [name for module in _MODULES for name in module.__all__]
 public({name: globals()[name] for name in __all__})

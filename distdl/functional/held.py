@@ -253,10 +253,10 @@ def unmarked_dims(tensor, P, dims, op="replicated") -> tuple[int, ...]:
     Raises:
         PartitionError: it was marked over ranks that hold different blocks, or over a part of a dim.
     """
-    left = P.dims(dims, op)
-    if not P.active:
+    left, marks = P.dims(dims, op), getattr(tensor, _MARKED, ())
+    if not marks or not P.active:
         return left
-    for world, shape, ranks, along in getattr(tensor, _MARKED, ()):
+    for world, shape, ranks, along in marks:
         fibre = Partition(shape, ranks, world).along(along) if world == P.world else None
         ranks = () if fibre is None else fibre.ranks
         shared = set(ranks).intersection(P.ranks)

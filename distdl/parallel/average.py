@@ -10,7 +10,7 @@ from .. import functional as F
 from ..agree import partition_of
 from ..errors import DistdlError
 from ..functional.held import holders, whole
-from ..functional.reduce import wide, wider
+from ..functional.numeric import wide, wider
 
 __all__ = ["average_due", "average_parameters"]
 

@@ -16,7 +16,7 @@ from .. import _torch, maps
 from .. import functional as F
 from ..agree import partition_of
 from ..functional.held import complete, held, holders, name_when_checking, whole
-from ..functional.reduce import summed, wide
+from ..functional.numeric import summed, wide
 from ..partition import Partition
 from ..ties import is_smooth
 from .hooks import all_reduce

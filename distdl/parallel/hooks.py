@@ -15,7 +15,7 @@ import torch
 
 from .. import functional as F
 from ..errors import DistdlError
-from ..functional.reduce import wide
+from ..functional.numeric import wide
 from .topology import along
 
 __all__ = ["all_reduce", "cast", "power_sgd", "top_k"]

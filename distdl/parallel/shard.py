@@ -26,7 +26,7 @@ from .. import _torch, maps
 from .. import functional as F
 from ..errors import DistdlError, PartitionError, ShapeError
 from ..functional.held import Held, ask, complete_over, declare, holders, tag
-from ..functional.reduce import wide, wider
+from ..functional.numeric import wide, wider
 from ..partition import Layout
 from ..remat import remat as _remat
 from ..world import world as world_of

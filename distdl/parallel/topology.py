@@ -8,7 +8,7 @@ from .. import _torch
 from .. import functional as F
 from ..agree import partition_of
 from ..errors import PartitionError
-from ..functional.reduce import wide
+from ..functional.numeric import wide
 from ..partition import Partition
 from ..world import world as world_of
 
