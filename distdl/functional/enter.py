@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from .. import _torch
+from .. import _torch, maps
 from ..agree import check_tensor, partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..partition import Layout, is_int
 from ..ties import nothing
 from .autocast import autocast
-from .held import hold, mark_of, unmarked_dims
-from .movement import mark_varying
+from .held import hold, mark_of, name_when_checking, tag, unmarked_dims
+from .movement import move
 
 __all__ = ["check_bias", "replicated"]
 
@@ -227,11 +227,14 @@ def replicated(params: str, P, dims, *tensors):
         if t is not None:
             hold(t, mark)
             left.setdefault(unmarked_dims(t, grid, dims), []).append(i)
-    marked = list(tensors)
-    for over, places in left.items():
-        for i, y in zip(places, mark_varying([tensors[i] for i in places], grid, over)):
-            marked[i] = y
-    return tuple(marked)
+    result = list(tensors)
+    for over, places in left.items():  # as F.mark_varying, without its ways to take any pytree
+        some = [tensors[i] for i in places]
+        name_when_checking(some)
+        for i, y in zip(places, move(some, [maps.mark_varying(grid, t.shape, over) for t in some])):
+            tag(y, tensors[i], grid, over)
+            result[i] = y
+    return tuple(result)
 
 
 @lru_cache(maxsize=1024)
