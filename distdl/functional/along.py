@@ -8,9 +8,10 @@ from functools import lru_cache
 import torch
 
 from ..errors import PartitionError
+from ..movement.copies import all_sum_reduce, broadcast, invariant_sum, mark_varying, sum_reduce
+from ..movement.gathers import all_gather, reduce_scatter
 from ..partition import balanced
 from ..ties import tie
-from .movement import all_gather, all_sum_reduce, broadcast, invariant_sum, mark_varying, reduce_scatter, sum_reduce
 
 __all__: list[str] = []
 

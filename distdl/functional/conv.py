@@ -11,16 +11,14 @@ import torch.nn.functional as tf
 from .._arguments import checked
 from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
-from ..halo import HaloSpec, per_dim
+from ..movement.halo import HaloSpec, halo_exchange, per_dim
 from ..partition import Layout, balanced
 from ..ties import nothing
 from .along import bias_once, check_layouts, collect, collected, spread
 from .autocast import autocast
 from .enter import at_least, check_bias, enter, outside, present, replicated, spatial
-from .movement import halo_exchange
 from .overlap import overlap_of, overlapped
 from .window import (
-    FOUND,
     channel_windows,
     cut,
     filled,
@@ -78,7 +76,7 @@ def _paddings(padding, kernel, stride, dilation):
             actual=padding,
             next_step="give the number of zeros on each side, or one of the two words",
         )
-    return tuple(p if isinstance(p, tuple) else (p, p) for p in per_dim(padding, len(kernel), "padding", FOUND))
+    return tuple(p if isinstance(p, tuple) else (p, p) for p in per_dim(padding, len(kernel), "padding"))
 
 
 def _channel_blocks(out_channels, L: Layout):
@@ -89,7 +87,7 @@ def _channel_blocks(out_channels, L: Layout):
 def conv_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, dilation=1) -> Layout:
     """The layout of :func:`dist_conv`'s result for an x of layout ``L``; ``out_channels`` a number, or one for each
     block."""
-    kernel, stride, dilation = (per_dim(v, L.ndim - 2, "an argument", FOUND) for v in (kernel_size, stride, dilation))
+    kernel, stride, dilation = (per_dim(v, L.ndim - 2, "an argument") for v in (kernel_size, stride, dilation))
     space = window_spec(L, None, kernel, stride, _paddings(padding, kernel, stride, dilation), dilation).out_layout
     return with_sizes(L, _channel_blocks(out_channels, L), space.shape[2:])
 
@@ -100,7 +98,7 @@ def conv_transpose_layout(
 ) -> Layout:
     """The layout of :func:`dist_conv_transpose`'s result for an x of layout ``L``."""
     options = (kernel_size, stride, padding, output_padding, dilation)
-    space = transposed_size(L.shape[2:], *(per_dim(v, L.ndim - 2, "an argument", FOUND) for v in options))
+    space = transposed_size(L.shape[2:], *(per_dim(v, L.ndim - 2, "an argument") for v in options))
     return with_sizes(L, _channel_blocks(out_channels, L), space)
 
 
@@ -174,7 +172,7 @@ def _in_groups(out_per_group, in_per_group):
 @lru_cache(maxsize=1024)
 def _conv_arguments(kernel, stride, padding, dilation, padding_mode):
     """(stride, dilation, padding before and after, smallest window), one for each spatial dim."""
-    stride, dilation = (per_dim(v, len(kernel), "stride or dilation", FOUND) for v in (stride, dilation))
+    stride, dilation = (per_dim(v, len(kernel), "stride or dilation") for v in (stride, dilation))
     if padding_mode not in _MODES:
         raise PartitionError(
             "no such padding_mode",
@@ -377,7 +375,7 @@ class _TransposedKernel(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _transposed_kernel(size, stride, padding, extra, dilation) -> _TransposedKernel:
-    s, p, e, d = (per_dim(v, len(size), "an argument", FOUND) for v in (stride, padding, extra, dilation))
+    s, p, e, d = (per_dim(v, len(size), "an argument") for v in (stride, padding, extra, dilation))
     if any(n >= max(a, b) for n, a, b in zip(e, s, d)) or min((*s, *d)) < 1 or min((*p, *e)) < 0:
         raise PartitionError(
             "not a legal transposed convolution",

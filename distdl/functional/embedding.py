@@ -9,10 +9,10 @@ from .. import _torch
 from .._arguments import checked
 from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
+from ..movement.copies import all_sum_reduce, broadcast
 from ..partition import Layout
 from .along import LAYOUTS, collect, collected
 from .enter import outside, replicated
-from .movement import all_sum_reduce, broadcast
 from .numeric import wide
 from .reduce import dist_norm
 

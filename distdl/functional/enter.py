@@ -23,11 +23,11 @@ import torch
 from .. import _torch, maps
 from ..agree import check_tensor, partition_of, resolve
 from ..errors import PartitionError, ShapeError
+from ..held import hold, mark_of, name_when_checking, tag, unmarked_dims
+from ..movement.call import move
 from ..partition import Layout, is_int
 from ..ties import nothing
 from .autocast import autocast
-from .held import hold, mark_of, name_when_checking, tag, unmarked_dims
-from .movement import move
 
 __all__ = ["check_bias", "replicated"]
 

@@ -16,12 +16,11 @@ import torch
 
 from .._arguments import checked
 from ..errors import PartitionError
-from ..halo import HaloSpec, per_dim
+from ..movement.halo import HaloSpec, halo_exchange, per_dim
 from .enter import FLOATING, at_least, enter, outside, spatial
-from .movement import halo_exchange
 from .numeric import wide
 from .pool import dist_adaptive_avg_pool
-from .window import FOUND, kept
+from .window import kept
 
 __all__ = ["dist_interpolate", "interpolate_layout"]
 
@@ -56,7 +55,7 @@ def _sizes(L, size, scale_factor, recompute):
                 expected="no size",
                 next_step="leave it out, or give scale_factor",
             )
-        sizes, scales = per_dim(size, n, "size", FOUND), (None,) * n
+        sizes, scales = per_dim(size, n, "size"), (None,) * n
     else:
         scales = _scales(n, scale_factor)
         sizes = tuple(math.floor(float(m) * s) for m, s in zip(L.shape[2:], scales))
@@ -72,7 +71,7 @@ def _sizes(L, size, scale_factor, recompute):
 
 
 def _scales(n, scale_factor) -> tuple:
-    scales = tuple(float(s) for s in per_dim(scale_factor, n, "scale_factor", FOUND))
+    scales = tuple(float(s) for s in per_dim(scale_factor, n, "scale_factor"))
     if min(scales) <= 0 or not all(map(math.isfinite, scales)):
         raise PartitionError(
             "scale factors are positive",

@@ -21,10 +21,10 @@ import torch.nn.functional as tf
 from .. import _torch
 from ..agree import partition_of, resolve
 from ..errors import PartitionError, ShapeError
+from ..movement.copies import invariant_sum
 from ..partition import Layout
 from .autocast import autocast
 from .enter import FLOATING, enter, outside
-from .movement import invariant_sum
 from .numeric import pivot, sum_and_count, summed, wide, wider
 
 __all__ = [

@@ -13,15 +13,14 @@ from .. import maps
 from .._arguments import checked
 from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
-from ..halo import HaloSpec, per_dim
+from ..movement.copies import all_sum_reduce
+from ..movement.halo import HaloSpec, halo_exchange, per_dim
 from ..partition import Layout, balanced
 from ..ties import nothing
 from .autocast import autocast, without_autocast
 from .enter import FLOATING, at_least, enter, outside, replicated, spatial
-from .movement import all_sum_reduce, halo_exchange
 from .numeric import power, wide
 from .window import (
-    FOUND,
     cut,
     filled,
     kept,
@@ -70,7 +69,7 @@ def _arguments(w, P, stride):
             actual=tuple(w.shape),
             next_step="pass this rank's block of the weights, for 1 to 3 spatial dims",
         )
-    stride, kernel = per_dim(stride, n, "stride", FOUND), tuple(w.shape[-n:])
+    stride, kernel = per_dim(stride, n, "stride"), tuple(w.shape[-n:])
     if min(stride) < 1 or min(kernel) < 1:
         raise PartitionError(
             "not a legal window",
@@ -159,7 +158,7 @@ def _transposed_layout(L: Layout, channels: int, kernel, stride, output_size) ->
         return output_size
     n = len(kernel)
     least = transposed_size(L.shape[2:], kernel, stride, (0,) * n, (0,) * n, (1,) * n)
-    sizes = least if output_size is None else per_dim(output_size, n, "output_size", FOUND)
+    sizes = least if output_size is None else per_dim(output_size, n, "output_size")
     return with_sizes(L, balanced(channels, L.partition.shape[1]), sizes)
 
 
@@ -260,7 +259,7 @@ def dist_lcn(x, P, kernel_size, *, shape=None):
         PartitionError: an even kernel.
     """
     n = spatial(P)
-    kernel = per_dim(kernel_size, n, "kernel_size", FOUND)
+    kernel = per_dim(kernel_size, n, "kernel_size")
     if any(k < 1 or k % 2 == 0 for k in kernel):
         raise PartitionError(
             "the window needs a centre",

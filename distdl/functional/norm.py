@@ -19,12 +19,11 @@ import torch
 from .. import _torch
 from ..agree import alike
 from ..errors import ShapeError
-from ..halo import sizes_of
+from ..movement.copies import all_sum_reduce
+from ..movement.halo import sizes_of
 from .enter import FLOATING, enter, outside, replicated
 from .moments import cut_group_moments, merged, moments, statistics, within
-from .movement import all_sum_reduce
 from .numeric import count, wide
-from .window import FOUND
 
 __all__ = ["dist_batch_norm", "dist_group_norm", "dist_instance_norm", "dist_layer_norm", "dist_rms_norm"]
 
@@ -56,7 +55,7 @@ def _of_channels(L, t):
 
 def _trailing(L, normalized_shape):
     """The dims of ``normalized_shape``, the global shape of the trailing dims."""
-    shape = sizes_of(normalized_shape, "normalized_shape", FOUND)
+    shape = sizes_of(normalized_shape, "normalized_shape")
     if not shape or L.shape[L.ndim - len(shape) :] != shape or len(shape) > L.ndim:
         raise ShapeError(
             "normalized_shape is not the global shape of the trailing dims",

@@ -8,8 +8,9 @@ from functools import lru_cache
 import torch
 
 from .. import maps
+from ..movement.call import move
+from ..movement.copies import invariant_sum
 from ..partition import Layout
-from .movement import invariant_sum, move
 
 __all__: list[str] = []
 

@@ -11,13 +11,13 @@ import torch.nn.functional as tf
 
 from .._arguments import checked
 from ..errors import PartitionError
-from ..halo import HaloSpec, per_dim
+from ..movement.copies import sum_reduce
+from ..movement.halo import HaloSpec, halo_exchange, per_dim
 from ..partition import Layout
 from ..ties import nothing
 from .enter import REAL, at_least, enter, outside, spatial
-from .movement import halo_exchange, sum_reduce
 from .numeric import power, wide
-from .window import FOUND, cut, filled, kept, settled, window_spec
+from .window import cut, filled, kept, settled, window_spec
 
 __all__ = [
     "dist_adaptive_avg_pool",
@@ -66,8 +66,8 @@ def _kernel(P, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False)
 
 @lru_cache(maxsize=1024)
 def _kernel_of(n, kernel_size, stride, padding, dilation, ceil_mode) -> _Kernel:
-    size, padding, dilation = (per_dim(v, n, "an argument", FOUND) for v in (kernel_size, padding, dilation))
-    stride = size if stride in (None, ()) else per_dim(stride, n, "stride", FOUND)
+    size, padding, dilation = (per_dim(v, n, "an argument") for v in (kernel_size, padding, dilation))
+    stride = size if stride in (None, ()) else per_dim(stride, n, "stride")
     if any(2 * p > (k - 1) * d + 1 for p, k, d in zip(padding, size, dilation)):
         raise PartitionError(
             "padding is more than half of the kernel",
@@ -260,7 +260,7 @@ def dist_l2_pool(x, P, kernel_size, stride=None, *, shape=None):
 
 def _adaptive(L: Layout, output_size) -> HaloSpec:
     """Windows of adaptive pooling: output o of dim d reads [floor(o n / m), ceil((o + 1) n / m))."""
-    return _adaptive_windows(L, per_dim(output_size, spatial(L), "output_size", FOUND))
+    return _adaptive_windows(L, per_dim(output_size, spatial(L), "output_size"))
 
 
 @lru_cache(maxsize=1024)

@@ -21,12 +21,11 @@ import torch
 
 from ..agree import partition_of, resolve
 from ..errors import PartitionError, ShapeError
+from ..movement.copies import invariant_sum, mark_varying
 from ..partition import Layout
 from ..ties import tie
 from .enter import ANY, FLOATING, REAL, SMOOTH, enter, outside
-from .movement import invariant_sum, mark_varying
 from .numeric import one_each, pivot, power, reduced_shape, sum_and_count, wide
-from .window import FOUND
 
 __all__ = [
     "dist_argmax", "dist_logsumexp", "dist_max", "dist_mean", "dist_min", "dist_norm", "dist_sum", "dist_var",
@@ -36,7 +35,7 @@ __all__ = [
 def _enter(op, x, P, dim, kinds=ANY):
     """(x, its layout or partition, the partition and the reduced dims, this rank's coordinates)."""
     grid = partition_of(P)
-    dims = grid.dims(None if dim == () else dim, FOUND)  # (): all, as in torch
+    dims = grid.dims(None if dim == () else dim)  # (): all, as in torch
     x, L, at = enter(op, x, P, kinds=kinds, agreed=False)
     return x, L, grid, dims, at
 

@@ -16,14 +16,13 @@ from .. import maps
 from .._arguments import checked
 from ..agree import partition_of, resolve
 from ..errors import PartitionError
-from ..halo import HaloSpec, sizes_of
 from ..linear_map import LinearMap, movement
-from ..partition import Layout, Partition
+from ..movement.halo import HaloSpec, halo_exchange, sizes_of
+from ..partition import Layout, Partition, joined, layout_of, row_major
 from ..plan import Axis, Side
 from ..ties import nothing
 from .enter import at_least, check_block, enter, outside, supposed
-from .movement import halo_exchange
-from .window import FOUND, kept
+from .window import kept
 
 __all__ = [
     "cat_layout",
@@ -38,32 +37,15 @@ __all__ = [
 ]
 
 
-def _joined(runs):
-    """Runs (start, stop, at) with those that follow each other, here and there, made one; empty ones left out."""
-    found: list = []
-    for start, stop, at in runs:
-        if start < stop and found and found[-1][1] == start and found[-1][2] + start - found[-1][0] == at:
-            found[-1] = (found[-1][0], stop, found[-1][2])
-        elif start < stop:
-            found.append((start, stop, at))
-    return tuple(found)
-
-
 # ---------------------------------------------------------------- flatten
 
 
 def _flat_runs(box, shape):
     """A block of a tensor as runs of the flattened tensor, each with its place in the flattened block."""
-    sizes = [stop - start for start, stop in box]
-    if 0 in sizes:
+    if any(start == stop for start, stop in box):
         return ()
-    cut = max((d for d, (n, m) in enumerate(zip(sizes, shape)) if n < m), default=0)  # all dims after it are whole
-    length = math.prod(sizes[cut:])
-    strides = list(accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1]
-    first = sum(start * stride for (start, _), stride in zip(box, strides))
-    rows = product(*[range(0, n * stride, stride) for n, stride in zip(sizes[:cut], strides)])
-    starts = [first + sum(row) for row in rows]
-    return _joined((start, start + length, i * length) for i, start in enumerate(starts))
+    length, starts = row_major(box, shape)
+    return joined((start, start + length, i * length) for i, start in enumerate(starts))
 
 
 def _as_box(blocks, dims):
@@ -107,7 +89,7 @@ def _flat_layout(P, shape) -> Layout:
             actual=partition_of(P).ndim,
             next_step="give the result a partition with one dim for each of its own",
         )
-    return maps.layout_over(P, shape, FOUND)
+    return layout_of(P, shape)
 
 
 def _in_between(L, flat):
@@ -176,7 +158,7 @@ def dist_unflatten(x, P_in, P_out, shape, start_dim=1):
 
     Messages: those of the flattening's adjoint.
     """
-    L = maps.layout_over(P_out, tuple(shape), FOUND)
+    L = layout_of(P_out, tuple(shape))
     flat = _flat_layout(P_in, _flat_shape(L, start_dim))
     between = _in_between(L, flat)
     A = _flattening(L, flat).T if between is None else maps.repartition(between, L)
@@ -194,7 +176,7 @@ _BOUNDARY = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate"
 
 def _pads(ndim, pad):
     """``pad``, in torch's order (the last dim first), as (before, after) of each dim."""
-    pad = sizes_of(pad, "pad", FOUND)
+    pad = sizes_of(pad, "pad")
     if len(pad) % 2 or len(pad) > 2 * ndim:
         raise PartitionError(
             "pad needs two numbers for each padded dim",
@@ -287,7 +269,7 @@ def _check_same(layouts, dim) -> None:
     """All layouts agree in the partition and in every dim but ``dim``."""
     first = layouts[0]
     if dim is not None:
-        (dim,) = first.partition.dims(dim, FOUND)
+        (dim,) = first.partition.dims(dim)
     for L in layouts[1:]:
         fits = L.partition == first.partition and all(
             L.shape[d] == first.shape[d] and L.blocks(d) == first.blocks(d) for d in range(first.ndim) if d != dim
@@ -312,7 +294,7 @@ def _as_the_first(layouts, dim):
 
 def cat_layout(layouts, dim=0) -> Layout:
     """The layout of :func:`dist_cat`'s result: balanced blocks along ``dim``, the others as they are."""
-    first, (dim,) = layouts[0], layouts[0].partition.dims(dim, FOUND)
+    first, (dim,) = layouts[0], layouts[0].partition.dims(dim)
     _check_same(layouts, dim)
     splits = list(first.splits or (None,) * first.ndim)
     splits[dim] = None
@@ -331,7 +313,7 @@ def _concatenation(layouts, dim: int) -> LinearMap:
     for c in range(P.shape[dim]):
         blocks = [L.blocks(dim)[c] for L in layouts]
         at = list(accumulate((b - a for a, b in blocks), initial=0))
-        runs.append(_joined((f + a, f + b, place) for f, (a, b), place in zip(firsts, blocks, at)))
+        runs.append(joined((f + a, f + b, place) for f, (a, b), place in zip(firsts, blocks, at)))
         sizes.append(at[-1])
     axes = list(Side.of(layouts[0]).axes)
     axes[dim] = Axis(dim, tuple(runs), tuple(sizes))
@@ -351,7 +333,7 @@ def _enter(op, xs, P, dim, shapes):
             next_step="give as many layouts (or shapes) as tensors, and at least one tensor",
         )
     if shapes is not None:
-        layouts = [maps.layout_over(Q, tuple(shape), FOUND) for Q, shape in zip(layouts, shapes)]
+        layouts = [layout_of(Q, tuple(shape)) for Q, shape in zip(layouts, shapes)]
     if not all(isinstance(Q, Layout) for Q in layouts):
         if any(layouts[0] != Q for Q in layouts):
             raise PartitionError(
@@ -363,7 +345,7 @@ def _enter(op, xs, P, dim, shapes):
         bare = layouts[0]
         xs, layouts = resolve(op, xs, bare)
         if layouts is None:
-            dim = dim if dim is None else bare.dim(dim, FOUND)
+            dim = dim if dim is None else bare.dim(dim)
             xs, own = zip(*(supposed(x, bare) for x in xs))
             return xs, None if None in own else _as_the_first(own, dim), None
     _check_same(layouts, dim)

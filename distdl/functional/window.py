@@ -4,19 +4,17 @@ outputs does."""
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from .. import _torch
 from ..engine.program import channels_last
 from ..errors import PartitionError, ShapeError
-from ..halo import HaloSpec, plain
+from ..movement.halo import HaloSpec, plain
 from ..partition import Layout
 
 __all__: list[str] = []
 
-FOUND: Any = None  # the name of a call that errors find on the stack
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 # The windows of a layer's every call: worked out once.
@@ -26,7 +24,7 @@ window_spec = lru_cache(maxsize=1024)(HaloSpec.window)
 def settled(*options) -> list:
     """Options in Python's own numbers and tuples, so that what follows from them can be looked up."""
     return [
-        v if type(v) in _OWN or (type(v) is tuple and _INT.issuperset(map(type, v))) else plain(v, "an argument", FOUND)
+        v if type(v) in _OWN or (type(v) is tuple and _INT.issuperset(map(type, v))) else plain(v, "an argument")
         for v in options
     ]
 
