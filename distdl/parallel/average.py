@@ -12,7 +12,7 @@ from .. import _torch
 from .. import functional as F
 from .._types import Dims, Place, Tree
 from ..errors import DistdlError
-from ..functional.reduce import wide, wider
+from ..functional.numeric import wide, wider
 from ..held import holders, whole
 from ..partition import partition_of
 

@@ -18,7 +18,7 @@ from .. import functional as F
 from .._types import Dims, Place
 from ..errors import DistdlError
 from ..flat import parts_of, vector_of
-from ..functional.reduce import wide
+from ..functional.numeric import wide
 from .topology import along
 
 __all__ = ["all_reduce", "cast", "power_sgd", "top_k"]

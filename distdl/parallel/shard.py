@@ -27,7 +27,7 @@ from .. import functional as F
 from .._types import Dims, Place, Tree
 from ..errors import DistdlError, PartitionError, ShapeError
 from ..flat import parts_of, vector_of
-from ..functional.reduce import wide, wider
+from ..functional.numeric import wide, wider
 from ..held import Held, ask, complete_over, declare, holders, tag
 from ..partition import Layout, Partition
 from ..remat import remat as recomputed

@@ -9,7 +9,7 @@ from .. import functional as F
 from .._types import Dims, Place, Tree
 from ..errors import PartitionError
 from ..flat import parts_of, vector_of
-from ..functional.reduce import wide
+from ..functional.numeric import wide
 from ..partition import Partition, partition_of
 from ..world import world as world_of
 
