@@ -72,7 +72,7 @@ ORDER = [set(line.split()) for line in """
     calls
     errors _rank _names
     partition
-    _arguments
+    _arguments _types
     plan
     halo _torch
     engine
