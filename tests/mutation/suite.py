@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "mpi"))
+sys.path[:0] = sorted({str(path.parent) for path in Path(__file__).parents[1].rglob("test_*.py")})
 FIRST = {
     "partition": ["test_partition"],
     "plan": ["test_plan"],
