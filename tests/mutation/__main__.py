@@ -43,7 +43,13 @@ MODULES = (
     "engine.recognise",
     "engine.program",
     "engine.exchange",
-    "maps",
+    "movement.call",
+    "movement.blocks",
+    "movement.copies",
+    "movement.gathers",
+    "movement.halo",
+    "movement.peers",
+    "movement.split_phase",
 )
 PACKAGE = HERE.parents[1] / "distdl"
 codes: dict = {}  # of distdl and the tests, by the names they are imported by

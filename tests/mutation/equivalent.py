@@ -46,7 +46,7 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
         },
     },
     "autograd": {
-        "if _grad_enabled() and _require_grad(xs, ties) or (_forward_mode_active() and _have_tangents(xs, ties)):": {
+        "if _grad_enabled() and any(map(_requires_grad, (*xs, *ties))) or (_forward_mode_active() and _have_tangents(xs, ties)):": {
             "and <-> or (3)": "a node without tangents is made in forward mode, for nothing: the same values, slower",
         },
         "return x.new_empty(0, dtype=torch.float32)": {
@@ -92,8 +92,8 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
             "1 -> 2": "how many ranks a simulated world has besides those of the plan",
         },
     },
-    "maps": {
-        "_cached = lru_cache(maxsize=1024, typed=True)": {
+    "movement.call": {
+        "made = lru_cache(maxsize=1024, typed=True)(build)": {
             "1024 -> 1025": "how many maps are remembered: memory and time only",
         },
     },
