@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import re
+from functools import wraps
 from pathlib import Path
 
 import torch
@@ -142,6 +143,7 @@ class Texts:
         is not frozen yet is not compared."""
         found, init = set(), DistdlError.__init__
 
+        @wraps(init)
         def noted(self, *args, **named):
             init(self, *args, **named)
             found.add(f"{type(self).__name__}: {normal(str(self))}")
