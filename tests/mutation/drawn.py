@@ -135,8 +135,8 @@ def run(where: Path, seconds: float, arguments: list[str]) -> str | None:
         return f"no end within {seconds:g} s"
     if job.returncode in (0, 5):  # 5: none of the tests is in this tier
         return None
-    lines = [line for line in out.splitlines() if "FAILED" in line or "failed in" in line or "Error" in line]
-    return (lines or out.splitlines() or [f"exit code {job.returncode}"])[0][:200]
+    lines = out.splitlines() or [f"exit code {job.returncode}"]
+    return next((line for word in ("FAILED", "failed in", "ERROR") for line in lines if word in line), lines[-1])[:200]
 
 
 def copy_to(where: Path) -> None:
