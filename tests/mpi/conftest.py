@@ -20,7 +20,7 @@ from distdl.plan import View
 def pytest_ignore_collect(collection_path, config):
     tier = tiers.on_ranks(collection_path.stem.removeprefix("test_"), "", dd.world().size)
     named = any(collection_path == config.invocation_params.dir / str(arg) for arg in config.args)
-    return True if not named and (tier == "never" or (tier == "slow" and config.option.markexpr)) else None
+    return True if not named and (tier == "never" or (tier and f"not {tier}" in config.option.markexpr)) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests of other tiers are left out
