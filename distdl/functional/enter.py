@@ -221,7 +221,7 @@ def replicated(params: str, P, dims, *tensors):
     grid = partition_of(P)
     if grid.index() is None:
         return tensors
-    dims, mark = _copies(grid, dims if is_int(dims) else tuple(dims))
+    dims, mark = _copies(grid, dims if dims is None or is_int(dims) else tuple(dims))
     left: dict[tuple, list] = {}  # those that are to be marked along the same dims: all of them, mostly
     for i, t in enumerate(tensors):
         if t is not None:
