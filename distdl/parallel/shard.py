@@ -89,24 +89,24 @@ class Sharding:
             )
         return torch.cat([leaf.reshape(-1) for leaf in leaves])
 
-    def tree(self, flat: torch.Tensor) -> Any:
+    def _tree(self, flat: torch.Tensor) -> Any:
         """The parameters as views of the whole flat vector."""
         parts = [part.view(s) for part, s in zip(flat.split([math.prod(s) for s in self.shapes]), self.shapes)]
         # A layer that gets them does not sum over these ranks again.
         tag(parts, [None] * len(parts), self.layout.partition)
         return _torch.unflatten_as_given(parts, self.structure)
 
-    def declared(self, block: torch.Tensor) -> torch.Tensor:
+    def _declared(self, block: torch.Tensor) -> torch.Tensor:
         """``block``, a leaf whose gradient will be this rank's part of the sum."""
         return declare(block, self.layout.partition, 0) if block.is_leaf else block
 
     def block(self, params: Any) -> torch.Tensor:
         """This rank's block of parameters that it holds whole: a detached copy, for an optimizer. No message."""
-        return self.declared(self.layout.shard(self._flat(params).detach()).clone())
+        return self._declared(self.layout.shard(self._flat(params).detach()).clone())
 
     def gather(self, block: torch.Tensor) -> Any:
         """The whole parameters (views of one vector) from every rank's block. Adjoint: :meth:`reduce`."""
-        return self.tree(F.all_gather(self.declared(block), self.layout))
+        return self._tree(F.all_gather(self._declared(block), self.layout))
 
     def reduce(self, grads: Any) -> torch.Tensor:
         """This rank's block of the sum of all ranks' gradients. Adjoint: :meth:`gather`."""
@@ -115,11 +115,11 @@ class Sharding:
 
     def start(self, block: torch.Tensor) -> Any:
         """Begin :meth:`gather`; messages travel until :meth:`wait`."""
-        return F.start(maps.all_gather(self.layout), self.declared(block))
+        return F.start(maps.all_gather(self.layout), self._declared(block))
 
     def wait(self, pending: Any) -> Any:
         """Finish what :meth:`start` began."""
-        return self.tree(F.wait(pending))
+        return self._tree(F.wait(pending))
 
 
 def _refuse_summed(op: str, tree: Any, R: Partition) -> None:
@@ -259,7 +259,7 @@ def chain(
                 nonlocal step
                 pending = under_way.pop(i, None)
                 if pending is None:
-                    flats = [F.all_gather(s.declared(b), s.layout) for s, b in zip(parts[i], own, strict=True)]
+                    flats = [F.all_gather(s._declared(b), s.layout) for s, b in zip(parts[i], own, strict=True)]
                 else:
                     flats = [F.wait(p) for p in pending]
                 ahead(i + step)
@@ -267,7 +267,7 @@ def chain(
                 return flats
 
             def tree(flats: Flats) -> Any:
-                trees = tuple(s.tree(flat) for s, flat in zip(parts[i], flats))
+                trees = tuple(s._tree(flat) for s, flat in zip(parts[i], flats))
                 return trees if isinstance(shardings[i], tuple) else trees[0]
 
             if remat == "parameters" and not inside:
