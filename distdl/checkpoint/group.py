@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .._types import Place
-from ..agree import partition_of
 from ..errors import CheckpointError, PartitionError
+from ..partition import partition_of
 from ..world import world
 
 __all__ = ["Group", "Path"]

@@ -35,7 +35,7 @@ from .sums import parts, whole
 __all__ = ["Pending", "async_save", "save"]
 # Of a rank's boxes that others hold too, and {name: {piece: what the rank adds to its checksum}}.
 Checksums = tuple[dict[tuple[str, Box], int], dict[str, dict[int, int]]]
-_under_way: dict[str, str] = {}  # saves of this process that nobody has waited for yet: {temporary file: target}
+_under_way: dict[str, Any] = {}  # saves of this process that nobody has waited for yet: {temporary file: target}
 
 
 def _describe(
