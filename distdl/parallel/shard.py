@@ -28,7 +28,7 @@ from .._types import Dims, Place, Tree
 from ..errors import DistdlError, PartitionError, ShapeError
 from ..flat import parts_of, vector_of
 from ..functional.numeric import wide, wider
-from ..held import Held, ask, complete_over, declare, holders, tag
+from ..held import Held, ask, complete, declare, holders, tag
 from ..partition import Layout, Partition
 from ..remat import remat as recomputed
 from ..world import world as world_of
@@ -65,7 +65,7 @@ class Sharding:
         """
         leaves, structure = _torch.flatten(params)
         leaves = _torch.as_given(leaves, structure)  # as they always lay in checkpoints
-        _refuse_summed("Sharding.of", params, along(P, dims))
+        _refuse_summed(params, along(P, dims))
         if not leaves or len({leaf.dtype for leaf in leaves}) > 1:
             raise ShapeError(
                 "one unit has one dtype",
@@ -111,7 +111,7 @@ class Sharding:
 
     def reduce(self, grads: Any) -> torch.Tensor:
         """This rank's block of the sum of all ranks' gradients. Adjoint: :meth:`gather`."""
-        _refuse_summed("Sharding.reduce", grads, self.layout.partition)
+        _refuse_summed(grads, self.layout.partition)
         return F.reduce_scatter(self._flat(grads), self.layout)
 
     def start(self, block: torch.Tensor) -> Any:
@@ -123,9 +123,10 @@ class Sharding:
         return self._tree(F.wait(pending))
 
 
-def _refuse_summed(op: str, tree: Any, R: Partition) -> None:
+def _refuse_summed(tree: Any, R: Partition) -> None:
     """Sharding sums gradients over all ranks: not for parameters whose layers do."""
-    if any(complete_over(holders(op, tree, P=R), R, op)):
+    done = [complete(how, R) for how in holders(tree)]  # all of them: one may be complete in part
+    if any(done):
         raise PartitionError(
             "a layer sums these gradients over these ranks itself",
             partitions=R,
@@ -328,7 +329,7 @@ def global_norm(grads: Any, P: Place, dims: Dims = None, *, of: Any = None, norm
             actual=grads,
             next_step="pass torch.zeros(()), of the other ranks' dtype and device, where a rank has none",
         )
-    how = holders("global_norm", grads, of, P=P)
+    how = holders(grads, of)
     norms = torch.stack([_norm(g, norm_type) for g in leaves])
     line = along(P, dims)
     if math.isinf(norm_type):
