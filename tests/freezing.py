@@ -76,11 +76,7 @@ def signature(function) -> str:
 
 def public(module) -> list[str]:
     """The names of ``__all__``."""
-    if hasattr(module, "__all__"):
-        return list(module.__all__)
-    ours = {n: f for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")}
-    ours |= {n: f for n, f in vars(module).items() if hasattr(f, "cache_info")}
-    return [n for n, f in ours.items() if n != "movement" and f.__annotations__.get("return") == "LinearMap"]
+    return list(module.__all__)
 
 
 def _of_class(cls):
