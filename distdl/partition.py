@@ -9,21 +9,14 @@ from __future__ import annotations
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
 from operator import index as as_int
 from typing import ClassVar
 
-from .errors import PartitionError, ShapeError
-
-_rank_of: dict[str, Callable] = {}  # who am I in a world? world.py gives the answer
-
-
-def set_rank_source(source) -> None:
-    """Set the function ``world name -> this process's rank``, used where ``rank`` is left out."""
-    _rank_of["source"] = source
+from .errors import PartitionError, ShapeError, rank_of
 
 
 class _Value:
@@ -130,7 +123,7 @@ class Partition(_Value):
             PartitionError: ``rank`` is no integer; so do all methods that take a rank.
         """
         if rank is None:
-            rank = _rank_of["source"](self.world)
+            rank = rank_of["source"](self.world)
         elif type(rank) is not int:
             rank = self._as_rank(rank)
         if rank not in self._coords:
