@@ -8,10 +8,10 @@ import torch.nn.functional as tf
 from .. import _torch
 from .._arguments import checked
 from .._types import Place
-from ..agree import block_sizes, partition_of
+from ..agree import block_sizes
 from ..errors import PartitionError, ShapeError
 from ..movement.copies import all_sum_reduce, broadcast
-from ..partition import Layout
+from ..partition import Layout, partition_of
 from .along import LAYOUTS, collect, collected
 from .enter import outside, replicated
 from .numeric import wide

@@ -23,11 +23,11 @@ import torch
 
 from .. import _torch, maps
 from .._types import Dims, Place
-from ..agree import check_tensor, partition_of, resolve
+from ..agree import check_tensor, resolve
 from ..errors import PartitionError, ShapeError
 from ..held import hold, mark_of, name_when_checking, tag, unmarked_dims
 from ..movement.call import move
-from ..partition import Layout
+from ..partition import Layout, partition_of
 from ..ties import nothing
 from .autocast import autocast
 

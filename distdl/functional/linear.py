@@ -7,9 +7,9 @@ import torch
 
 from .._arguments import checked
 from .._types import Place
-from ..agree import check_tensor, partition_of
+from ..agree import check_tensor
 from ..errors import PartitionError, ShapeError
-from ..partition import Layout
+from ..partition import Layout, partition_of
 from .along import bias_once, check_layouts, collect, collected, spread
 from .autocast import autocast
 from .enter import check_bias, outside, replicated

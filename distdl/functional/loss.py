@@ -20,10 +20,10 @@ import torch.nn.functional as tf
 
 from .. import _torch
 from .._types import Place
-from ..agree import partition_of, resolve
+from ..agree import resolve
 from ..errors import PartitionError, ShapeError
 from ..movement.copies import invariant_sum
-from ..partition import Layout
+from ..partition import Layout, partition_of
 from .autocast import autocast
 from .enter import FLOATING, enter, outside
 from .numeric import pivot, sum_and_count, summed, wide, wider

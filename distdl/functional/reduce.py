@@ -20,10 +20,10 @@ import math
 import torch
 
 from .._types import Dims, Place
-from ..agree import partition_of, resolve
+from ..agree import resolve
 from ..errors import PartitionError, ShapeError
 from ..movement.copies import invariant_sum, mark_varying
-from ..partition import Layout
+from ..partition import Layout, partition_of
 from ..ties import tie
 from .enter import ANY, FLOATING, REAL, SMOOTH, enter, outside
 from .numeric import one_each, pivot, power, reduced_shape, sum_and_count, wide

@@ -16,11 +16,11 @@ import torch
 from .. import maps
 from .._arguments import checked
 from .._types import Place
-from ..agree import partition_of, resolve
+from ..agree import resolve
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
 from ..movement.halo import HaloSpec, halo_exchange, sizes_of
-from ..partition import Layout, Partition, joined, layout_of, row_major
+from ..partition import Layout, Partition, joined, layout_of, partition_of, row_major
 from ..plan import Axis, Side
 from ..ties import nothing
 from .enter import at_least, check_block, enter, outside, supposed

@@ -15,7 +15,7 @@ from .._torch import opaque
 from .._types import Tree
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
-from ..partition import Layout, Partition, _Value, is_bool, is_int, layout_of
+from ..partition import Layout, Partition, _Value, is_bool, is_int, joined, layout_of
 from ..plan import Axis, Plan, Side
 from .call import by_map, moved, rule
 
@@ -33,16 +33,12 @@ def _source(boundary: str, i: int, n: int) -> int:
 
 def _runs(lo: int, hi: int, n: int, boundary: str):
     """The window [lo, hi) as runs (start, stop, place in the window); ghosts that follow each other are one run."""
-    inner = (max(lo, 0), min(hi, n))
-    runs = [(*inner, inner[0] - lo)] if inner[0] < inner[1] else []
+    start, stop = max(lo, 0), min(hi, n)
+    runs = [(start, stop, start - lo)] if start < stop else []
     if boundary not in ("none", "zeros"):
-        for i in (*range(lo, min(hi, 0)), *range(max(lo, n), hi)):
-            real = _source(boundary, i, n)
-            if runs and runs[-1][1] == real and runs[-1][2] + real - runs[-1][0] == i - lo:
-                runs[-1] = (runs[-1][0], real + 1, runs[-1][2])
-            else:
-                runs.append((real, real + 1, i - lo))
-    return tuple(runs)
+        ghosts = ((i, _source(boundary, i, n)) for i in (*range(lo, min(hi, 0)), *range(max(lo, n), hi)))
+        runs += [(real, real + 1, i - lo) for i, real in ghosts]
+    return joined(runs)
 
 
 def _range(found, layout):
