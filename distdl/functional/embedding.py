@@ -129,14 +129,13 @@ def dist_embedding(
         like = collected(_first_block(L, idx, w, batch), grid, batch, y_layout, y_dim)
         return outside(w, like=like)
     block = None if L is None else L.local_shape()
-    if block is not None:
-        if w.shape != block[-2:]:
-            raise ShapeError(
-                "w is not this rank's block",
-                expected=block[-2:],
-                actual=tuple(w.shape),
-                next_step="pass this rank's rows and columns of the table",
-            )
+    if block is not None and w.shape != block[-2:]:
+        raise ShapeError(
+            "w is not this rank's block",
+            expected=block[-2:],
+            actual=tuple(w.shape),
+            next_step="pass this rank's rows and columns of the table",
+        )
     if idx_layout == "root":
         holders = grid.take(batch, 0, keepdim=True).take(batch + 1, 0, keepdim=True)
         idx = broadcast(idx, holders, grid, shape=block and block[:-2])
