@@ -61,7 +61,7 @@ def rule(build: Callable[_Arguments, _Map]) -> Callable[_Arguments, _Map]:
     return found
 
 
-def _check_keys(op: str, values: Iterable[Any]) -> None:
+def _check_keys(op: str, values: tuple[Any, ...]) -> None:
     for value in values:
         try:
             hash(value)
@@ -98,17 +98,17 @@ def on_one_rank(root: int, ndim: int, world: str) -> Partition:
     return Partition((1,) * ndim, (root,), world)
 
 
-def sized(dim: int, sizes: Iterable[int]) -> Axis:
+def sized(dim: int, sizes: Sequence[int]) -> Axis:
     """A dim of which the rank at coordinate i has its own ``sizes[i]`` elements, counted from 0 (under a key)."""
     return Axis(dim, tuple(((0, n, 0),) for n in sizes), tuple(sizes))
 
 
-def own(P: Partition, dims: int | Iterable[int] | None = None) -> list[Axis]:
+def own(P: Partition, dims: Iterable[int] | None = None) -> list[Axis]:
     """Key axes that tell ranks apart along ``dims`` (default: all)."""
     return [key(d, range(P.shape[d])) for d in P.dims(dims)]
 
 
-def tensor_axes(where: Place, shape: Iterable[int] | None) -> tuple[Partition, list[Axis]]:
+def tensor_axes(where: Place, shape: Sequence[int] | None) -> tuple[Partition, list[Axis]]:
     """(partition, tensor axes): of a Layout its blocks, tied to its grid dims; of a partition the local shape as it
     is."""
     if shape is None or isinstance(where, Layout):
@@ -152,7 +152,7 @@ def by_layout(
     return xs, [rule(L, *args) for L in layouts], tree
 
 
-def by_shape(x: Any, P: Place, map_of: Callable[..., LinearMap]) -> Movement:
+def by_shape(x: Any, P: Place, map_of: Callable[[Any], LinearMap]) -> Movement:
     """``map_of(shape of the leaf)``, or ``map_of(None)`` with a Layout, which has the shape: nothing is negotiated."""
     if isinstance(P, Layout):
         return by_map(x, map_of(None))
@@ -170,7 +170,7 @@ def by_shape(x: Any, P: Place, map_of: Callable[..., LinearMap]) -> Movement:
     return xs, [map_of(tuple(leaf.shape)) for leaf in xs], tree
 
 
-def local_shape(shape: Any) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """``shape`` of a local tensor, as a user gives it."""
     try:
         return tuple(as_int(n) for n in shape)
@@ -198,7 +198,7 @@ def moved(xs: Sequence[Any], maps: Sequence[LinearMap] | None, tree: _torch.Stru
     return x if step.is_identity else apply(step.alone, (x,))[0]
 
 
-def move(xs: Sequence[torch.Tensor], maps: Sequence[LinearMap]) -> list[torch.Tensor]:
+def move(xs: Sequence[Any], maps: Sequence[LinearMap]) -> list[torch.Tensor]:
     """Apply movements of one kind to tensors, as one set of messages."""
     steps = [A.steps[0] for A in maps]
     results = [step.operand(x) for step, x in zip(steps, xs)]

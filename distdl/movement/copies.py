@@ -7,7 +7,7 @@ arXiv:1909.08053).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .. import _torch
@@ -74,17 +74,17 @@ def sum_reduce(x: Tree, P_src: Place, P_dst: Place, *, shape: Sequence[int] | No
 def _copying(op: str, x: Any, small: Place, big: Place, shape: Sequence[int] | None) -> Movement:
     """broadcast and sum_reduce: one copies ``x`` from ``small`` to ``big``, the other sums it back."""
 
-    def rule(small: Any, big: Any, shape: Sequence[int] | None = None) -> LinearMap:
+    def map_of(small: Place, big: Partition, shape: Sequence[int] | None = None) -> LinearMap:
         return broadcast_map(small, big, shape) if op == "broadcast" else sum_reduce_map(big, small, shape)
 
     few, many = partition_of(small), partition_of(big)
     if isinstance(big, Layout):
         small = _source_layout(few, big)
     if isinstance(small, Layout):
-        return by_map(x, rule(small, many))
+        return by_map(x, map_of(small, many))
     source = broadcast_source(few, many)
     if shape is not None:
-        return by_map(x, rule(few, many, local_shape(shape)))
+        return by_map(x, map_of(few, many, local_shape(shape)))
     xs, tree = _torch.flatten(x)
     holders = few if op == "broadcast" else many
     xs, tree, reports = negotiate(op, xs, holders, (few, many), tree=tree)
@@ -96,7 +96,7 @@ def _copying(op: str, x: Any, small: Place, big: Place, shape: Sequence[int] | N
         if op == "sum_reduce":
             shapes = _summed_shapes(shapes, source, many)
         if len(set(shapes)) == 1:
-            maps.append(rule(few, many, shapes[0]))
+            maps.append(map_of(few, many, shapes[0]))
         else:
             copying = keyed("broadcast", few, many, source, shapes, tuple(shapes[s] for s in source))
             maps.append(copying if op == "broadcast" else transposed(op, copying))
@@ -153,7 +153,7 @@ def _source_layout(small: Partition, big: Layout) -> Layout:
 
 
 def _summed_shapes(
-    shapes: Iterable[tuple[int, ...]], source: Iterable[int], many: Partition
+    shapes: tuple[tuple[int, ...], ...], source: tuple[int, ...], many: Partition
 ) -> tuple[tuple[int, ...], ...]:
     """The shapes of the sums of tensors of ``shapes``, of which the one at place j goes to place ``source[j]``."""
     found: dict[int, tuple[int, ...]] = {}

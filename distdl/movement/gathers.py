@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from .. import _torch
 from .._types import Dims, Place, Tree
@@ -29,7 +31,7 @@ def all_gather_map(where: Layout, dims: Dims = None) -> LinearMap:
 
 
 @rule
-def _gathering(P: Partition, shape: tuple[int, ...], pairs: Iterable[tuple[int, int]], sizes: Any) -> LinearMap:
+def _gathering(P: Partition, shape: tuple[int, ...], pairs: Any, sizes: Any) -> LinearMap:
     wanted = [whole(n) for n in shape]
     held = list(wanted)
     for t, d in pairs:
@@ -101,7 +103,7 @@ def reduce_scatter(x: Tree, P: Place, dims: Dims | dict[int, int] = None) -> Tre
     return moved(*by_shape(x, P, summing))
 
 
-def _outside(xs: Sequence[Any], P: Place, dims: Any) -> list[Any]:
+def _outside(xs: Sequence[Any], P: Partition, dims: Any) -> list[torch.Tensor]:
     """What a rank outside of P gets; with a dictionary of dims a tensor may have other dims than P."""
     return outside(xs, None if isinstance(dims, dict) else P)
 
@@ -147,11 +149,11 @@ def _layout_dims(L: Layout, dims: Any) -> Any:
     return tuple(dims)
 
 
-def _negotiated(P: Partition, dims: Any, shapes: Mapping[int, tuple[int, ...]]) -> LinearMap:
+def _negotiated(P: Partition, dims: Any, shapes: dict[int, tuple[int, ...]]) -> LinearMap:
     """The all_gather of blocks of these shapes (by rank), for this rank's fibre; every rank checks every fibre."""
     ndim = len(shapes[P.ranks[0]])
     pairs = gathered_dims(P, ndim, dims)
-    sizes_of_fibre: dict[tuple[int, ...], dict[tuple[int, int | None], int]] = {}
+    sizes_of_fibre: dict[tuple[int, ...], dict[Any, int]] = {}
     for r in P.ranks:
         coords = P.index(r)
         fibre = tuple(c for d, c in enumerate(coords) if d not in pairs.values())

@@ -16,12 +16,12 @@ from .._torch import opaque
 from .._types import Place, Size, Tree
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
-from ..partition import Layout, Value, is_bool, is_int, layout_of
+from ..partition import Layout, Value, is_bool, is_int, joined, layout_of
 from ..plan import Axis, Plan, Run, Side
 from .call import by_map, moved, rule
 
+Need = Callable[[int, int, int], tuple[int, int]]  # (dim, first output, stop) -> the range that they read
 BOUNDARIES = ("none", "zeros", "circular", "reflect", "replicate")
-Need = Callable[[int, int, int], tuple[int, int]]  # (dim, first and last + 1 output) -> the range of inputs
 
 
 def source_of(boundary: str, i: int, n: int) -> int:
@@ -35,16 +35,12 @@ def source_of(boundary: str, i: int, n: int) -> int:
 
 def _runs(lo: int, hi: int, n: int, boundary: str) -> tuple[Run, ...]:
     """The window [lo, hi) as runs (start, stop, place in the window); ghosts that follow each other are one run."""
-    inner = (max(lo, 0), min(hi, n))
-    runs = [(*inner, inner[0] - lo)] if inner[0] < inner[1] else []
+    start, stop = max(lo, 0), min(hi, n)
+    runs = [(start, stop, start - lo)] if start < stop else []
     if boundary not in ("none", "zeros"):
-        for i in (*range(lo, min(hi, 0)), *range(max(lo, n), hi)):
-            real = source_of(boundary, i, n)
-            if runs and runs[-1][1] == real and runs[-1][2] + real - runs[-1][0] == i - lo:
-                runs[-1] = (runs[-1][0], real + 1, runs[-1][2])
-            else:
-                runs.append((real, real + 1, i - lo))
-    return tuple(runs)
+        ghosts = ((i, source_of(boundary, i, n)) for i in (*range(lo, min(hi, 0)), *range(max(lo, n), hi)))
+        runs += [(real, real + 1, i - lo) for i, real in ghosts]
+    return joined(runs)
 
 
 def _range(found: Any, layout: Layout) -> tuple[int, int]:
@@ -62,7 +58,7 @@ def _range(found: Any, layout: Layout) -> tuple[int, int]:
     return lo, hi
 
 
-def _moved(runs: Iterable[Run], before: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
+def _moved(runs: tuple[Run, ...], before: list[tuple[int, int]]) -> tuple[Run, ...]:
     """The runs, to lie after the ranges ``before``."""
     by = sum(hi - lo for lo, hi in before)
     return tuple((start, stop, at + by) for start, stop, at in runs)
@@ -142,7 +138,7 @@ class HaloSpec(Value):
     def __init__(
         self,
         P: Place,
-        shape: Size | None = None,
+        shape: Any = None,
         left: Size | None = None,
         right: Size | None = None,
         *,
@@ -263,7 +259,7 @@ class HaloSpec(Value):
         shape: Sequence[int] | None,
         kernel: Size,
         stride: Size = 1,
-        padding: int | Sequence[int | tuple[int, int]] = 0,
+        padding: Size | Sequence[tuple[int, int]] = 0,
         dilation: Size = 1,
         boundary: str | Sequence[str] = "zeros",
         *,

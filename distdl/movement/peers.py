@@ -69,7 +69,7 @@ def keyed(
     Shapes are given for every place; ``source[j]`` may be ``None``: zeros.
     """
 
-    def side(P: Partition, keys: Iterable[int | None], shapes: Iterable[tuple[int, ...]]) -> Side:
+    def side(P: Partition, keys: Iterable[int | None], shapes: tuple[tuple[int, ...], ...]) -> Side:
         line = Partition((P.size,), P.ranks, P.world)
         return Side(line, (key(0, keys), *(sized(0, sizes) for sizes in zip(*shapes))))
 
