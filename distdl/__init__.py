@@ -29,6 +29,7 @@ __all__ = [
     "func",
     "functional",
     "init",
+    "interop",
     "launch",
     "linear_map",
     "maps",
@@ -40,5 +41,5 @@ __all__ = [
     "world",
 ]
 _SUBMODULES = ("agree", "autograd", "engine", "halo", "partition", "plan", "signature", "ties", "watching")
-__getattr__ = only_public(__name__, keep=_SUBMODULES, lazy=("data", "viz"))
+__getattr__ = only_public(__name__, keep=_SUBMODULES, lazy=("data", "interop", "viz"))
 del only_public

@@ -87,7 +87,7 @@ ORDER = [set(line.split()) for line in """
     init
     func testing data
     nn
-    viz checkpoint remat
+    viz checkpoint remat interop
     parallel
     launch demo bench
     __init__

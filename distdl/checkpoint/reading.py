@@ -39,13 +39,11 @@ def read(group, layout_of, choose, device=None, verify=True):
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ValueError(f"{group.path!r} is no regular file")
-            table, checked = _checksums(fd) if verify else ({}, None)
+            table, checked = checked_sources(fd) if verify else ({}, None)
             with safe_open(group.path, "pt") as file:
                 told, names = file.metadata() or {}, list(file.keys())
-                if (
-                    verify and checked is None and len(_KEYS & set(told)) == 1
-                ):  # both: another program's copy of a file of ours
-                    raise ValueError(f"the header is damaged: it lacks {_KEYS - set(told)}; {_DAMAGED}")
+                if verify and checked is None:
+                    refuse_half(told)
                 if checked is not None and table != told:
                     raise ValueError("another save replaced the file while it was opened")
                 metadata.update(json.loads(told.get("distdl", "{}")))
@@ -84,7 +82,13 @@ def _owned(block, source):
     return block if isinstance(source, _Checked) else block.clone()  # safetensors returns a view of the mapped file
 
 
-def _checksums(fd):
+def refuse_half(told) -> None:
+    """A header of ours has both keys; one that has neither mark nor both is another program's copy, or damaged."""
+    if len(_KEYS & set(told)) == 1:
+        raise ValueError(f"the header is damaged: it lacks {_KEYS - set(told)}; {_DAMAGED}")
+
+
+def checked_sources(fd):
     """The file's metadata, and {name: its checked bytes}; ({}, ``None``) where it has no checksums."""
     start = os.pread(fd, 8 + len(MARK), 0)
     if start[8:] != MARK:

@@ -32,7 +32,7 @@ __all__ = ["Pending", "async_save", "save"]
 _under_way: dict[str, str] = {}  # saves of this process that nobody has waited for yet: {temporary file: target}
 
 
-def _describe(path, tensors, layouts, metadata, token) -> Report:
+def describe(path, tensors, layouts, metadata, token, any_dtype=False) -> Report:
     unknown = sorted(set(layouts) - set(tensors))
     if unknown:
         raise ValueError(f"layouts without a tensor: {unknown}")
@@ -42,7 +42,7 @@ def _describe(path, tensors, layouts, metadata, token) -> Report:
             raise TypeError(f"expected {{name: tensor}}, got {name!r}: {type(x).__name__}")
         if any("\ud800" <= c <= "\udfff" for c in name):
             raise ValueError(f"the name {name!r} is no valid text: it has half of a surrogate pair")
-        if x.dtype not in DTYPES or x.layout is not torch.strided:
+        if (x.dtype not in DTYPES and not any_dtype) or x.layout is not torch.strided:
             raise TypeError(
                 f"safetensors cannot hold {name!r}, {x.dtype}, {x.layout}; save torch.view_as_real(x), or its parts"
             )
@@ -100,6 +100,21 @@ def _write_all(fd, data, offset) -> None:
         data, offset = data[n:], offset + n
 
 
+def refuse_differing(group, sums, undo) -> None:
+    """One error on every rank, after ``undo``, where copies of a block differ: {rank: {(name, box): checksum}}."""
+    copies: dict = {}
+    for rank, found in sums.items():
+        for place, checksum in found.items():
+            copies.setdefault(place, {})[rank] = checksum
+    differ = {place[0]: sorted(told) for place, told in copies.items() if len(set(told.values())) > 1}
+    if differ:
+        undo()
+        raise group.error(
+            f"copies of one block differ between ranks: {differ}",
+            "make them equal first (broadcast), or save only one rank's; see the cotangent convention",
+        )
+
+
 class Pending:
     """A save under way, as :func:`async_save` returns it.
 
@@ -111,7 +126,7 @@ class Pending:
         self._waiting = False
         self._group = group = Group("checkpoint.save", path, P)
         metadata, mine = metadata or {}, secrets.token_hex(8)
-        reports = group.step(lambda: _describe(group.path, tensors, layouts or {}, metadata, mine))
+        reports = group.step(lambda: describe(group.path, tensors, layouts or {}, metadata, mine))
         try:
             self._entries = plan(reports)
             self._token, self._metadata = reports[group.ranks[0]].token, reports[group.ranks[0]].metadata
@@ -155,17 +170,7 @@ class Pending:
 
     def _complete(self) -> None:
         found = self._group.step(self._join, self._remove)
-        copies: dict = {}
-        for rank, (sums, _) in found.items():
-            for place, checksum in sums.items():
-                copies.setdefault(place, {})[rank] = checksum
-        differ = {place[0]: sorted(told) for place, told in copies.items() if len(set(told.values())) > 1}
-        if differ:
-            self._remove()
-            raise self._group.error(
-                f"copies of one block differ between ranks: {differ}",
-                "make them equal first (broadcast), or save only one rank's; see the cotangent convention",
-            )
+        refuse_differing(self._group, {rank: sums for rank, (sums, _) in found.items()}, self._remove)
         self._group.step(lambda: self._publish([told for _, told in found.values()]), self._remove)
 
     def _create(self, tensors, boxes, background) -> None:

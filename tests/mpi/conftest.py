@@ -60,7 +60,7 @@ WORLDS = (
     | dict.fromkeys(ODD, (1, 3, 4))
     | dict.fromkeys(LONG, (4,))
     | dict.fromkeys(SMALL, (1, 2, 3, 4))
-    | {"checkpoint": (2, 4), "rendezvous": (2, 4)}
+    | {"checkpoint": (2, 4), "interop": (2, 4), "rendezvous": (2, 4)}
 )
 
 
