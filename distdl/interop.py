@@ -299,4 +299,4 @@ def _placements(grid: Partition, L: Layout) -> tuple[tuple[int | str, ...], Layo
     return alike
 
 
-public({name: globals()[name] for name in __all__})
+public({f"interop.{name}": globals()[name] for name in __all__}, alike=False)

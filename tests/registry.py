@@ -35,6 +35,12 @@ def integers(shape, seed=0):
     return torch.randint(-9, 10, tuple(shape), generator=torch.Generator().manual_seed(seed)).double()
 
 
+def here():
+    """(how many ranks, which one this is, a line of all of them)."""
+    n = dd.world().size
+    return n, dd.world().rank, dd.Partition((n,))
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """One movement on one world size. ``calls``: the functional spellings; ``map``: the same as a LinearMap."""

@@ -72,7 +72,7 @@ ORDER = [set(line.split()) for line in """
     calls
     errors _rank _names
     partition
-    _arguments
+    _arguments _types
     plan
     halo _torch
     engine
@@ -212,7 +212,7 @@ def test_executor_through_counting_and_null_transports():
 
 def test_ranks_share_no_temporary_folder_of_pytest():
     """Its clean-up at exit fails where several ranks do it at once: tests of a launch use the fixture ``folder``."""
-    asking = [path.name for path in (Path(__file__).parent / "mpi").glob("*.py") if "tmp_path" in path.read_text()]
+    asking = [path.name for path in (Path(__file__).parent / "mpi").rglob("*.py") if "tmp_path" in path.read_text()]
     assert not asking
 
 

@@ -7,6 +7,7 @@ them, :mod:`.state` knows modules and optimizers. Others' files: :mod:`.hub` rea
 :mod:`.dcp` reads and writes folders of torch.distributed.checkpoint.
 """
 
+from ..calls import public
 from .dcp import load_dcp, save_dcp
 from .hub import load_safetensors
 from .reading import load
@@ -14,14 +15,16 @@ from .state import State, restore, state
 from .writing import Pending, async_save, save
 
 __all__ = [
-    "Pending",
-    "State",
-    "async_save",
-    "load",
-    "load_dcp",
-    "load_safetensors",
-    "restore",
     "save",
-    "save_dcp",
+    "async_save",
+    "Pending",
+    "load",
     "state",
+    "State",
+    "restore",
+    "load_safetensors",
+    "load_dcp",
+    "save_dcp",
 ]
+public({f"checkpoint.{name}": globals()[name] for name in __all__}, alike=False)
+del public

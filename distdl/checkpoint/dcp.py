@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from ..partition import Layout, Partition
+from .._types import Place
+from ..partition import Layout
 from .choice import Layouts, Names, block_of, chosen
 from .format import plan, volume
 from .group import Group
@@ -66,7 +67,7 @@ def load_dcp(
     *,
     names: Names = None,
     device: torch.device | str | None = None,
-    P: Partition | Layout | None = None,
+    P: Place | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Read this rank's blocks of a folder that torch.distributed.checkpoint wrote; collective.
 
@@ -91,11 +92,12 @@ def load_dcp(
     group = Group("checkpoint.load_dcp", path, P)
 
     def job():
+        folder = os.fsdecode(group.path)
         from torch.distributed.checkpoint import FileSystemReader, LoadPlan
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-        with open(os.path.join(group.path, _METADATA), "rb") as file:
+        with open(os.path.join(folder, _METADATA), "rb") as file:
             description = file.read()
             file.seek(0)
             metadata = _Metadata(file).load()
@@ -111,7 +113,7 @@ def load_dcp(
             if sum(part.lengths.numel() for part in parts) != volume(box):
                 raise ValueError(f"{name!r} is not whole in the folder: chunks of {box} are missing")
             items += [dataclasses.replace(part, dest_index=MetadataIndex(own)) for part in parts]
-        reader = FileSystemReader(group.path)
+        reader = FileSystemReader(folder)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         for item in items:
             file = os.path.normpath(metadata.storage_data[item.storage_index].relative_path)
@@ -142,7 +144,7 @@ def save_dcp(
     tensors: dict[str, torch.Tensor],
     layouts: dict[str, Layout] | None = None,
     *,
-    P: Partition | Layout | None = None,
+    P: Place | None = None,
 ) -> None:
     """Write global tensors as a folder that ``torch.distributed.checkpoint.load`` reads, on any mesh; collective.
 
@@ -166,7 +168,7 @@ def save_dcp(
         entries = plan(reports)
     except ValueError as error:  # all ranks see the same reports, so all raise it
         raise group.error(str(error), "give every rank its blocks of the same tensors") from error
-    folder, name = os.path.split(os.path.normpath(group.path))
+    folder, name = os.path.split(os.path.normpath(os.fsdecode(group.path)))
     temporary = os.path.join(folder, f".{name}.{reports[group.ranks[0]].token}.saving")
 
     def create():

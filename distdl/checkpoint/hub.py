@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..partition import Layout, Partition
+from .._types import Place
 from .choice import Layouts, Names, block_of, chosen
 from .format import DTYPES, runs, volume
 from .group import Group
@@ -144,7 +144,7 @@ def load_safetensors(
     *,
     names: Names = None,
     device: torch.device | str | None = None,
-    P: Partition | Layout | None = None,
+    P: Place | None = None,
     verify: bool = True,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Read this rank's blocks of a model as the Hugging Face hub has it; collective.
@@ -179,7 +179,7 @@ def load_safetensors(
     group = Group("checkpoint.load_safetensors", path, P)
 
     def job():
-        files, folder, described = _where(group.path)
+        files, folder, described = _where(os.fsdecode(group.path))
         token: Any = sorted(files.items()) if files is not None else None
         opened: dict[str, _File] = {}
 
