@@ -12,6 +12,7 @@ from .launch import launch
 from .linear_map import LinearMap, linear_map
 from .partition import Layout, Partition
 from .remat import remat
+from .timeline import timeline
 from .watching.checking import checking
 from .world import Topology, World, world
 
@@ -45,6 +46,7 @@ __all__ = [
     # running, testing and drawing
     "launch",
     "checking",
+    "timeline",
     "errors",
     "testing",
     "viz",

@@ -87,7 +87,8 @@ ORDER = [set(line.split()) for line in """
     init
     func testing data
     nn
-    viz checkpoint remat interop
+    timeline_page
+    viz checkpoint remat interop timeline
     parallel
     launch demo bench
     __init__

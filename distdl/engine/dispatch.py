@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from .. import _torch
 from ..errors import AgreementError, ShapeError
 from . import transport as traffic
 from .exchange import Pending
+from .ranges import ranged
 from .side_stream import settle
 
 
@@ -44,7 +47,7 @@ def checked(steps, xs):
 
 
 _strided, _of_torch_func = torch.strided, _torch.of_torch_func
-is_plain, dispatch_modes = _torch.is_plain, _torch.dispatch_modes
+is_plain, dispatch_modes, profiler = _torch.is_plain, _torch.dispatch_modes, _torch.profiler
 
 
 def plans_of(steps):
@@ -72,7 +75,20 @@ def together(steps, xs, recorded=False):
         xs = checked(steps, xs)
     if dispatch_modes() or not (ordinary or all(map(is_plain, xs))):
         return traced(steps, xs)
-    return Pending(plans_of(steps), xs, engine_for(steps, xs, recorded)).finish()
+    engine = engine_for(steps, xs, recorded)
+    if profiler._is_profiler_enabled or traffic.observer is not None:
+        return _seen(steps, xs, engine)
+    return Pending(plans_of(steps), xs, engine).finish()
+
+
+def _seen(steps, xs, engine):
+    """The same, while torch's profiler or an observer looks."""
+    plans = plans_of(steps)
+    with ranged(plans, xs, engine) if profiler._is_profiler_enabled else nullcontext():
+        ys = Pending(plans, xs, engine).finish()
+    if hasattr(engine, "ended"):  # a recorded one
+        engine.ended()
+    return ys
 
 
 # ---------------------------------------------------------------- as a torch operator
@@ -112,7 +128,7 @@ def traced(steps, xs):
 def _move_real(xs, movement):
     traffic.begun += 1  # in a graph that was traced the operator stands alone
     steps = _traced[movement]
-    ys = Pending(plans_of(steps), xs, engine_for(steps, xs, False)).finish()
+    ys = _seen(steps, xs, engine_for(steps, xs, False))
     return [y.contiguous() for y in ys]  # as the tracer was told
 
 

@@ -18,6 +18,7 @@ from ..errors import ShapeError
 from . import transport as traffic
 from .local import LocalTransport
 from .program import NO_SUMS, program_of
+from .ranges import label, ranged
 from .side_stream import Beside
 
 _empty_like, _address = torch.empty_like, torch.Tensor.data_ptr
@@ -145,6 +146,20 @@ def _sum_of_one(transport, x, y, group) -> None:
         _collect(transport, "all_reduce", x.data_ptr(), y.data_ptr(), count, y.dtype, group)
 
 
+class Ranged(Pending):
+    """A movement under way, the end of which is a range of torch's profiler."""
+
+    __slots__ = ("_label",)
+
+    def __init__(self, plans, xs, transport):
+        self._label = label(plans, xs, transport, "wait for ")
+        super().__init__(plans, xs, transport)
+
+    def finish(self):
+        with torch.profiler.record_function(self._label):
+            return super().finish()
+
+
 class Aside:
     """A movement on a side stream of the device: nothing waits on the host, so it is complete but for the device's
     time."""
@@ -168,7 +183,10 @@ class Aside:
 def start(plans, xs, transport) -> Pending | Aside:
     """Begin a movement of tensors ``xs`` (each with any leading batch axes) by ``plans``, as one set of messages."""
     aside = xs[0].is_cuda and "cpu" not in transport.device_types
-    return Aside(plans, xs, transport) if aside else Pending(plans, xs, transport)
+    if not _torch.profiler._is_profiler_enabled:
+        return Aside(plans, xs, transport) if aside else Pending(plans, xs, transport)
+    with ranged(plans, xs, transport, "start of "):
+        return Aside(plans, xs, transport) if aside else Ranged(plans, xs, transport)
 
 
 def simulate(plan, shards):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from ..engine import transport as _transport
 from ..errors import AgreementError
 from .observer import Observer, default_timeout
+from .recorder import Recorder
 
 
 @contextmanager
@@ -35,7 +36,8 @@ def checking(timeout: float | None = None):
             next_step="dd.checking(timeout=30), or leave it out",
         )
     before = _transport.observer
-    _transport.observer = Observer(default_timeout() if timeout is None else timeout)
+    checks = Observer(default_timeout() if timeout is None else timeout)
+    _transport.observer = before.over(checks) if isinstance(before, Recorder) else checks
     try:
         yield
     finally:
