@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING
 
 from . import checkpoint, errors, func, functional, init, maps, nn, parallel, testing
 from ._names import only_public
-from .halo import HaloSpec
-from .launch import launch
 from .linear_map import LinearMap, linear_map
+from .movement.halo import HaloSpec
+from .nodes import Topology
 from .partition import Layout, Partition
+from .programs.launch import launch
 from .remat import remat
 from .timeline import timeline
 from .watching.checking import checking
-from .world import Topology, World, world
+from .world import World, world
 
 if TYPE_CHECKING:
-    from . import data, viz  # imported when first asked for
+    from . import interop, viz  # imported when first asked for
+    from .programs import data
 
 __version__ = "0.1.0"
 
@@ -51,6 +53,8 @@ __all__ = [
     "testing",
     "viz",
 ]
-_SUBMODULES = ("agree", "autograd", "engine", "halo", "partition", "plan", "signature", "ties", "watching")
-__getattr__ = only_public(__name__, keep=_SUBMODULES, lazy=("data", "interop", "viz"))
+_SUBMODULES = ("agree", "autograd", "engine", "held", "movement", "partition", "plan", "signature", "ties", "watching")
+__getattr__ = only_public(
+    __name__, keep=_SUBMODULES, lazy={"data": "programs.data", "interop": "interop", "viz": "viz"}
+)
 del TYPE_CHECKING, only_public

@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-import torch
-
-_DISTDL, _TORCH = (os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__))
+_DISTDL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _known: dict[str, bool] = {}
 _names: dict[CodeType, str] = {}  # of public functions, by their code; "" of a constructor: its class says
 _alike: set[CodeType] = set()  # those that get the same plain arguments on all ranks that call them together
@@ -65,9 +63,9 @@ def has_tree(function):
 
 
 def _users(filename: str) -> bool:
-    return not filename.startswith((_DISTDL, _TORCH, "<frozen")) and not filename.endswith(
-        ("contextlib.py", "functools.py")
-    )
+    torch = sys.modules.get("torch")  # not imported here: a launcher's errors do without
+    libraries = (_DISTDL, "<frozen", *([os.path.dirname(torch.__file__) + os.sep] if torch else []))
+    return not filename.startswith(libraries) and not filename.endswith(("contextlib.py", "functools.py"))
 
 
 def _stack():
@@ -176,6 +174,8 @@ def _places(value: Any) -> list:
 def _plain(value: Any) -> str | None:
     """A number, a text, a dtype, or several of these, in words; ``None`` for what may differ by rank: tensors and all
     else."""
+    import torch
+
     if isinstance(value, (bool, str, complex, torch.dtype)):
         return repr(value)
     if isinstance(value, (int, float)):

@@ -18,7 +18,7 @@ from . import _torch
 from ._types import Dims, Place, Tree
 from .calls import public
 from .errors import PartitionError, ShapeError
-from .functional.movement import invariant_sum
+from .movement.copies import invariant_sum
 from .partition import Layout, is_int, partition_of
 
 __all__ = ["hessian", "hvp", "inner", "jacfwd", "jacrev", "linear_transpose"]

@@ -14,7 +14,7 @@ from .agree import partition_of
 from .calls import public
 from .engine import transport as traffic
 from .errors import InvariantError
-from .functional.held import holders, named
+from .held import holders, named
 from .linear_map import LinearMap, Pair
 from .signature import fingerprint, names
 from .world import world

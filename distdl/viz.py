@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .calls import public
-from .halo import HaloSpec, _source
 from .linear_map import LinearMap
+from .movement.halo import HaloSpec, _source
 from .partition import Layout, Partition
 from .plan import Plan
 

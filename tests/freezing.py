@@ -75,7 +75,7 @@ def signature(function) -> str:
 
 
 def public(module) -> list[str]:
-    """The names of ``__all__``; of dd.maps, which has none, the functions that make a map."""
+    """The names of ``__all__``."""
     if hasattr(module, "__all__"):
         return list(module.__all__)
     ours = {n: f for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")}

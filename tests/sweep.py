@@ -9,7 +9,6 @@ of each. Movements come from registry.py's definitions. ``test_sweep.py`` holds 
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from functools import partial
 
@@ -417,6 +416,7 @@ movement(
     scalar=True,
 )
 movement(lambda s: registry._shift(s.line, 0, 1, True, s.local), "shift", "shift", scalar=True)
+movement(lambda s: registry._roll(s.lay(5, "c", 3), s.lay(5, "c", 3).ndim - 1, 2), "roll", "roll")
 movement(_permute, "permute", "permute", scalar=True)
 movement(_halo, "halo_exchange", "halo_exchange", scalar=True)
 movement(_strips, "", "halo_strips", scalar=True)
@@ -1234,14 +1234,7 @@ BUILDERS["nn.stands_for"] = BUILDERS["nn.convert"]  # asks of what that has made
 
 def public_names():
     """Every name that needs a builder."""
-    maps = [
-        n
-        for n, f in vars(dd.maps).items()
-        if not n.startswith("_")
-        and getattr(f, "__module__", "") == "distdl.maps"
-        and "LinearMap" in str(inspect.signature(f).return_annotation)
-    ]
-    return {*F.__all__, *(f"maps.{n}" for n in maps), *(f"nn.{n}" for n in dd.nn.__all__)}
+    return {*F.__all__, *(f"maps.{n}" for n in dd.maps.__all__), *(f"nn.{n}" for n in dd.nn.__all__)}
 
 
 def variants(name):

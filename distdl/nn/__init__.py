@@ -8,7 +8,7 @@ gradients are right on every copy as they stand. They work under ``torch.func.fu
 
 from .._names import only_public
 from ..calls import public
-from ..functional.held import declare
+from ..held import declare
 from .conv import (
     Conv1d,
     Conv2d,

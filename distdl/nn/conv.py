@@ -15,7 +15,7 @@ from .. import init
 from .._types import Device, Place, Size
 from ..agree import partition_of
 from ..errors import PartitionError
-from ..halo import per_dim
+from ..movement.halo import per_dim
 from .layer import Layer, bias_of, weight
 
 __all__ = [

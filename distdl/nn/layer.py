@@ -16,8 +16,8 @@ from .._arguments import Checked
 from .._types import Device, Place
 from ..agree import partition_of
 from ..errors import PartitionError
-from ..functional.held import complete, held, hold, mark_of, unmarked_dims
-from ..halo import plain
+from ..held import complete, held, hold, mark_of, unmarked_dims
+from ..movement.halo import plain
 from ..partition import Layout, Partition
 from ..world import world
 
@@ -111,7 +111,7 @@ class Layer(Checked, torch.nn.Module):
 
     def hold_parameters(self) -> None:
         """Mark the tensors that stand for this layer's parameters now: over which ranks it sums their gradients, and of
-        what they are blocks (:mod:`distdl.functional.held`), for whoever reduces gradients. No message."""
+        what they are blocks (:mod:`distdl.held`), for whoever reduces gradients. No message."""
         for name, mark in self._marks.items():
             if (tensor := self._parameters.get(name, self._buffers.get(name))) is not None:
                 hold(tensor, mark, f"{name} of {type(self).__name__}")

@@ -11,7 +11,7 @@ from .. import functional as F
 from .. import init
 from .._types import Device, Place
 from ..agree import partition_of
-from ..halo import plain
+from ..movement.halo import plain
 from ..partition import Layout
 from .layer import Layer, bias_of, weight
 

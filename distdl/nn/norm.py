@@ -11,8 +11,8 @@ from .. import functional as F
 from .._types import Device, Place, Size
 from ..agree import partition_of
 from ..errors import PartitionError
-from ..functional.held import mark_of
-from ..halo import plain, sizes_of
+from ..held import mark_of
+from ..movement.halo import plain, sizes_of
 from .layer import Layer, ones, zeros
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]

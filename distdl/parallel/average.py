@@ -13,8 +13,8 @@ from .. import functional as F
 from .._types import Dims, Place, Tree
 from ..agree import partition_of
 from ..errors import DistdlError
-from ..functional.held import holders, whole
 from ..functional.reduce import wide, wider
+from ..held import holders, whole
 
 __all__ = ["average_due", "average_parameters"]
 

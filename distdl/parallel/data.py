@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch.func import grad_and_value
 
-from .. import _torch, maps
+from .. import _torch
 from .. import functional as F
 from .._types import Dims, Place, Tree
 from ..agree import partition_of
-from ..functional.held import Held, complete, held, holders, name_when_checking, whole
 from ..functional.reduce import summed, wide
+from ..held import Held, complete, held, holders, name_when_checking, whole
+from ..movement.call import on_one_rank
 from ..partition import Partition
 from ..ties import is_smooth
 from .hooks import Bucket, Hook, all_reduce
@@ -89,7 +90,7 @@ def replicas(tree: Tree, P: Place, *, root: int = 0, of: Any = None) -> Tree:
     """
     where = partition_of(P)
     whole(holders("replicas", tree, of, P=P), where, "replicas")
-    return F.broadcast(tree, maps.on_one_rank(root, where.ndim, where.world), where)
+    return F.broadcast(tree, on_one_rank(root, where.ndim, where.world), where)
 
 
 def replicate(params: Tree, P: Place, dims: Dims = None, *, of: Any = None, limits: Sequence[int] = LIMITS) -> Tree:

@@ -12,7 +12,7 @@ from .. import _torch
 from .. import functional as F
 from .._types import Dims, Place, Tree
 from ..errors import DistdlError
-from ..functional.held import keep
+from ..held import keep
 from .data import replicate
 from .shard import Sharding
 from .topology import along

@@ -26,8 +26,8 @@ from .. import _torch, maps
 from .. import functional as F
 from .._types import Dims, Place, Tree
 from ..errors import DistdlError, PartitionError, ShapeError
-from ..functional.held import Held, ask, complete_over, declare, holders, tag
 from ..functional.reduce import wide, wider
+from ..held import Held, ask, complete_over, declare, holders, tag
 from ..partition import Layout, Partition
 from ..remat import remat as recomputed
 from ..world import world as world_of

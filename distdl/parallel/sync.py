@@ -14,7 +14,7 @@ from .. import functional as F
 from .._types import Dims, Place
 from ..engine.side_stream import Beside, attend
 from ..errors import DistdlError
-from ..functional.held import ask, complete, held
+from ..held import ask, complete, held
 from .data import LIMITS, bucketed
 from .hooks import Hook, all_reduce
 from .topology import along

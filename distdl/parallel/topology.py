@@ -78,7 +78,7 @@ def hierarchical_all_reduce(x: Tree, nodes: Iterable[Iterable[int]], *, world: s
     (place,) = node.index()
     leaves, tree = _torch.flatten(x)
     summed = list(leaves)
-    once = world_of(world).host.wide and sum(map(len, groups)) > 2  # round halves once, as the flat sum does
+    once = world_of(world).wide and sum(map(len, groups)) > 2  # round halves once, as the flat sum does
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
         numbers = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
         flat = torch.cat([(wide(leaves[i]) if once else leaves[i]).reshape(-1) for i in numbers])

@@ -54,12 +54,12 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def post(self, sends, receives, *others):
+    def post(self, sends, receives, call=None, memory=None):
         event = self.event
         event.sends += [(peer, index(n)) for peer, _, n in sends]
         event.receives += [(peer, index(n)) for peer, _, n in receives]
         event.posted = clock()
-        return self.inner.post(sends, receives, *others)
+        return self.inner.post(sends, receives, call, memory)
 
     def wait(self, handle):
         return self._waited(self.inner.wait, handle)
@@ -77,8 +77,7 @@ class Recorded:
     def pause(self) -> None:
         """The movement goes on while this rank does something else."""
         self.event.paused = clock()
-        if hasattr(self.inner, "pause"):  # a checked one
-            self.inner.pause()
+        self.inner.pause()
 
     def ended(self) -> None:
         """The result is there."""
@@ -119,20 +118,22 @@ class Recorder:
         if self.inner is not None:
             self.inner.tracing = value
 
-    def movement(self, place, engine, steps, xs, recorded):
-        said, begin = called(), clock()
-        event = self._note(str(steps[0]), said, steps[0].world.name, begin)
+    def movement(self, watch, engine, steps, xs, recorded):
+        """The engine for this movement, as :meth:`distdl.watching.observer.Observer.movement` gives it."""
+        event = self._note(str(steps[0]), steps[0].world.name)
         if self.inner is not None:
-            engine = self.inner.movement(place, engine, steps, xs, recorded)
+            engine = self.inner.movement(watch, engine, steps, xs, recorded)
         return Recorded(engine, event)
 
-    def agreement(self, *args):
-        *place, _, _, purpose = args
-        event = self._note(f"agreement: {purpose}", called(), "", clock())
-        return Recorded(place[-1] if self.inner is None else self.inner.agreement(*args), event)
+    def agreement(self, watch, host, value, ranks, purpose):
+        """The engine for a small all-gather."""
+        event = self._note(f"agreement: {purpose}", "")
+        engine = host if self.inner is None else self.inner.agreement(watch, host, value, ranks, purpose)
+        return Recorded(engine, event)
 
-    def _note(self, name, said, world, begin) -> Event:
-        event = Event(name, said.name, said.line, world, threading.get_ident(), begin)
+    def _note(self, name, world) -> Event:
+        said = called()
+        event = Event(name, said.name, said.line, world, threading.get_ident(), clock())
         self.events.append(event)
         return event
 

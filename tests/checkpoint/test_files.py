@@ -23,7 +23,7 @@ from safetensors.torch import load, load_file, save_file
 import distdl as dd
 from distdl import checkpoint
 from distdl.checkpoint.format import DTYPES, Report, header, plan, runs
-from distdl.launch import find_mpi
+from distdl.programs.launch import find_mpi
 
 needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="needs mpi4py and an MPI library")
 

@@ -28,7 +28,7 @@ class Posting(NullTransport):
         super().__init__(rank, 4)
         self.sends, self.receives, self.abandoned = [], [], []
 
-    def post(self, sends, receives, call=None):
+    def post(self, sends, receives, call=None, memory=None):
         self.sends, self.receives = sends, receives
         return sends, receives
 
@@ -75,7 +75,7 @@ class Typed(LocalTransport):
     def memory(address, message):
         return (message if isinstance(message, Box) else Box(((message,), (1,), 1))).at(address)
 
-    def post(self, sends, receives, call=None):
+    def post(self, sends, receives, call=None, memory=None):
         for peer, address, message in sends:
             assert peer < self.size
             self.mailboxes[self.rank, peer].append(self.memory(address, message).flatten().clone())

@@ -12,7 +12,7 @@ import torch.nn.functional as tf
 
 import distdl as dd
 import distdl.functional as F
-from distdl import partition
+from distdl import errors
 from distdl.functional import window
 
 CONVOLUTIONS = [(p, n, k, s, d, pad) for p, n, k, s, d in itertools.product(
@@ -28,23 +28,23 @@ class Found(Exception):
 def as_rank(monkeypatch):
     """Run a layer as any rank: ``as_rank(r, windows)`` makes this process rank r, whose halo exchange yields
     windows[r]."""
-    before = partition._rank_of["source"]
+    before = errors.rank_of["source"]
     windows = {}
 
     def exchange(x, spec):
         if not windows:
             raise Found(spec)
-        return windows[partition._rank_of["source"]("default")]
+        return windows[errors.rank_of["source"]("default")]
 
     monkeypatch.setattr(window, "halo_exchange", exchange)
 
     def become(rank, given=None):
-        partition.set_rank_source(lambda name: rank)
+        errors.set_rank_source(lambda name: rank)
         windows.clear()
         windows.update(given or {})
 
     yield become
-    partition.set_rank_source(before)
+    errors.set_rank_source(before)
 
 
 def compare(as_rank, layer, serial, L, x, *params):

@@ -1,4 +1,4 @@
-"""Halo specifications: which window of the global tensor each rank needs, and what lies beyond the edge.
+"""Halos: which window of the global tensor each rank needs, what lies beyond the edge, and the exchange of both.
 
 A boundary condition is one index function: ghost index -> real index. Its ghosts are runs of the wanted side of a plan,
 so corners, halos wider than a neighbour's block, and the adjoint need no code of their own.
@@ -11,9 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import index as as_int
 
-from .errors import PartitionError
-from .partition import Layout, Partition, _Value, is_bool, is_int
-from .plan import Axis, Plan, Side
+from .._torch import opaque
+from .._types import Tree
+from ..errors import PartitionError
+from ..linear_map import LinearMap, movement
+from ..partition import Layout, Partition, _Value, is_bool, is_int, layout_of
+from ..plan import Axis, Plan, Side
+from .call import by_map, moved, rule
 
 BOUNDARIES = ("none", "zeros", "circular", "reflect", "replicate")
 
@@ -104,21 +108,6 @@ def per_dim(value, n: int, what: str, op: str = "HaloSpec") -> tuple:
     return values
 
 
-def _layout(P, shape, op: str) -> Layout:
-    if not isinstance(P, Layout):
-        return Layout(P, shape)
-    if shape is not None and tuple(shape) != P.shape:
-        raise PartitionError(
-            "shape differs from the layout's",
-            op=op,
-            partitions=P,
-            expected=P.shape,
-            actual=shape,
-            next_step="leave the shape out (None), or pass the partition and the shape",
-        )
-    return P
-
-
 @dataclass(frozen=True, init=False, repr=False)
 class HaloSpec(_Value):
     """What each rank's window of a partitioned tensor is, for :func:`distdl.functional.halo_exchange`.
@@ -159,8 +148,8 @@ class HaloSpec(_Value):
                     actual=(shape, left, right),
                     next_step="HaloSpec(layout, left, right), or HaloSpec(partition, shape, left, right)",
                 )
-            left, right = shape, left
-        layout = P if isinstance(P, Layout) else Layout(P, shape)
+            left, right, shape = shape, left, None
+        layout = layout_of(P, shape)
         try:
             lefts = tuple(as_int(n) for n in per_dim(left, layout.ndim, "left"))
             rights = tuple(as_int(n) for n in per_dim(left if right is None else right, layout.ndim, "right"))
@@ -233,7 +222,7 @@ class HaloSpec(_Value):
                 read.
             boundary: what lies beyond the edge.
         """
-        in_layout = _layout(P, shape, "HaloSpec.needs")
+        in_layout = layout_of(P, shape)
         out_layout = out_shape if isinstance(out_shape, Layout) else in_layout.with_shape(out_shape)
         if out_layout.partition != in_layout.partition:
             raise PartitionError(
@@ -263,7 +252,7 @@ class HaloSpec(_Value):
         Raises:
             PartitionError: sizes that torch would refuse, or a kernel larger than the padded input.
         """
-        in_layout = _layout(P, shape, "HaloSpec.window")
+        in_layout = layout_of(P, shape)
         k = plain(kernel, "kernel", "HaloSpec.window")
         k = k if isinstance(k, tuple) else (k,) * max(in_layout.ndim - 2, 1)
         first, n = in_layout.ndim - len(k), len(k)
@@ -363,3 +352,37 @@ class HaloSpec(_Value):
 
     def __repr__(self):
         return f"HaloSpec({self.in_layout}, windows={self.windows}, boundary={self.boundary})"
+
+
+@rule
+def halo_exchange_map(spec: HaloSpec) -> LinearMap:
+    """Blocks -> windows. Adjoint: ghosts' cotangents are added to their owners."""
+    if not isinstance(spec, HaloSpec):
+        raise PartitionError(
+            "not a HaloSpec",
+            expected="dd.HaloSpec(P, shape, left, right)",
+            actual=spec,
+            next_step="dd.HaloSpec(P, shape, widths), or dd.HaloSpec.window(P, shape, kernel)",
+        )
+    plan = spec.plan()
+    return movement("halo_exchange", plan.held, plan.wanted)
+
+
+@opaque
+def halo_exchange(x: Tree, spec: HaloSpec) -> Tree:
+    """This rank's window of ``x``: its block, grown by what neighbours hold and by the boundary's ghosts.
+
+    Args:
+        x: this rank's block over ``spec.in_layout``.
+        spec: a :class:`distdl.HaloSpec`.
+
+    Returns:
+        The window ``spec.out_box``. Adjoint: ghosts' cotangents are added to their owners.
+    """
+    return moved(*by_map(x, halo_exchange_map(spec)))
+
+
+@rule
+def halo_strips(spec: HaloSpec) -> dict[int, LinearMap]:
+    """{dim: blocks -> what of the windows lies beside them in that dim}, see :meth:`HaloSpec.strips`."""
+    return {d: movement("halo_strips", plan.held, plan.wanted) for d, plan in spec.strips().items()}

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _torch
-from ..engine import transport as _transport
-from ..errors import PartitionError
-from ..partition import Partition, is_int, partition_of
-from ..signature import NAME
+from . import _torch
+from .engine import transport as _transport
+from .errors import PartitionError
+from .partition import Partition, is_int, partition_of
+from .signature import NAME
 
 _MARK, _MARKED = "_distdl_held", "_distdl_marked"
 _marked: weakref.WeakValueDictionary[int, torch.Tensor] = (
