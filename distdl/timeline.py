@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from . import maps
+from .calls import public
 from .engine import transport as _transport
 from .errors import DistdlError
 from .partition import Layout, Partition
@@ -94,7 +95,6 @@ def timeline(*paths: str | os.PathLike[str], world: str = "default") -> Iterator
     if problem is not None:
         raise DistdlError(
             "the timeline could not be written",
-            op="timeline",
             expected=f"files that rank 0 can write: {paths}",
             actual=problem,
             next_step="give it a path where rank 0 may write; the program itself has gone on",
@@ -106,6 +106,9 @@ def _machine() -> str:
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
     return socket.gethostname()
+
+
+public({"timeline": timeline}, alike=False)
 
 
 # ---------------------------------------------------------------- pure functions of the notes
