@@ -1,7 +1,7 @@
 """Who already sums: how the ranks hold a parameter, and over which of them its layer's adjoint sums the gradient.
 
 A layer over a grid ``P`` holds a parameter as a block along some dims of ``P``, ``split``, and as a copy along the
-others, over which its adjoint sums (:func:`distdl.functional.params.replicated`). So within ``P`` the gradient is
+others, over which its adjoint sums (:func:`distdl.functional.replicated`). So within ``P`` the gradient is
 complete as it stands; who reduces gradients over ranks R asks :func:`complete`:
 
     R inside of P               nothing is left to sum
@@ -247,16 +247,19 @@ def tag(ys, xs, P, dims=None) -> None:
             setattr(y, _MARKED, (*getattr(x, _MARKED, ()), mark))
 
 
+_dims = lru_cache(maxsize=1024)(Partition.dims)
+
+
 def unmarked_dims(tensor, P, dims, op="replicated") -> tuple[int, ...]:
     """Those of the partition dims ``dims`` of a layer over which the gradient of ``tensor`` is not summed yet.
 
     Raises:
         PartitionError: it was marked over ranks that hold different blocks, or over a part of a dim.
     """
-    left = P.dims(dims, op)
-    if not P.active:
+    left, marks = _dims(P, dims if is_int(dims) else tuple(dims), op), getattr(tensor, _MARKED, ())
+    if not marks or P.index() is None:
         return left
-    for world, shape, ranks, along in getattr(tensor, _MARKED, ()):
+    for world, shape, ranks, along in marks:
         fibre = Partition(shape, ranks, world).along(along) if world == P.world else None
         ranks = () if fibre is None else fibre.ranks
         shared = set(ranks).intersection(P.ranks)

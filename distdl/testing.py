@@ -10,12 +10,12 @@ import torch
 from torch.func import jvp, vjp, vmap
 
 from ._types import Dims, Place
-from .agree import partition_of
 from .calls import public
 from .engine import transport as traffic
 from .errors import InvariantError
 from .held import holders, named
 from .linear_map import LinearMap, Pair
+from .partition import partition_of
 from .signature import fingerprint, names
 from .world import world
 

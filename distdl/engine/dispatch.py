@@ -9,7 +9,8 @@ import torch
 from .. import _torch
 from ..errors import AgreementError, ShapeError
 from . import transport as traffic
-from .exchange import Pending
+from .exchange import Aside, Exchange
+from .exchange import begin as begin_exchange
 from .ranges import ranged
 from .side_stream import settle
 
@@ -78,17 +79,34 @@ def together(steps, xs, recorded=False):
     engine = engine_for(steps, xs, recorded)
     if profiler._is_profiler_enabled or traffic.observer is not None:
         return _seen(steps, xs, engine)
-    return Pending(plans_of(steps), xs, engine).finish()
+    return Exchange(plans_of(steps), xs, engine).finish()
 
 
 def _seen(steps, xs, engine):
     """The same, while torch's profiler or an observer looks."""
     plans = plans_of(steps)
     with ranged(plans, xs, engine) if profiler._is_profiler_enabled else nullcontext():
-        ys = Pending(plans, xs, engine).finish()
+        ys = Exchange(plans, xs, engine).finish()
     if hasattr(engine, "ended"):  # a recorded one
         engine.ended()
     return ys
+
+
+def begin(steps, xs):
+    """Start to move tensors ``xs`` by ``steps``, as :func:`together` does, while this rank works: ``(what is under way,
+    the tensors that a graph's node is made of)``. Under way is nothing (``None``) where torch.func, or a tracer, has to
+    see the whole movement at once."""
+    if _torch.transforms_active() or dispatch_modes():
+        return None, xs
+    xs = checked(steps, xs)
+    if not all(map(is_plain, xs)):
+        return None, xs
+    traffic.begun += 1
+    engine = engine_for(steps, xs, torch.is_grad_enabled() and any(x.requires_grad for x in xs))
+    moving = begin_exchange(plans_of(steps), [x.detach() for x in xs], engine)
+    engine.pause()
+    # On a side stream the gradient is joined where the node's inputs are, after what stands in between.
+    return moving, [x.view_as(x) for x in xs] if isinstance(moving, Aside) else xs
 
 
 # ---------------------------------------------------------------- as a torch operator

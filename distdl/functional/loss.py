@@ -16,16 +16,16 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as local
+import torch.nn.functional as tf
 
 from .. import _torch
-from ..agree import check_tensor, outside_shape, partition_of, resolve
+from ..agree import partition_of, resolve
 from ..errors import PartitionError, ShapeError
 from ..movement.copies import invariant_sum
 from ..partition import Layout
-from ..ties import nothing
 from .autocast import autocast
-from .reduce import check_block, dist_mean, pivot, summed, wide, wider, zero_loss
+from .enter import FLOATING, enter, outside
+from .numeric import pivot, sum_and_count, summed, wide, wider
 
 __all__ = [
     "dist_bce_loss",
@@ -49,15 +49,20 @@ def _reduced(losses, count, reduction, P, dims, dtype):
     return (total / n if reduction == "mean" else total).to(dtype)
 
 
-def _check_reduction(op, reduction, *more) -> None:
+def _check_reduction(reduction, *more) -> None:
     if reduction not in ("none", "mean", "sum", *more):
         raise ShapeError(
             "unknown reduction",
-            op=op,
             expected=" or ".join(("none", "mean", "sum", *more)),
             actual=reduction,
             next_step="choose one of these",
         )
+
+
+def _outside(x, *others, L, reduction, dtype, dims):
+    """What a rank outside gets: nothing of the losses in dims ``dims``, and a zero for what is one value."""
+    sizes = x.shape if L is None else L.local_shape()
+    return outside(x, *others, like=[sizes[d] for d in dims] if reduction == "none" else (), dtype=dtype)
 
 
 # ---------------------------------------------------------------- classes
@@ -105,53 +110,38 @@ def dist_nll_loss(log_probs, target, P, weight=None, *, ignore_index=-100, reduc
 
 def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
     """Both class losses. ``smoothing=None``: x are log-probabilities, and nothing is normalised."""
-    where, softmax, eps = partition_of(P), smoothing is not None, smoothing or 0.0
-    _check_reduction(op, reduction)
+    grid, softmax, eps = partition_of(P), smoothing is not None, smoothing or 0.0
+    _check_reduction(reduction)
     if not 0 <= eps <= 1:
         raise ShapeError(
             "smoothing is a probability",
-            op=op,
             expected="0 <= label_smoothing <= 1",
             actual=eps,
-            partitions=P,
             next_step="give the share of the target that is spread over all classes",
         )
-    if where.ndim == 0:
+    if grid.ndim == 0:
         raise PartitionError(
             "there is no class dim",
-            op=op,
-            partitions=P,
             expected="(batch, class, *space) or (class,)",
             actual="no dims",
             next_step="give P a dim for the classes",
         )
-    x, target, weight = autocast(op, where.ndim, x, target, weight)
-    c = min(1, where.ndim - 1)
-    rest = tuple(d for d in range(where.ndim) if d != c)
-    (check_block if where.active else check_tensor)(op, x, P)
-    if not x.is_floating_point():
-        raise ShapeError(
-            "the prediction is not floating",
-            op=op,
-            partitions=P,
-            expected="a floating dtype",
-            actual=x.dtype,
-            next_step="convert it first: x.float()",
-        )
+    x, L, at = enter(op, x, P, kinds=FLOATING, agreed=False)
+    target, weight = autocast(op, grid.ndim, target, weight)
+    c = min(1, grid.ndim - 1)
+    rest = (0, *range(2, grid.ndim)) if c else ()
     likely = softmax and isinstance(target, torch.Tensor) and target.is_floating_point()
     dtype = torch.promote_types(x.dtype, target.dtype) if likely else x.dtype
-    if not where.active:
-        if reduction != "none" or not rest:
-            return zero_loss(x).to(dtype)
-        return nothing((0, *outside_shape(x, P)[2:]), x, dtype=dtype)
-    x, first, classes = _classes(op, x, P, c)
-    _check_target(op, x, target, weight, c, likely, P)
+    if at is None:
+        return _outside(x, L=L, reduction=reduction, dtype=dtype, dims=rest)
+    x, first, classes = _classes(op, x, L, at, c)
+    _check_target(x, target, weight, c, likely)
 
     x = x.to(wider(dtype))
     if softmax:
-        x = x - pivot(x, where, (c,))  # of an infinite or NaN one all is NaN, as in torch
+        x = x - pivot(x, grid, (c,))  # of an infinite or NaN one all is NaN, as in torch
     weight = None if weight is None else weight.to(x.dtype)
-    by_class = 1 if weight is None else weight.reshape(-1, *[1] * (where.ndim - c - 1))
+    by_class = 1 if weight is None else weight.reshape(-1, *[1] * (grid.ndim - c - 1))
     if likely:
         q = by_class * ((1 - eps) * target.to(x.dtype) + eps / classes)
         valid = known = None
@@ -173,7 +163,7 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
     if softmax:
         rows.append(x.exp().sum(c, True))
 
-    dot, *mass = invariant_sum(torch.stack(rows), where, (c,))
+    dot, *mass = invariant_sum(torch.stack(rows), grid, (c,))
     log_sum = mass.pop().log() if softmax else 0
     if likely:
         losses, count = mass[0] * log_sum - dot, math.prod(dot.shape)
@@ -183,8 +173,6 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
         if not _torch.transforms_active() and target.device.type == "cpu" and bool((valid & ~known).any()):
             raise ShapeError(
                 "a target is no class",
-                op=op,
-                partitions=P,
                 actual=target[valid & ~known][0].item(),
                 expected=f"0 <= target < {classes}, or ignore_index = {ignore_index}",
                 next_step="class indices are global; give what shall not count the ignore_index",
@@ -192,27 +180,25 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
         spoil = torch.where(known | ~valid, 1.0, math.nan)  # a factor, so that derivatives are NaN too
         losses = torch.where(valid, (scale * log_sum - dot) * spoil.to(dot.dtype), 0)
         count = torch.where(valid, share, 0).sum()
-    return _reduced(losses.squeeze(c), count, reduction, where, rest, dtype)
+    return _reduced(losses.squeeze(c), count, reduction, grid, rest, dtype)
 
 
-def _classes(op, x, P, c):
+def _classes(op, x, L, at, c):
     """(x, first class of this rank, number of classes)."""
-    if not isinstance(P, Layout):
-        if P.shape[c] == 1:
+    if not isinstance(L, Layout):
+        if L.shape[c] == 1:
             return x, 0, x.shape[c]
-        (x,), (P,) = resolve(op, (x,), P)
-    return x, P.box()[c][0], P.shape[c]
+        (x,), (L,) = resolve(op, (x,), L)
+    return x, L.blocks(c)[at[c]][0], L.shape[c]
 
 
-def _check_target(op, x, target, weight, c, likely, P) -> None:
+def _check_target(x, target, weight, c, likely) -> None:
     expected = list(x.shape)
     if not likely:
         expected.pop(c)
     if not isinstance(target, torch.Tensor):
         raise ShapeError(
             "the target is not a tensor",
-            op=op,
-            partitions=P,
             expected="this rank's block",
             actual=type(target).__name__,
             next_step="pass the target's block as a tensor",
@@ -220,20 +206,16 @@ def _check_target(op, x, target, weight, c, likely, P) -> None:
     if list(target.shape) != expected or not (likely or target.dtype == torch.int64):
         raise ShapeError(
             "target does not fit",
-            op=op,
             actual=(tuple(target.shape), target.dtype),
             expected=f"int64 classes of shape {tuple(x.shape[:c] + x.shape[c + 1 :])}, or probabilities like x",
             next_step="pass this rank's block of the targets; class indices are global",
-            partitions=P,
         )
     if weight is not None and tuple(weight.shape) != (x.shape[c],):
         raise ShapeError(
             "weight does not fit",
-            op=op,
             expected=(x.shape[c],),
             actual=tuple(weight.shape),
             next_step="pass the weights of this rank's classes",
-            partitions=P,
         )
 
 
@@ -242,34 +224,27 @@ def _check_target(op, x, target, weight, c, likely, P) -> None:
 
 def _pointwise(op, losses, x, y, P, reduction, weight=None):
     """Any loss that is a function ``losses(x, y)`` of single elements."""
-    batchmean = ("batchmean",) if op == "dist_kl_div" else ()
-    _check_reduction(op, reduction, *batchmean)
-    where = partition_of(P)
-    x, y, weight = autocast(op, where.ndim, x, y, weight)
-    (check_block if where.active else check_tensor)(op, x, P)
+    _check_reduction(reduction, *(("batchmean",) if op == "dist_kl_div" else ()))
+    x, L, at = enter(op, x, P, agreed=False)
     if not isinstance(y, torch.Tensor):
         raise ShapeError(
             "the target is not a tensor",
-            op=op,
-            partitions=P,
             expected="this rank's block",
             actual=type(y).__name__,
             next_step="pass the target's block as a tensor",
         )
-    dtype = _dtype(op, x, y, P)
-    if not where.active:
+    grid = partition_of(P)
+    y, weight = autocast(op, grid.ndim, y, weight)
+    dtype = _dtype(op, x, y)
+    if at is None:
         x, y = (t.abs() if t.is_complex() else t for t in (x, y))
-        if reduction != "none":
-            return zero_loss(x, y).to(dtype)
-        return nothing(outside_shape(x, P), x, y, dtype=dtype)
+        return _outside(x, y, L=L, reduction=reduction, dtype=dtype, dims=range(max(grid.ndim, 1)))
     if x.shape != y.shape:
         raise ShapeError(
             "prediction and target have different shapes",
-            op=op,
             expected=tuple(x.shape),
             actual=tuple(y.shape),
             next_step="pass blocks of one layout; nothing is broadcast",
-            partitions=P,
         )
     # Numbers of no dtype that losses have are converted; real and complex ones meet as they are.
     values = losses(wide(x), wide(y) if y.is_floating_point() or y.is_complex() else y.to(wider(dtype)))
@@ -277,29 +252,28 @@ def _pointwise(op, losses, x, y, P, reduction, weight=None):
         values = values * weight
     if reduction == "none":
         return values.to(dtype)
+    dims = tuple(range(grid.ndim))
     if reduction == "mean":
-        return dist_mean(values, P).to(dtype)
-    count = None
-    if reduction == "batchmean" and not isinstance(P, Layout):
-        count = x.shape[0] if not any(where.index()[1:]) else 0  # every batch element once
-    total, batch = summed(values.sum(), count, where, None)
-    if reduction == "batchmean":
-        total = total / (P.shape[0] if batch is None else batch)
-    return total.to(dtype)
+        total, n = sum_and_count(values, L, dims, False)
+    elif reduction == "sum":
+        total, n = invariant_sum(values.sum(), grid, dims), 1
+    elif isinstance(L, Layout):
+        total, n = invariant_sum(values.sum(), grid, dims), L.shape[0]
+    else:  # every batch element once
+        total, n = summed(values.sum(), 0 if any(at[1:]) else x.shape[0], grid, dims)
+    return (total if reduction == "sum" else total / n).to(dtype)
 
 
 _FLOATING_TARGETS = ("dist_bce_loss", "dist_bce_with_logits_loss", "dist_kl_div")
 
 
-def _dtype(op, x, y, P):
+def _dtype(op, x, y):
     """The dtype of a loss of x and y; what torch refuses is refused."""
     smooth = [t.is_floating_point() or (t.is_complex() and op == "dist_l1_loss") for t in (x, y)]
     whole = not y.is_floating_point() and not y.is_complex() and op not in _FLOATING_TARGETS
     if not smooth[0] or not (smooth[1] or (whole and (y.dtype != torch.bool or op != "dist_l1_loss"))):
         raise ShapeError(
             "this loss is not of such tensors",
-            op=op,
-            partitions=P,
             actual=(x.dtype, y.dtype),
             expected="a floating "
             f"prediction{' (or a complex one)' * (op == 'dist_l1_loss')}, and a target that torch takes with it",
@@ -394,7 +368,7 @@ def dist_bce_with_logits_loss(x, y, P, reduction="mean", weight=None, pos_weight
 
     def bce(x, y):
         positive = 1 if pos_weight is None else 1 + (pos_weight - 1) * y
-        return (1 - y) * x - positive * local.logsigmoid(x)
+        return (1 - y) * x - positive * tf.logsigmoid(x)
 
     return _pointwise("dist_bce_with_logits_loss", bce, x, y, P, reduction, weight)
 

@@ -31,7 +31,7 @@ def _signed(n: int) -> int:
 _GAMMA, _MIX1, _MIX2 = (_signed(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def _shift(z, n: int):
+def shift_right(z, n: int):
     """Logical shift to the right: torch's keeps the sign."""
     return (z >> n) & ((1 << (64 - n)) - 1)
 
@@ -42,9 +42,9 @@ def _times(z, n: int):
 
 
 def _mix(z):
-    z = _times(z ^ _shift(z, 30), _MIX1)
-    z = _times(z ^ _shift(z, 27), _MIX2)
-    return z ^ _shift(z, 31)
+    z = _times(z ^ shift_right(z, 30), _MIX1)
+    z = _times(z ^ shift_right(z, 27), _MIX2)
+    return z ^ shift_right(z, 31)
 
 
 def _key(seed, device):
@@ -173,7 +173,7 @@ def bits(box, shape, seed, device, make):
         for d, (start, size, stride) in reversed(list(enumerate(dims))):
             here = place % size if d else place
             index, place = index + (here + start) * stride, place // size if d else place
-        parts.append(make(_shift(_mix(key + index * _GAMMA), 1)))
+        parts.append(make(shift_right(_mix(key + index * _GAMMA), 1)))
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
     return flat.reshape(local)
 
@@ -185,12 +185,12 @@ def _block(layout):
 def _unit(dtype):
     """Uniform in [0, 1), with as many bits as the dtype can hold."""
     digits = 1 - int(math.log2(torch.finfo(dtype).eps))
-    return lambda h: _shift(h, 63 - digits).to(dtype) * 2.0**-digits
+    return lambda h: shift_right(h, 63 - digits).to(dtype) * 2.0**-digits
 
 
 def _open_unit(h):
     """Uniform in (0, 1), float64, symmetric about 1/2."""
-    return (_shift(h, 11).to(torch.float64) + 0.5) * 2.0**-52
+    return (shift_right(h, 11).to(torch.float64) + 0.5) * 2.0**-52
 
 
 @checked

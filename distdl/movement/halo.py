@@ -66,7 +66,7 @@ def _moved(runs, before):
     return tuple((start, stop, at + by) for start, stop, at in runs)
 
 
-def plain(value, what: str, op: str):
+def plain(value, what: str, op: str | None = None):
     """An option in Python's own numbers and tuples: NumPy's and torch's integers and arrays are as good, and not all
     hashable."""
     if is_bool(value):
@@ -83,13 +83,13 @@ def plain(value, what: str, op: str):
     return tuple(plain(v, what, op) for v in value) if sequence else value
 
 
-def sizes_of(value, what: str, op: str) -> tuple:
+def sizes_of(value, what: str, op: str | None = None) -> tuple:
     """One number, or some, as a tuple of Python's own."""
     value = plain(value, what, op)
     return value if isinstance(value, tuple) else (value,)
 
 
-def per_dim(value, n: int, what: str, op: str = "HaloSpec") -> tuple:
+def per_dim(value, n: int, what: str, op: str | None = None) -> tuple:
     """``value`` for each of ``n`` dims, in Python's own numbers: repeated when it is a single one.
 
     Raises:
@@ -151,8 +151,10 @@ class HaloSpec(_Value):
             left, right, shape = shape, left, None
         layout = layout_of(P, shape)
         try:
-            lefts = tuple(as_int(n) for n in per_dim(left, layout.ndim, "left"))
-            rights = tuple(as_int(n) for n in per_dim(left if right is None else right, layout.ndim, "right"))
+            lefts = tuple(as_int(n) for n in per_dim(left, layout.ndim, "left", "HaloSpec"))
+            rights = tuple(
+                as_int(n) for n in per_dim(left if right is None else right, layout.ndim, "right", "HaloSpec")
+            )
         except TypeError:
             raise PartitionError(
                 "widths must be integers",
@@ -174,7 +176,7 @@ class HaloSpec(_Value):
         self._set(layout, layout, lambda d, start, stop: (start - lefts[d], stop + rights[d]), boundary)
 
     def _set(self, in_layout, out_layout, need, boundary):
-        boundary = per_dim(boundary, in_layout.ndim, "boundary")
+        boundary = per_dim(boundary, in_layout.ndim, "boundary", "HaloSpec")
         unknown = [b for b in boundary if b not in BOUNDARIES]
         if unknown:
             raise PartitionError(

@@ -13,9 +13,9 @@ import torch
 from .. import functional as F
 from .. import init
 from .._types import Device, Place, Size
-from ..agree import partition_of
 from ..errors import PartitionError
 from ..movement.halo import per_dim
+from ..partition import partition_of
 from .layer import Layer, bias_of, weight
 
 __all__ = [

@@ -11,9 +11,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .._arguments import checked
 from .._types import Place
-from ..agree import partition_of
 from ..errors import PartitionError
-from ..partition import Partition
+from ..partition import Partition, partition_of
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .dropout import Dropout, FeatureDropout
 from .function import Upsample

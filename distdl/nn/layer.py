@@ -14,11 +14,10 @@ from .. import _torch, init
 from .. import functional as F
 from .._arguments import Checked
 from .._types import Device, Place
-from ..agree import partition_of
 from ..errors import PartitionError
 from ..held import complete, held, hold, mark_of, unmarked_dims
 from ..movement.halo import plain
-from ..partition import Layout, Partition
+from ..partition import Layout, Partition, partition_of
 from ..world import world
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ import torch
 from .. import functional as F
 from .. import init
 from .._types import Device, Place
-from ..agree import partition_of
 from ..movement.halo import plain
-from ..partition import Layout
+from ..partition import Layout, partition_of
 from .layer import Layer, bias_of, weight
 
 __all__ = ["Embedding", "Linear"]

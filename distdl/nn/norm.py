@@ -9,10 +9,10 @@ import torch
 from .. import _torch, init
 from .. import functional as F
 from .._types import Device, Place, Size
-from ..agree import partition_of
 from ..errors import PartitionError
 from ..held import mark_of
 from ..movement.halo import plain, sizes_of
+from ..partition import partition_of
 from .layer import Layer, ones, zeros
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]

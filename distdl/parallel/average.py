@@ -11,10 +11,10 @@ import torch
 from .. import _torch
 from .. import functional as F
 from .._types import Dims, Place, Tree
-from ..agree import partition_of
 from ..errors import DistdlError
-from ..functional.reduce import wide, wider
+from ..functional.numeric import wide, wider
 from ..held import holders, whole
+from ..partition import partition_of
 
 __all__ = ["average_due", "average_parameters"]
 

@@ -17,11 +17,10 @@ from torch.func import grad_and_value
 from .. import _torch
 from .. import functional as F
 from .._types import Dims, Place, Tree
-from ..agree import partition_of
-from ..functional.reduce import summed, wide
+from ..functional.numeric import summed, wide
 from ..held import Held, complete, held, holders, name_when_checking, whole
 from ..movement.call import on_one_rank
-from ..partition import Partition
+from ..partition import Partition, partition_of
 from ..ties import is_smooth
 from .hooks import Bucket, Hook, all_reduce
 

@@ -26,7 +26,8 @@ from .. import _torch, maps
 from .. import functional as F
 from .._types import Dims, Place, Tree
 from ..errors import DistdlError, PartitionError, ShapeError
-from ..functional.reduce import wide, wider
+from ..flat import parts_of, vector_of
+from ..functional.numeric import wide, wider
 from ..held import Held, ask, complete_over, declare, holders, tag
 from ..partition import Layout, Partition
 from ..remat import remat as recomputed
@@ -87,11 +88,11 @@ class Sharding:
                 actual=tuple(tuple(leaf.shape) for leaf in leaves),
                 next_step="pass the tensors from which the Sharding was made, in their order",
             )
-        return torch.cat([leaf.reshape(-1) for leaf in leaves])
+        return vector_of(leaves)
 
     def tree(self, flat: torch.Tensor) -> Any:
         """The parameters as views of the whole flat vector."""
-        parts = [part.view(s) for part, s in zip(flat.split([math.prod(s) for s in self.shapes]), self.shapes)]
+        parts = parts_of(flat, self.shapes)
         # A layer that gets them does not sum over these ranks again.
         tag(parts, [None] * len(parts), self.layout.partition)
         return _torch.unflatten_as_given(parts, self.structure)
