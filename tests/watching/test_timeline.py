@@ -168,3 +168,36 @@ def test_in_one_process(tmp_path):
     from distdl.engine import transport
 
     assert transport.observer is None
+
+
+def halo():
+    """A movement that sends nothing, on the one rank of this process."""
+    import torch
+
+    spec = dd.HaloSpec(dd.Layout(dd.Partition((1,)), (4,)), 1, boundary="circular")
+    return dd.functional.halo_exchange(torch.arange(4.0), spec)
+
+
+def test_emit_nvtx_has_the_ranges_of_the_profiler(monkeypatch):
+    """Without a device: what it would start and stop is left out."""
+    import torch
+    from torch.autograd import profiler
+
+    names = []
+
+    class Range(torch.profiler.record_function):
+        def __init__(self, name):
+            super().__init__(name)
+            names.append(name)
+
+    monkeypatch.setattr(torch.profiler, "record_function", Range)
+    for name in ("_enable_profiler", "_disable_profiler"):
+        monkeypatch.setattr(profiler, name, lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
+    halo()
+    assert not names
+    with profiler.emit_nvtx():
+        assert halo().tolist() == [3, 0, 1, 2, 3, 0]
+    assert names == ["distdl::halo_exchange (0 peers, 0 B)"]
+    halo()
+    assert len(names) == 1
