@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from serial import randn
-from test_timeline import check
+from traces import check
 
 import distdl as dd
 import distdl.functional as F
