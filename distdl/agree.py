@@ -286,7 +286,6 @@ __all__ = [
     "negotiate",
     "outside",
     "outside_shape",
-    "partition_of",
     "resolve",
     "resolve_tree",
 ]

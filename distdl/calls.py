@@ -48,7 +48,7 @@ def _register(name: str, function: Any, alike: bool) -> None:
     written = [code]
     while written:
         code = written.pop()
-        _names[code] = name
+        _names.setdefault(code, name)  # a class may call a function its own
         written += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
 
 

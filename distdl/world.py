@@ -68,7 +68,7 @@ class World:
             raise TransportError(
                 "no such way for CUDA tensors",
                 op="World",
-                expected=f"one of {', '.join(CUDA_WAYS)}",
+                expected=f"{', '.join(CUDA_WAYS[:-1])} or {CUDA_WAYS[-1]}",
                 actual=self.cuda,
                 next_step="set DISTDL_CUDA, or World(cuda=...), to one of them",
             )

@@ -79,10 +79,10 @@ RANKS = {
     "reduce": LAYERS,
     "remat": LAYERS,
     "rendezvous": (2, 4),
+    "reshape": LAYERS,
     "sweep": LAYERS,
     "ties": SMALL,
     "tracing": SMALL,
-    "transition": LAYERS,
     "without_fast": (2,),
 }
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from .._types import Device, Place
-from ..partition import Layout
-from .format import DTYPES, runs, volume
+from ..partition import Layout, row_major
+from .format import DTYPES, volume
 from .group import Group, Path
 from .sums import MARK, sealed
 from .writing import bytes_of
@@ -169,7 +169,7 @@ class _Checked:
             return block
         out, item = bytes_of(block), block.element_size()
         number, piece = -1, memoryview(b"")
-        size, offsets = runs(box, self.shape)
+        size, offsets = row_major(box, self.shape)
         for i, offset in enumerate(offsets):
             at, done, stop = offset * item, i * size * item, (i + 1) * size * item
             while done < stop:

@@ -10,12 +10,11 @@ import torch
 
 from .._arguments import checked
 from .._types import Place
-from ..agree import partition_of
 from ..errors import ShapeError
 from ..init import parameter_layout
 from ..nn import Dropout
 from ..nn import layouts as layouts_of
-from ..partition import Layout, Partition
+from ..partition import Layout, Partition, partition_of
 from ..world import world
 from .group import Group, Path
 from .reading import read

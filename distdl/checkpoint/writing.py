@@ -27,8 +27,8 @@ import torch
 
 from .._types import Place
 from ..errors import CheckpointError
-from ..partition import Layout
-from .format import DTYPES, Box, Report, header, plan, runs
+from ..partition import Layout, row_major
+from .format import DTYPES, Box, Report, header, plan
 from .group import Group, Path
 from .sums import parts, whole
 
@@ -229,7 +229,7 @@ class Pending:
                 if len(entry.holders[box]) > 1:
                     copies[name, box] = zlib.crc32(data)
                 if entry.writers[box] == rank:
-                    elements, starts = runs(box, entry.shape)
+                    elements, starts = row_major(box, entry.shape)
                     size, offsets = elements * item, [start * item for start in starts]
                     sums[name] = parts(data, size, offsets, entry.end - entry.begin)
                     for i, offset in enumerate(offsets):

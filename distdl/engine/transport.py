@@ -198,8 +198,8 @@ class Transport(Protocol):
         of them."""
         return self.rank, self.size
 
-    def abort(self, code: int = 1) -> None:
-        """End every rank of the job."""
+    def abort(self, code: int = 1, cause: str = "") -> None:
+        """End every rank of the job; ``cause`` is for those that can still be told."""
         raise SystemExit(code)
 
     @abstractmethod

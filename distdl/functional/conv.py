@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -9,10 +10,11 @@ import torch
 import torch.nn.functional as tf
 
 from .._arguments import checked
-from ..agree import block_sizes, partition_of
+from .._types import Place, Size
+from ..agree import block_sizes
 from ..errors import PartitionError, ShapeError
 from ..movement.halo import HaloSpec, halo_exchange, per_dim
-from ..partition import Layout, balanced
+from ..partition import Layout, balanced, partition_of
 from ..ties import nothing
 from .along import bias_once, check_layouts, collect, collected, spread
 from .autocast import autocast
@@ -84,7 +86,14 @@ def _channel_blocks(out_channels, L: Layout):
 
 
 @checked
-def conv_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, dilation=1) -> Layout:
+def conv_layout(
+    L: Layout,
+    out_channels: int | tuple[int, ...],
+    kernel_size: Size,
+    stride: Size = 1,
+    padding: Size | str | Sequence[tuple[int, int]] = 0,
+    dilation: Size = 1,
+) -> Layout:
     """The layout of :func:`dist_conv`'s result for an x of layout ``L``; ``out_channels`` a number, or one for each
     block."""
     kernel, stride, dilation = (per_dim(v, L.ndim - 2, "an argument") for v in (kernel_size, stride, dilation))
@@ -94,7 +103,13 @@ def conv_layout(L: Layout, out_channels, kernel_size, stride=1, padding=0, dilat
 
 @checked
 def conv_transpose_layout(
-    L: Layout, out_channels, kernel_size, stride=1, padding=0, output_padding=0, dilation=1
+    L: Layout,
+    out_channels: int | tuple[int, ...],
+    kernel_size: Size,
+    stride: Size = 1,
+    padding: Size = 0,
+    output_padding: Size = 0,
+    dilation: Size = 1,
 ) -> Layout:
     """The layout of :func:`dist_conv_transpose`'s result for an x of layout ``L``."""
     options = (kernel_size, stride, padding, output_padding, dilation)
@@ -235,23 +250,23 @@ def _convolution(L, at, own, channels, kernel, stride, pads, dilation, least, gr
 
 @checked
 def dist_conv(
-    x,
-    w,
-    P,
-    bias=None,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    P: Place,
+    bias: torch.Tensor | None = None,
     *,
-    stride=1,
-    padding=0,
-    dilation=1,
-    groups=1,
-    padding_mode="zeros",
-    shape=None,
-    out_channels=None,
-    x_layout="root",
-    y_layout="root",
-    params="varying",
-    overlap=False,
-):
+    stride: Size = 1,
+    padding: Size | str | Sequence[tuple[int, int]] = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    padding_mode: str = "zeros",
+    shape: Sequence[int] | None = None,
+    out_channels: int | None = None,
+    x_layout: str = "root",
+    y_layout: str = "root",
+    params: str = "varying",
+    overlap: bool = False,
+) -> torch.Tensor:
     """Convolution of 1 to 3 spatial dims, as torch.nn.Conv1d/2d/3d, over a partitioned x.
 
     Args:
@@ -430,22 +445,22 @@ def _cut_out(y, outputs):
 
 @checked
 def dist_conv_transpose(
-    x,
-    w,
-    P,
-    bias=None,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    P: Place,
+    bias: torch.Tensor | None = None,
     *,
-    stride=1,
-    padding=0,
-    output_padding=0,
-    dilation=1,
-    groups=1,
-    shape=None,
-    out_channels=None,
-    x_layout="root",
-    y_layout="root",
-    params="varying",
-):
+    stride: Size = 1,
+    padding: Size = 0,
+    output_padding: Size = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    shape: Sequence[int] | None = None,
+    out_channels: int | None = None,
+    x_layout: str = "root",
+    y_layout: str = "root",
+    params: str = "varying",
+) -> torch.Tensor:
     """Transposed convolution of 1 to 3 spatial dims, as torch.nn.ConvTranspose1d/2d/3d, with true overlap-add.
 
     Args:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from .._arguments import checked
+from .._types import Place
 from ..agree import alike
 from ..errors import PartitionError
 from . import random
@@ -42,7 +47,15 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
 
 
 @checked
-def dist_dropout(x, P, p, seed, *, shape=None, training=True):
+def dist_dropout(
+    x: torch.Tensor,
+    P: Place,
+    p: float,
+    seed: int | torch.Tensor,
+    *,
+    shape: Sequence[int] | None = None,
+    training: bool = True,
+) -> torch.Tensor:
     """Set elements to zero with probability ``p`` and multiply the others by 1 / (1 - p), as
     torch.nn.functional.dropout.
 
@@ -72,7 +85,15 @@ def dist_dropout(x, P, p, seed, *, shape=None, training=True):
 
 
 @checked
-def dist_feature_dropout(x, P, p, seed, *, shape=None, training=True):
+def dist_feature_dropout(
+    x: torch.Tensor,
+    P: Place,
+    p: float,
+    seed: int | torch.Tensor,
+    *,
+    shape: Sequence[int] | None = None,
+    training: bool = True,
+) -> torch.Tensor:
     """Dropout of whole channels of each example, as torch's Dropout1d, 2d and 3d: x is (batch, channels, *any).
 
     All ranks of a spatial partition drop the same channels. Otherwise as :func:`dist_dropout`; no messages.

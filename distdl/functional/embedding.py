@@ -7,10 +7,11 @@ import torch.nn.functional as tf
 
 from .. import _torch
 from .._arguments import checked
-from ..agree import block_sizes, partition_of
+from .._types import Place
+from ..agree import block_sizes
 from ..errors import PartitionError, ShapeError
 from ..movement.copies import all_sum_reduce, broadcast
-from ..partition import Layout
+from ..partition import Layout, partition_of
 from .along import LAYOUTS, collect, collected
 from .enter import outside, replicated
 from .numeric import wide
@@ -52,21 +53,21 @@ def _check_index(idx, n, P, at) -> None:
 
 @checked
 def dist_embedding(
-    idx,
-    w,
-    P,
+    idx: torch.Tensor,
+    w: torch.Tensor,
+    P: Place,
     *,
-    padding_idx=None,
-    max_norm=None,
-    norm_type=2.0,
-    scale_grad_by_freq=False,
-    scale=None,
-    num_embeddings=None,
-    idx_layout="replicated",
-    y_layout="root",
-    y_dim=-2,
-    params="varying",
-):
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    scale: float | None = None,
+    num_embeddings: int | None = None,
+    idx_layout: str = "replicated",
+    y_layout: str = "root",
+    y_dim: int = -2,
+    params: str = "varying",
+) -> torch.Tensor:
     """y[i] = W[idx[i]] with W split into blocks over two partition dims, as torch.nn.functional.embedding.
 
     Args:
@@ -128,15 +129,13 @@ def dist_embedding(
         like = collected(_first_block(L, idx, w, batch), grid, batch, y_layout, y_dim)
         return outside(w, like=like)
     block = None if L is None else L.local_shape()
-    if block is not None:
-        num_embeddings = L.sizes(batch)
-        if w.shape != block[-2:]:
-            raise ShapeError(
-                "w is not this rank's block",
-                expected=block[-2:],
-                actual=tuple(w.shape),
-                next_step="pass this rank's rows and columns of the table",
-            )
+    if block is not None and w.shape != block[-2:]:
+        raise ShapeError(
+            "w is not this rank's block",
+            expected=block[-2:],
+            actual=tuple(w.shape),
+            next_step="pass this rank's rows and columns of the table",
+        )
     if idx_layout == "root":
         holders = grid.take(batch, 0, keepdim=True).take(batch + 1, 0, keepdim=True)
         idx = broadcast(idx, holders, grid, shape=block and block[:-2])
@@ -150,7 +149,7 @@ def dist_embedding(
             expected=f"integers of {expected or f'{batch} dims'}",
             next_step="pass this rank's indices: P has one dim for each of idx's, then (vocabulary, embedding)",
         )
-    first, own, total = _rows(grid, at, w.shape[0], num_embeddings)
+    first, own, total = _rows(grid, at, w.shape[0], num_embeddings if L is None else L.sizes(batch))
     _check_index(idx, total, grid, at)
 
     here = (idx >= first) & (idx < first + own)

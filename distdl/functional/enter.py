@@ -15,17 +15,19 @@ number of dims.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from .. import _torch, maps
-from ..agree import check_tensor, partition_of, resolve
+from .._types import Dims, Place
+from ..agree import check_tensor, resolve
 from ..errors import PartitionError, ShapeError
 from ..held import hold, mark_of, name_when_checking, tag, unmarked_dims
 from ..movement.call import move
-from ..partition import Layout, is_int
+from ..partition import Layout, partition_of
 from ..ties import nothing
 from .autocast import autocast
 
@@ -177,7 +179,7 @@ def present(*tensors):
 # ---------------------------------------------------------------- parameters
 
 
-def check_bias(op: str, P, bias, features: int) -> None:
+def check_bias(op: str, P: Place, bias: torch.Tensor | None, features: int) -> None:
     """Raise unless ``bias`` has one number for each of this rank's output features: nothing is broadcast, or left
     out."""
     if bias is not None and tuple(getattr(bias, "shape", ())) != (features,):
@@ -191,7 +193,9 @@ def check_bias(op: str, P, bias, features: int) -> None:
         )
 
 
-def replicated(params: str, P, dims, *tensors):
+def replicated(
+    params: str, P: Place, dims: Dims | Iterable[int], *tensors: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
     """Parameters that are equal on all ranks along partition dims ``dims``, ready to meet varying tensors.
 
     Args:
@@ -221,7 +225,7 @@ def replicated(params: str, P, dims, *tensors):
     grid = partition_of(P)
     if grid.index() is None:
         return tensors
-    dims, mark = _copies(grid, dims if is_int(dims) else tuple(dims))
+    dims, mark = _copies(grid, tuple(dims) if isinstance(dims, Iterable) else dims)
     left: dict[tuple, list] = {}  # those that are to be marked along the same dims: all of them, mostly
     for i, t in enumerate(tensors):
         if t is not None:

@@ -7,13 +7,16 @@ Combining is the transpose.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .. import _torch
-from ..agree import check_tensor, partition_of
+from .._types import Place
+from ..agree import check_tensor
 from ..errors import AgreementError, PartitionError, ShapeError
 from ..linear_map import LinearMap, movement
-from ..partition import Partition, balanced
+from ..partition import Partition, balanced, partition_of
 from ..plan import Axis, Side, whole
 from ..ties import nothing
 from ..world import world
@@ -46,7 +49,9 @@ def _dispatch(line: Partition, counts, width: int, name: str) -> LinearMap:
     return movement(name, Side(line, (held_axis, whole(width))), Side(line, (wanted_axis, whole(width))))
 
 
-def expert_parallel(f, x, expert, P, num_experts: int):
+def expert_parallel(
+    f: Callable[[int, torch.Tensor], torch.Tensor], x: torch.Tensor, expert: torch.Tensor, P: Place, num_experts: int
+) -> torch.Tensor:
     """Apply to every token its expert, where the expert lives.
 
     Args:
@@ -125,7 +130,15 @@ def _parallel(op, f, x, expert, P, num_experts, features=None, parameters=()):
     return back.index_select(0, torch.argsort(order))
 
 
-def dist_expert_linear(x, w, P, expert, bias=None, *, num_experts: int):
+def dist_expert_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    P: Place,
+    expert: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    num_experts: int,
+) -> torch.Tensor:
     """One linear layer for each expert: y[t] = W[expert[t]] x[t] + b[expert[t]].
 
     Args:

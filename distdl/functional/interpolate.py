@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import torch
 
 from .._arguments import checked
+from .._types import Place, Size
 from ..errors import PartitionError
 from ..movement.halo import HaloSpec, halo_exchange, per_dim
+from ..partition import Layout
 from .enter import FLOATING, at_least, enter, outside, spatial
 from .numeric import wide
 from .pool import dist_adaptive_avg_pool
@@ -83,7 +86,9 @@ def _scales(n, scale_factor) -> tuple:
 
 
 @checked
-def interpolate_layout(L, size=None, scale_factor=None):
+def interpolate_layout(
+    L: Layout, size: Size | None = None, scale_factor: float | Sequence[float] | None = None
+) -> Layout:
     """The layout of :func:`dist_interpolate`'s result for an x of layout ``L``."""
     return L.with_shape((*L.shape[:2], *_sizes(L, size, scale_factor, None)[0]))
 
@@ -168,8 +173,16 @@ def _apply_taps(x, d, index, weight):
 
 
 def dist_interpolate(
-    x, P, size=None, scale_factor=None, mode="nearest", align_corners=None, *, recompute_scale_factor=None, shape=None
-):
+    x: torch.Tensor,
+    P: Place,
+    size: Size | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    *,
+    recompute_scale_factor: bool | None = None,
+    shape: Sequence[int] | None = None,
+) -> torch.Tensor:
     """Resample the spatial dims of x, as torch.nn.functional.interpolate (without ``antialias``).
 
     Args:

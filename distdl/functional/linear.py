@@ -6,9 +6,10 @@ from __future__ import annotations
 import torch
 
 from .._arguments import checked
-from ..agree import check_tensor, partition_of
+from .._types import Place
+from ..agree import check_tensor
 from ..errors import PartitionError, ShapeError
-from ..partition import Layout
+from ..partition import Layout, partition_of
 from .along import bias_once, check_layouts, collect, collected, spread
 from .autocast import autocast
 from .enter import check_bias, outside, replicated
@@ -17,7 +18,18 @@ __all__ = ["dist_linear"]
 
 
 @checked
-def dist_linear(x, w, P, bias=None, *, x_layout="root", y_layout="root", x_dim=-2, y_dim=-2, params="varying"):
+def dist_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    P: Place,
+    bias: torch.Tensor | None = None,
+    *,
+    x_layout: str = "root",
+    y_layout: str = "root",
+    x_dim: int = -2,
+    y_dim: int = -2,
+    params: str = "varying",
+) -> torch.Tensor:
     """y = x Wᵀ + b with W split into blocks over two partition dims.
 
     Args:

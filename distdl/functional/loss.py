@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as tf
 
 from .. import _torch
-from ..agree import partition_of, resolve
+from .._types import Place
+from ..agree import resolve
 from ..errors import PartitionError, ShapeError
 from ..movement.copies import invariant_sum
-from ..partition import Layout
+from ..partition import Layout, partition_of
 from .autocast import autocast
 from .enter import FLOATING, enter, outside
 from .numeric import pivot, sum_and_count, summed, wide, wider
@@ -68,7 +69,16 @@ def _outside(x, *others, L, reduction, dtype, dims):
 # ---------------------------------------------------------------- classes
 
 
-def dist_cross_entropy(logits, target, P, weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0):
+def dist_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    P: Place,
+    weight: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
     """Cross-entropy of ``softmax(logits)``, with classes, batch and space split in any way.
 
     Per element, with weights w, smoothing ε, C classes and the target distribution t (one-hot for class indices)::
@@ -98,7 +108,15 @@ def dist_cross_entropy(logits, target, P, weight=None, *, ignore_index=-100, red
     return _class_loss("dist_cross_entropy", logits, target, P, weight, ignore_index, reduction, label_smoothing)
 
 
-def dist_nll_loss(log_probs, target, P, weight=None, *, ignore_index=-100, reduction="mean"):
+def dist_nll_loss(
+    log_probs: torch.Tensor,
+    target: torch.Tensor,
+    P: Place,
+    weight: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> torch.Tensor:
     """Negative log likelihood: ``-weight[target] * log_probs[target]``; as :func:`dist_cross_entropy` for class
     indices.
 
@@ -307,13 +325,13 @@ def _documented(args="", more=""):
 
 
 @_documented()
-def dist_mse_loss(x, y, P, reduction="mean"):
+def dist_mse_loss(x: torch.Tensor, y: torch.Tensor, P: Place, reduction: str = "mean") -> torch.Tensor:
     """Squared error (x - y)²."""
     return _pointwise("dist_mse_loss", lambda x, y: (x - y).square(), x, y, P, reduction)
 
 
 @_documented()
-def dist_l1_loss(x, y, P, reduction="mean"):
+def dist_l1_loss(x: torch.Tensor, y: torch.Tensor, P: Place, reduction: str = "mean") -> torch.Tensor:
     """Absolute error |x - y|."""
     return _pointwise("dist_l1_loss", lambda x, y: (x - y).abs(), x, y, P, reduction)
 
@@ -329,13 +347,17 @@ def _huber(delta):
 
 
 @_documented("delta: where the square ends.")
-def dist_huber_loss(x, y, P, reduction="mean", delta=1.0):
+def dist_huber_loss(
+    x: torch.Tensor, y: torch.Tensor, P: Place, reduction: str = "mean", delta: float = 1.0
+) -> torch.Tensor:
     """Huber's loss: d²/2 where d = |x - y| is at most ``delta``, else delta (d - delta / 2)."""
     return _pointwise("dist_huber_loss", _huber(delta), x, y, P, reduction)
 
 
 @_documented("beta: where the square ends; 0 makes it the absolute error.")
-def dist_smooth_l1_loss(x, y, P, reduction="mean", beta=1.0):
+def dist_smooth_l1_loss(
+    x: torch.Tensor, y: torch.Tensor, P: Place, reduction: str = "mean", beta: float = 1.0
+) -> torch.Tensor:
     """Huber's loss divided by ``beta``: d²/(2 beta) where d = |x - y| is at most beta, else d - beta / 2."""
     if beta == 0:
         return dist_l1_loss(x, y, P, reduction)
@@ -344,7 +366,9 @@ def dist_smooth_l1_loss(x, y, P, reduction="mean", beta=1.0):
 
 
 @_documented("weight: a factor for each element, broadcast against this rank's block.")
-def dist_bce_loss(x, y, P, reduction="mean", weight=None):
+def dist_bce_loss(
+    x: torch.Tensor, y: torch.Tensor, P: Place, reduction: str = "mean", weight: torch.Tensor | None = None
+) -> torch.Tensor:
     """Binary cross-entropy -(y log x + (1 - y) log(1 - x)) of probabilities x, with logarithms of at least -100.
 
     Inside (0, 1) all derivatives equal torch's. At x = 0 and x = 1 they are those of the clamped logarithm, where
@@ -363,7 +387,14 @@ def dist_bce_loss(x, y, P, reduction="mean", weight=None):
 @_documented(
     "weight, pos_weight: factors for each element, and for the positive part, broadcast against this rank's block."
 )
-def dist_bce_with_logits_loss(x, y, P, reduction="mean", weight=None, pos_weight=None):
+def dist_bce_with_logits_loss(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    P: Place,
+    reduction: str = "mean",
+    weight: torch.Tensor | None = None,
+    pos_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Binary cross-entropy of ``sigmoid(x)``, without overflow: (1 - y) x - (1 + (pos_weight - 1) y) log sigmoid(x)."""
 
     def bce(x, y):
@@ -374,7 +405,9 @@ def dist_bce_with_logits_loss(x, y, P, reduction="mean", weight=None, pos_weight
 
 
 @_documented("log_target: y holds logarithms too.", ' or ``"batchmean"`` (the sum by the size of dim 0)')
-def dist_kl_div(x, y, P, reduction="mean", log_target=False):
+def dist_kl_div(
+    x: torch.Tensor, y: torch.Tensor, P: Place, reduction: str = "mean", log_target: bool = False
+) -> torch.Tensor:
     """Kullback-Leibler divergence, element by element: y (log y - x), with x a logarithm of probabilities; 0 where y =
     0."""
 
@@ -387,7 +420,15 @@ def dist_kl_div(x, y, P, reduction="mean", log_target=False):
 @_documented(
     "log_input: x is the logarithm of the rate. full: add Stirling's approximation of log y!. eps: added to a rate x."
 )
-def dist_poisson_nll_loss(x, y, P, reduction="mean", log_input=True, full=False, eps=1e-8):
+def dist_poisson_nll_loss(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    P: Place,
+    reduction: str = "mean",
+    log_input: bool = True,
+    full: bool = False,
+    eps: float = 1e-08,
+) -> torch.Tensor:
     """Negative log likelihood of counts y under Poisson's law: exp(x) - y x, or x - y log(x + eps) of a rate x."""
 
     def nll(x, y):

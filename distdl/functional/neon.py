@@ -4,6 +4,7 @@ tensors."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -11,11 +12,12 @@ import torch.nn.functional as tf
 
 from .. import maps
 from .._arguments import checked
-from ..agree import block_sizes, partition_of
+from .._types import Place, Size
+from ..agree import block_sizes
 from ..errors import PartitionError, ShapeError
 from ..movement.copies import all_sum_reduce
 from ..movement.halo import HaloSpec, halo_exchange, per_dim
-from ..partition import Layout, balanced
+from ..partition import Layout, balanced, partition_of
 from ..ties import nothing
 from .autocast import autocast, without_autocast
 from .enter import FLOATING, at_least, enter, outside, replicated, spatial
@@ -108,7 +110,16 @@ def _check_w(w, out: Layout, at, channels: int) -> None:
 
 
 @checked
-def dist_local_conv(x, w, P, *, stride=1, shape=None, out_channels=None, params="varying"):
+def dist_local_conv(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    P: Place,
+    *,
+    stride: Size = 1,
+    shape: Sequence[int] | None = None,
+    out_channels: int | None = None,
+    params: str = "varying",
+) -> torch.Tensor:
     """Locally connected layer of 1 to 3 spatial dims: a convolution whose every output pixel has filters of its own.
 
     Args:
@@ -176,7 +187,16 @@ def _check_output(out: Layout, L: Layout, channels: int, kernel, stride) -> None
 
 
 @checked
-def dist_local_conv_transpose(y, w, P, *, stride=1, output_size=None, shape=None, params="varying"):
+def dist_local_conv_transpose(
+    y: torch.Tensor,
+    w: torch.Tensor,
+    P: Place,
+    *,
+    stride: Size = 1,
+    output_size: Size | Layout | None = None,
+    shape: Sequence[int] | None = None,
+    params: str = "varying",
+) -> torch.Tensor:
     """The transpose of :func:`dist_local_conv` in x, for the same w: fold, then the halo exchange's adjoint.
 
     Args:
@@ -231,7 +251,7 @@ def _gaussian(kernel, like):
     return (w / w.sum()).reshape(1, 1, *kernel)
 
 
-def dist_lcn(x, P, kernel_size, *, shape=None):
+def dist_lcn(x: torch.Tensor, P: Place, kernel_size: Size, *, shape: Sequence[int] | None = None) -> torch.Tensor:
     """Local contrast normalisation over 1 to 3 spatial dims and all channels: subtractive, then divisive.
 
     Args:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from .. import _torch
+from .._types import Place, Size
 from ..agree import alike
 from ..errors import ShapeError
 from ..movement.copies import all_sum_reduce
@@ -107,19 +108,19 @@ def _group_norm(x, groups, weight, bias, eps, dtype):
 
 
 def dist_batch_norm(
-    x,
-    P,
-    running_mean,
-    running_var,
-    weight=None,
-    bias=None,
-    training=False,
-    momentum=0.1,
-    eps=1e-5,
+    x: torch.Tensor,
+    P: Place,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-05,
     *,
-    num_batches_tracked=None,
-    params="varying",
-):
+    num_batches_tracked: int | torch.Tensor | None = None,
+    params: str = "varying",
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Batch normalisation of (batch, channel, *space), over the batch and space of all ranks. Pure: nothing is updated
     in place.
 
@@ -176,10 +177,10 @@ def dist_batch_norm(
                     actual=num_batches_tracked,
                     next_step="pass the number of batches seen so far, or a momentum",
                 )
-            momentum = 1 / num_batches_tracked if momentum is None else momentum
+            share = 1 / num_batches_tracked if momentum is None else momentum
             new = mean.detach().reshape(-1), var.detach().reshape(-1) * (n / (n - 1))
             running_mean, running_var = (
-                (wide(old) * (1 - momentum) + fresh * momentum).to(old.dtype)
+                (wide(old) * (1 - share) + fresh * share).to(old.dtype)
                 for old, fresh in zip((running_mean, running_var), new)
             )
     return (
@@ -189,7 +190,15 @@ def dist_batch_norm(
     )
 
 
-def dist_instance_norm(x, P, weight=None, bias=None, eps=1e-5, *, params="varying"):
+def dist_instance_norm(
+    x: torch.Tensor,
+    P: Place,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-05,
+    *,
+    params: str = "varying",
+) -> torch.Tensor:
     """Normalisation of every (batch, channel) of (batch, channel, *space) over its space, by its own statistics.
 
     Args:
@@ -220,7 +229,16 @@ def dist_instance_norm(x, P, weight=None, bias=None, eps=1e-5, *, params="varyin
     return _normalised(x, shift, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype)
 
 
-def dist_layer_norm(x, P, normalized_shape, weight=None, bias=None, eps=1e-5, *, params="varying"):
+def dist_layer_norm(
+    x: torch.Tensor,
+    P: Place,
+    normalized_shape: Size,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-05,
+    *,
+    params: str = "varying",
+) -> torch.Tensor:
     """Layer normalisation over the trailing dims, any of which may be split.
 
     Args:
@@ -246,7 +264,15 @@ def dist_layer_norm(x, P, normalized_shape, weight=None, bias=None, eps=1e-5, *,
     return _normalised(x, shift, var, eps, weight, bias, dtype)
 
 
-def dist_rms_norm(x, P, normalized_shape, weight=None, eps=None, *, params="varying"):
+def dist_rms_norm(
+    x: torch.Tensor,
+    P: Place,
+    normalized_shape: Size,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    params: str = "varying",
+) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) over the trailing dims (Zhang and Sennrich, arXiv:1910.07467), any of which may be
     split.
 
@@ -268,7 +294,16 @@ def dist_rms_norm(x, P, normalized_shape, weight=None, eps=None, *, params="vary
     return _normalised(x, None, total / max(count(L, dims), 1), eps, weight, None, dtype)
 
 
-def dist_group_norm(x, P, num_groups, weight=None, bias=None, eps=1e-5, *, params="varying"):
+def dist_group_norm(
+    x: torch.Tensor,
+    P: Place,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-05,
+    *,
+    params: str = "varying",
+) -> torch.Tensor:
     """Normalisation of (batch, channel, *space) over ``num_groups`` groups of adjacent channels and all of space.
 
     Channels may be split anywhere: a group that lies on several ranks is merged from the parts of all of them.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as tf
 
 from .._arguments import checked
+from .._types import Place, Size
 from ..errors import PartitionError
 from ..movement.copies import sum_reduce
 from ..movement.halo import HaloSpec, halo_exchange, per_dim
@@ -79,7 +81,14 @@ def _kernel_of(n, kernel_size, stride, padding, dilation, ceil_mode) -> _Kernel:
 
 
 @checked
-def pool_layout(L: Layout, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False) -> Layout:
+def pool_layout(
+    L: Layout,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
+    dilation: Size = 1,
+    ceil_mode: bool = False,
+) -> Layout:
     """The layout of a pooling's result for an x of layout ``L``."""
     return _kernel(L, kernel_size, stride, padding, dilation, ceil_mode).windows(L).out_layout
 
@@ -97,8 +106,17 @@ def _with_indices(y):
 
 
 def dist_max_pool(
-    x, P, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, *, return_indices=False, shape=None
-):
+    x: torch.Tensor,
+    P: Place,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
+    dilation: Size = 1,
+    ceil_mode: bool = False,
+    *,
+    return_indices: bool = False,
+    shape: Sequence[int] | None = None,
+) -> Any:
     """Max pooling of 1 to 3 spatial dims, as torch.nn.functional.max_pool1d/2d/3d; padding counts as -inf.
 
     Args:
@@ -167,17 +185,17 @@ def _global_places(index, window_shape, box, sizes, holes):
 
 
 def dist_avg_pool(
-    x,
-    P,
-    kernel_size,
-    stride=None,
-    padding=0,
-    ceil_mode=False,
-    count_include_pad=True,
+    x: torch.Tensor,
+    P: Place,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
     *,
-    divisor_override=None,
-    shape=None,
-):
+    divisor_override: int | None = None,
+    shape: Sequence[int] | None = None,
+) -> torch.Tensor:
     """Average pooling of 1 to 3 spatial dims, as torch.nn.functional.avg_pool1d/2d/3d.
 
     Args:
@@ -230,7 +248,9 @@ def _sums(window, kernel, step):
     return _AVG[len(kernel)](window, kernel, step, divisor_override=1)
 
 
-def dist_l2_pool(x, P, kernel_size, stride=None, *, shape=None):
+def dist_l2_pool(
+    x: torch.Tensor, P: Place, kernel_size: Size, stride: Size | None = None, *, shape: Sequence[int] | None = None
+) -> torch.Tensor:
     """L2 pooling of 1 to 3 spatial dims: y = √Σ x² over each window, channel by channel.
 
     Where a whole window is zero y is not differentiable, and all derivatives are taken to be zero (not NaN), in every
@@ -288,7 +308,14 @@ def _adaptive_cuts(spec, at, d):
     return [(o * n // m - lo, -(-(o + 1) * n // m) - o * n // m) for o in range(o0, o1)] or [(0, 1)]
 
 
-def dist_adaptive_max_pool(x, P, output_size, *, return_indices=False, shape=None):
+def dist_adaptive_max_pool(
+    x: torch.Tensor,
+    P: Place,
+    output_size: int | Sequence[int | None] | None,
+    *,
+    return_indices: bool = False,
+    shape: Sequence[int] | None = None,
+) -> Any:
     """Adaptive max pooling of 1 to 3 spatial dims, as torch.nn.functional.adaptive_max_pool1d/2d/3d.
 
     Args:
@@ -323,7 +350,9 @@ def dist_adaptive_max_pool(x, P, output_size, *, return_indices=False, shape=Non
     return y, kept(cut(place, empty), x)
 
 
-def dist_adaptive_avg_pool(x, P, output_size, *, shape=None):
+def dist_adaptive_avg_pool(
+    x: torch.Tensor, P: Place, output_size: int | Sequence[int | None] | None, *, shape: Sequence[int] | None = None
+) -> torch.Tensor:
     """Adaptive average pooling of 1 to 3 spatial dims, as torch.nn.functional.adaptive_avg_pool1d/2d/3d.
 
     ``output_size=1`` is global average pooling: local sums, then one sum_reduce of |y| to the ranks that hold the

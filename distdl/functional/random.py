@@ -15,7 +15,9 @@ import torch
 
 from .. import _torch
 from .._arguments import checked
+from .._types import Device
 from ..errors import DistdlError, ShapeError
+from ..partition import Layout
 
 __all__ = ["fold_in", "normal", "uniform"]
 
@@ -77,7 +79,7 @@ def _key(seed, device):
     return _mix(seed * _GAMMA + _MIX1)
 
 
-def fold_in(seed, *numbers):
+def fold_in(seed: int | torch.Tensor, *numbers: int | torch.Tensor) -> int | torch.Tensor:
     """A new seed from ``seed`` and integers (number of a layer, of a step): ``fold_in(seed, layer, step)``.
 
     Order matters. Returns an int, or a tensor where ``seed`` or a number is one.
@@ -194,7 +196,14 @@ def _open_unit(h):
 
 
 @checked
-def uniform(layout, seed, dtype=None, device=None, low=0.0, high=1.0):
+def uniform(
+    layout: Layout,
+    seed: int | torch.Tensor,
+    dtype: torch.dtype | None = None,
+    device: Device | None = None,
+    low: float = 0.0,
+    high: float = 1.0,
+) -> torch.Tensor:
     """This rank's block of a global tensor of numbers uniform in [low, high). No message.
 
     Args:
@@ -208,13 +217,29 @@ def uniform(layout, seed, dtype=None, device=None, low=0.0, high=1.0):
 
 
 @checked
-def normal(layout, seed, dtype=None, device=None, mean=0.0, std=1.0):
+def normal(
+    layout: Layout,
+    seed: int | torch.Tensor,
+    dtype: torch.dtype | None = None,
+    device: Device | None = None,
+    mean: float = 0.0,
+    std: float = 1.0,
+) -> torch.Tensor:
     """As :func:`uniform`, normally distributed: √2 erfinv(2u - 1), worked out in float64, |z| < 8.3."""
     return trunc_normal(layout, seed, dtype, device, mean, std, -math.inf, math.inf)
 
 
 @checked
-def trunc_normal(layout, seed, dtype=None, device=None, mean=0.0, std=1.0, a=-2.0, b=2.0):
+def trunc_normal(
+    layout: Layout,
+    seed: int | torch.Tensor,
+    dtype: torch.dtype | None = None,
+    device: Device | None = None,
+    mean: float = 0.0,
+    std: float = 1.0,
+    a: float = -2.0,
+    b: float = 2.0,
+) -> torch.Tensor:
     """Normal numbers between ``a`` and ``b``: the inverse of the distribution function, so no draw is rejected."""
     dtype = dtype or torch.get_default_dtype()
     low, high = (math.erf((v - mean) / (std * math.sqrt(2))) if std else (1 if v > mean else -1) for v in (a, b))

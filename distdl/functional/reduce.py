@@ -19,10 +19,11 @@ import math
 
 import torch
 
-from ..agree import partition_of, resolve
+from .._types import Dims, Place
+from ..agree import resolve
 from ..errors import PartitionError, ShapeError
 from ..movement.copies import invariant_sum, mark_varying
-from ..partition import Layout
+from ..partition import Layout, partition_of
 from ..ties import tie
 from .enter import ANY, FLOATING, REAL, SMOOTH, enter, outside
 from .numeric import one_each, pivot, power, reduced_shape, sum_and_count, wide
@@ -51,7 +52,7 @@ def _squeeze(y, dims, keepdim):
     return y if keepdim else y.squeeze(dims)
 
 
-def dist_sum(x, P, dim=None, keepdim=False):
+def dist_sum(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool = False) -> torch.Tensor:
     """The sum over ``dim``. Half precision is summed in float32, and integers as torch does.
 
     Messages: one all-reduce of N elements; none backward.
@@ -63,7 +64,7 @@ def dist_sum(x, P, dim=None, keepdim=False):
     return invariant_sum(local, grid, dims).to(x.dtype if x.is_floating_point() else local.dtype)
 
 
-def dist_mean(x, P, dim=None, keepdim=False):
+def dist_mean(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool = False) -> torch.Tensor:
     """The mean over ``dim``: sum by count, exact on uneven blocks. NaN where there is nothing to average.
 
     Messages: one all-reduce of N + 1 elements (the count goes along), N with a Layout; none backward.
@@ -75,7 +76,9 @@ def dist_mean(x, P, dim=None, keepdim=False):
     return (total / count).to(x.dtype)
 
 
-def dist_var(x, P, dim=None, keepdim=False, *, correction=1):
+def dist_var(
+    x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool = False, *, correction: float = 1
+) -> torch.Tensor:
     """The variance over ``dim``, divided by n - ``correction``: from the global mean, without cancellation; of complex
     x the mean of |x - mean|², as in torch.
 
@@ -90,7 +93,7 @@ def dist_var(x, P, dim=None, keepdim=False, *, correction=1):
     return (invariant_sum(squares.sum(dims, keepdim), grid, dims) / (count.real - correction)).to(x.dtype.to_real())
 
 
-def dist_logsumexp(x, P, dim, keepdim=False):
+def dist_logsumexp(x: torch.Tensor, P: Place, dim: Dims, keepdim: bool = False) -> torch.Tensor:
     """log Σ exp(x) over ``dim``, one or several, relative to the largest x of all ranks.
 
     Messages: one all-gather and one all-reduce, of N elements each; none backward.
@@ -104,7 +107,7 @@ def dist_logsumexp(x, P, dim, keepdim=False):
     return _squeeze(total.log() + high, dims, keepdim).to(x.dtype)
 
 
-def dist_max(x, P, dim=None, keepdim=False):
+def dist_max(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool = False) -> torch.Tensor:
     """The largest element over ``dim``, as ``x.amax(dim)``: the gradient is divided evenly among equal largest
     elements.
 
@@ -117,7 +120,7 @@ def dist_max(x, P, dim=None, keepdim=False):
     return _extreme("dist_max", x, P, dim, keepdim, torch.amax)
 
 
-def dist_min(x, P, dim=None, keepdim=False):
+def dist_min(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool = False) -> torch.Tensor:
     """The smallest element over ``dim``; as :func:`dist_max`."""
     return _extreme("dist_min", x, P, dim, keepdim, torch.amin)
 
@@ -167,7 +170,9 @@ def _extreme(op, x, P, dim, keepdim, pick):
     return _squeeze(result, dims, keepdim).to(x.dtype)
 
 
-def dist_norm(x, P, dim=None, keepdim=False, *, ord=2):
+def dist_norm(
+    x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool = False, *, ord: float = 2
+) -> torch.Tensor:
     """The vector norm (Σ |x|^ord)^(1/ord) over ``dim``, as ``torch.linalg.vector_norm``; its gradient at 0 is 0.
 
     Args:
@@ -188,7 +193,7 @@ def dist_norm(x, P, dim=None, keepdim=False, *, ord=2):
     return power(invariant_sum(terms.sum(dims, keepdim), grid, dims), 1 / ord).to(dtype)
 
 
-def dist_argmax(x, P, dim=None, keepdim=False):
+def dist_argmax(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool = False) -> torch.Tensor:
     """The global index (int64) of the first largest element over one ``dim``; ``None``: in the flattened global tensor.
 
     NaN counts as largest, as in torch. A bare partition is negotiated, as the global index needs every block's offset.

@@ -7,6 +7,7 @@ rank ever holds more than its blocks.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, product
 
@@ -14,11 +15,12 @@ import torch
 
 from .. import maps
 from .._arguments import checked
-from ..agree import partition_of, resolve
+from .._types import Place
+from ..agree import resolve
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
 from ..movement.halo import HaloSpec, halo_exchange, sizes_of
-from ..partition import Layout, Partition, joined, layout_of, row_major
+from ..partition import Layout, Partition, joined, layout_of, partition_of, row_major
 from ..plan import Axis, Side
 from ..ties import nothing
 from .enter import at_least, check_block, enter, outside, supposed
@@ -107,7 +109,9 @@ def _in_between(L, flat):
     return Layout(Partition(tuple(grid), flat.partition.ranks, flat.partition.world), L.shape, tuple(splits))
 
 
-def dist_flatten(x, P_in, P_out, start_dim=1, *, shape=None):
+def dist_flatten(
+    x: torch.Tensor, P_in: Place, P_out: Place, start_dim: int = 1, *, shape: Sequence[int] | None = None
+) -> torch.Tensor:
     """Flatten the dims from ``start_dim`` on, in their usual order, and lay the result over ``P_out``.
 
     Args:
@@ -146,7 +150,9 @@ def dist_flatten(x, P_in, P_out, start_dim=1, *, shape=None):
     return y.reshape(flat.local_shape()) if y.numel() else nothing(flat.local_shape(), y)
 
 
-def dist_unflatten(x, P_in, P_out, shape, start_dim=1):
+def dist_unflatten(
+    x: torch.Tensor, P_in: Place, P_out: Place, shape: Sequence[int], start_dim: int = 1
+) -> torch.Tensor:
     """The last dim of x as the dims ``shape[start_dim:]``, laid over ``P_out``: the inverse, and the adjoint, of
     :func:`dist_flatten`.
 
@@ -189,7 +195,7 @@ def _pads(ndim, pad):
 
 
 @checked
-def pad_layout(L, pad) -> Layout:
+def pad_layout(L: Layout, pad: Sequence[int]) -> Layout:
     """The layout of :func:`dist_pad`'s result for an x of layout ``L``: splits stay where sizes do, else balanced."""
     shape = [n + a + b for n, (a, b) in zip(L.shape, _pads(L.ndim, pad))]
     if min(shape, default=0) < 0:
@@ -207,7 +213,15 @@ def _padding(L: Layout, out: Layout, pairs, boundary) -> HaloSpec:
     return HaloSpec.needs(L, None, out, lambda d, o0, o1: (o0 - pairs[d][0], o1 - pairs[d][0]), boundary)
 
 
-def dist_pad(x, P, pad, mode="constant", value=0, *, shape=None):
+def dist_pad(
+    x: torch.Tensor,
+    P: Place,
+    pad: Sequence[int],
+    mode: str = "constant",
+    value: float = 0,
+    *,
+    shape: Sequence[int] | None = None,
+) -> torch.Tensor:
     """Pad, or cut where ``pad`` is negative, as torch.nn.functional.pad.
 
     Args:
@@ -257,7 +271,7 @@ def dist_pad(x, P, pad, mode="constant", value=0, *, shape=None):
     return kept(torch.where(beyond, value, y).to(y.dtype), x)
 
 
-def dist_unpad(x, P, pad, *, shape=None):
+def dist_unpad(x: torch.Tensor, P: Place, pad: Sequence[int], *, shape: Sequence[int] | None = None) -> torch.Tensor:
     """Cut ``pad`` elements off, given as for :func:`dist_pad`, whose inverse this is; same layout rule and messages."""
     return dist_pad(x, P, [-n for n in pad], shape=shape)
 
@@ -292,7 +306,7 @@ def _as_the_first(layouts, dim):
     return [layouts[0].with_shape(shape) for shape in shapes]
 
 
-def cat_layout(layouts, dim=0) -> Layout:
+def cat_layout(layouts: Sequence[Layout], dim: int = 0) -> Layout:
     """The layout of :func:`dist_cat`'s result: balanced blocks along ``dim``, the others as they are."""
     first, (dim,) = layouts[0], layouts[0].partition.dims(dim)
     _check_same(layouts, dim)
@@ -356,7 +370,13 @@ def _enter(op, xs, P, dim, shapes):
     return xs, layouts, at
 
 
-def dist_cat(xs, P, dim=0, *, shapes=None):
+def dist_cat(
+    xs: Sequence[torch.Tensor],
+    P: Place | Sequence[Layout],
+    dim: int = 0,
+    *,
+    shapes: Sequence[Sequence[int]] | None = None,
+) -> torch.Tensor:
     """Concatenate tensors over one partition along ``dim``, as torch.cat.
 
     Args:
@@ -376,11 +396,11 @@ def dist_cat(xs, P, dim=0, *, shapes=None):
     xs, layouts, at = _enter("dist_cat", xs, P, dim, shapes)
     if at is None:
         return outside(*xs, like=layouts and cat_layout(layouts, dim))
-    return _concatenation(tuple(layouts), dim)(torch.cat(xs, dim))
+    return _concatenation(tuple(layouts), dim)(torch.cat(list(xs), dim))
 
 
 @checked
-def stack_layout(L, dim=0, n=1) -> Layout:
+def stack_layout(L: Layout, dim: int = 0, n: int = 1) -> Layout:
     """The layout of :func:`dist_stack`'s result: L with a new dim of size ``n``, not split."""
     P, at = L.partition, dim + L.ndim + 1 if dim < 0 else dim
     if not 0 <= at <= L.ndim:
@@ -398,7 +418,13 @@ def stack_layout(L, dim=0, n=1) -> Layout:
     return Layout(grid, put(L.shape, n), put(L.splits or (None,) * L.ndim, None))
 
 
-def dist_stack(xs, P, dim=0, *, shapes=None):
+def dist_stack(
+    xs: Sequence[torch.Tensor],
+    P: Place | Sequence[Layout],
+    dim: int = 0,
+    *,
+    shapes: Sequence[Sequence[int]] | None = None,
+) -> torch.Tensor:
     """Stack tensors of one layout along a new dim ``dim``, as torch.stack. Arguments as for :func:`dist_cat`.
 
     Returns:
@@ -409,4 +435,4 @@ def dist_stack(xs, P, dim=0, *, shapes=None):
         ndim = xs[0].dim() + 1
         return outside(*xs, like=stack_layout(layouts[0], dim, len(xs)) if layouts else (0,) * ndim)
     stack_layout(layouts[0], dim)  # raises for a dim that there is not
-    return torch.stack(xs, dim)
+    return torch.stack(list(xs), dim)

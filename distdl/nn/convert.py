@@ -168,7 +168,7 @@ def convert(module: M, P: Place, *, containers: Iterable[type[torch.nn.Module]] 
         PartitionError: split channels; a module that has no twin over this partition (Linear, LayerNorm, flattening, a
             subclass, a lazy, parametrized or pruned layer, ...), or one that is reached through a plain list.
     """
-    grid = partition_of(P, "convert")
+    grid = partition_of(P)
     if grid.ndim < 2 or grid.shape[1] != 1:
         raise PartitionError(
             "convert keeps channels whole",

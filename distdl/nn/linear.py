@@ -61,7 +61,7 @@ class Embedding(Layer):
         **options: Any,
     ) -> None:
         super().__init__(P, device, dtype)
-        n, padding_idx = partition_of(P).ndim, plain(padding_idx, "padding_idx", "Embedding")
+        n, padding_idx = partition_of(P).ndim, plain(padding_idx, "padding_idx")
         self.options = dict(options, padding_idx=padding_idx, num_embeddings=num_embeddings)
         draw = functools.partial(_rows, padding_idx=padding_idx)
         self._parameter("weight", (num_embeddings, embedding_dim), (n - 2, n - 1), draw)

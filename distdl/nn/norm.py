@@ -129,7 +129,7 @@ class LayerNorm(_Norm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(P, device, dtype)
-        self.shape, self.eps = sizes_of(normalized_shape, "normalized_shape", "LayerNorm"), eps
+        self.shape, self.eps = sizes_of(normalized_shape, "normalized_shape"), eps
         ndim = partition_of(P).ndim
         self._affine(self.shape, range(ndim - len(self.shape), ndim), elementwise_affine, bias)
 
@@ -173,7 +173,7 @@ class GroupNorm(_Norm):
         bias: bool = True,
     ) -> None:
         super().__init__(P, device, dtype)
-        self.groups, self.eps = plain(num_groups, "num_groups", "GroupNorm"), eps
+        self.groups, self.eps = plain(num_groups, "num_groups"), eps
         self._affine((num_channels,), (1,), affine, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -38,10 +38,10 @@ def average_parameters(
     """
     leaves, tree = _torch.flatten(params)
     where = partition_of(P)
-    whole(holders("average_parameters", params, of, P=P), where.along(dims), "average_parameters")
+    whole(holders(params, of), where.along(dims))
     if weight is None:
         copies = 1
-        for d in where.dims(dims, "average_parameters"):
+        for d in where.dims(dims):
             copies *= where.shape[d]
         means = [s / copies for s in F.invariant_sum(leaves, where, dims)]
     else:

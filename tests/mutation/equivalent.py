@@ -88,7 +88,7 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
         "base = 0": {
             "0 -> 1": "nothing is reckoned from it where nothing is staged",
         },
-        "pending[rank] = Pending((plan,), [x], LocalTransport(rank, max(ranks) + 1, mailboxes))": {
+        "pending[rank] = Exchange((plan,), [x], LocalTransport(rank, max(ranks) + 1, mailboxes))": {
             "1 -> 2": "how many ranks a simulated world has besides those of the plan",
         },
     },
