@@ -143,7 +143,9 @@ def _cuts(placements: tuple[Any, ...], ndim: int) -> tuple[int | str, ...]:
     return tuple(cuts)
 
 
-def _layout(grid: Partition, cuts: tuple[int | str, ...], shape: tuple[int, ...]):
+def _layout(
+    grid: Partition, cuts: tuple[int | str, ...], shape: tuple[int, ...]
+) -> tuple[Layout, Partition, Partition]:
     if len(cuts) != grid.ndim:
         raise PartitionError(
             "one placement for each mesh dim",

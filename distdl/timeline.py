@@ -10,7 +10,7 @@ import json
 import os
 import socket
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from statistics import median
@@ -28,6 +28,8 @@ from .watching.recorder import Recorder, clock
 from .world import world as world_of
 
 __all__ = ["Timeline", "timeline", "trace"]
+Notes = dict[str, Any]  # of one rank: its machine, the marks of its clock, the world, and the events
+Clock = Callable[[float], float]  # ns of a rank's clock to µs of the trace
 
 
 class Timeline:
@@ -114,7 +116,7 @@ public({"timeline": timeline}, alike=False)
 # ---------------------------------------------------------------- pure functions of the notes
 
 
-def trace(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def trace(ranks: list[Notes]) -> dict[str, Any]:
     """The notes of all ranks, in their order, as Chrome's trace: slices, arrows and names, by rising time in µs."""
     times = [_clock_of(notes, ranks) for notes in ranks]
     events: list[dict[str, Any]] = []
@@ -140,12 +142,12 @@ def trace(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _clock_of(notes, ranks):
+def _clock_of(notes: Notes, ranks: list[Notes]) -> Clock:
     """ns of a rank's clock to µs of rank 0's: the same on one machine; else by the moments of the two agreements."""
     if notes["machine"] == ranks[0]["machine"]:
         return lambda t: t / 1000
 
-    def marks(machine):
+    def marks(machine: str) -> tuple[float, float]:
         found = [r["marks"] for r in ranks if r["machine"] == machine]
         return median(a for a, _ in found), median(b for _, b in found)
 
@@ -154,11 +156,11 @@ def _clock_of(notes, ranks):
     return lambda t: (first + (t - a) * rate) / 1000
 
 
-def _named(rank, lane, what, **args):
+def _named(rank: int, lane: int, what: str, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "pid": rank, "tid": lane, "name": what, "args": args}
 
 
-def _slices(event, rank, lane, at):
+def _slices(event: dict[str, Any], rank: int, lane: int, at: Clock) -> Iterator[dict[str, Any]]:
     """A movement's slices: the whole and its waits; or where ``F.start`` began it, its start and the waits later on."""
     about = {
         "call": event["call"],
@@ -170,7 +172,7 @@ def _slices(event, rank, lane, at):
     }
     name, kind = event["name"], "agreement" if event["name"].startswith("agreement") else "movement"
 
-    def piece(name, kind, begin, end, **args):
+    def piece(name: str, kind: str, begin: int, end: int, **args: Any) -> dict[str, Any]:
         return {"ph": "X", "pid": rank, "tid": lane, "name": name, "cat": kind, "ts": at(begin),
                 "dur": round(max(0.0, at(end) - at(begin)), 3), "args": args}  # fmt: skip
 
@@ -182,10 +184,10 @@ def _slices(event, rank, lane, at):
         yield piece("wait" if inside else f"wait for {name}", "wait", begin, stop, movement=name)
 
 
-def _arrows(ranks, times):
+def _arrows(ranks: list[Notes], times: list[Clock]) -> tuple[list[dict[str, Any]], int]:
     """(flow events, messages that only one end has noted). Messages between two ranks keep their order, so the k-th of
     one name and size that one sends to the other is the k-th that this one gets."""
-    sent: dict[tuple[int, int, int, str], deque] = defaultdict(deque)
+    sent: dict[tuple[int, int, int, str], deque[tuple[float, int]]] = defaultdict(deque)
     for rank, event, at in _of_this_world(ranks, times):
         for peer, n in event["sends"]:
             sent[rank, peer, n, event["name"]].append((at(event["posted"]), event["lane"]))
@@ -206,7 +208,7 @@ def _arrows(ranks, times):
     return arrows, left + sum(map(len, sent.values()))
 
 
-def _of_this_world(ranks, times):
+def _of_this_world(ranks: list[Notes], times: list[Clock]) -> Iterator[tuple[int, dict[str, Any], Clock]]:
     """(rank, event, its clock) of all events that have the recorded world's ranks as peers."""
     for rank, (notes, at) in enumerate(zip(ranks, times)):
         for event in notes["events"]:

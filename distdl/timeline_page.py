@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from html import escape
 from typing import Any
 
 __all__ = ["page"]
+Scale = Callable[[float], float]  # µs to px
 
 _WIDTH, _LEFT, _LANE, _GAP, _TOP = 1160, 74, 26, 18, 30  # px
 _HUES = 8  # colours, by the movements' total time; what follows is grey
@@ -50,7 +51,7 @@ def page(trace: dict[str, Any], title: str = "Movements of a run") -> str:
     drawn.sort(key=lambda e: (e["cat"] == "wait", e["ts"]))  # waits lie on top of their movement
     shown = arrows[:_MOST]
 
-    def x(ts):
+    def x(ts: float) -> float:
         return _LEFT + ts / last * (_WIDTH - _LEFT - 8)
 
     parts = [*_axis(last, x, height), *_lanes(rows, trace)]
@@ -91,7 +92,7 @@ def _movement(e: dict[str, Any]) -> str:
     return "agreement" if e["cat"] == "agreement" else e["name"].removeprefix("start of ")
 
 
-def _axis(last: float, x, height: int) -> list[str]:
+def _axis(last: float, x: Scale, height: int) -> list[str]:
     """Lines at round times."""
     step = 10 ** math.floor(math.log10(last))
     step = next(step * f for f in (0.1, 0.2, 0.5, 1) if last / (step * f) <= 10)
@@ -112,7 +113,7 @@ def _lanes(rows: dict[tuple[int, int], int], trace: dict[str, Any]) -> list[str]
     return parts
 
 
-def _slice(e: dict[str, Any], x, y: int, colours: dict[str, int]) -> str:
+def _slice(e: dict[str, Any], x: Scale, y: int, colours: dict[str, int]) -> str:
     begin, end, wait = x(e["ts"]), x(e["ts"] + e["dur"]), e["cat"] == "wait"
     width = max(end - begin, 0.8)
     shade = f'style="fill: var(--c{colours.get(_movement(e), _HUES)})"'
@@ -140,7 +141,7 @@ def _about(e: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _arrow(s: dict[str, Any], f: dict[str, Any], x, rows) -> str:
+def _arrow(s: dict[str, Any], f: dict[str, Any], x: Scale, rows: dict[tuple[int, int], int]) -> str:
     a, b = rows[s["pid"], s["tid"]], rows[f["pid"], f["tid"]]
     down = b > a
     y0, y1 = (a + _LANE, b) if down else (a, b + _LANE)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from ..partition import Layout
+from .format import Box
 
 __all__ = ["Layouts", "Names", "block_of", "chosen"]
 
@@ -40,7 +41,7 @@ def chosen(names: Names, layouts: Layouts, there: Iterable[str]) -> dict[str, st
     return found
 
 
-def block_of(own: str, shape: tuple[int, ...], dtype: torch.dtype, layouts: Layouts):
+def block_of(own: str, shape: tuple[int, ...], dtype: torch.dtype, layouts: Layouts) -> tuple[torch.Tensor, Box | None]:
     """An empty block for this rank, and its box; ``None`` for a box where the rank holds nothing.
 
     Raises:

@@ -20,8 +20,8 @@ import torch
 from .._types import Place
 from ..partition import Layout
 from .choice import Layouts, Names, block_of, chosen
-from .format import plan, volume
-from .group import Group
+from .format import Box, Entry, plan, volume
+from .group import Group, Path
 from .writing import bytes_of, describe, refuse_differing
 
 __all__ = ["load_dcp", "save_dcp"]
@@ -53,16 +53,16 @@ class _Blocks:
     def __init__(self, blocks: dict[str, torch.Tensor]):
         self.blocks = blocks
 
-    def resolve_tensor(self, item):
+    def resolve_tensor(self, item: Any) -> torch.Tensor:
         place = tuple(slice(at, at + n) for at, n in zip(item.dest_offsets, item.lengths))
         return self.blocks[item.dest_index.fqn][place]
 
-    def commit_tensor(self, item, tensor) -> None:
+    def commit_tensor(self, item: Any, tensor: torch.Tensor) -> None:
         """It is in its block already."""
 
 
 def load_dcp(
-    path: str | os.PathLike,
+    path: Path,
     layouts: Layouts = None,
     *,
     names: Names = None,
@@ -91,10 +91,11 @@ def load_dcp(
     tensors: dict[str, torch.Tensor] = {}
     group = Group("checkpoint.load_dcp", path, P)
 
-    def job():
+    def job() -> int:
         folder = os.fsdecode(group.path)
-        from torch.distributed.checkpoint import FileSystemReader, LoadPlan
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+        from torch.distributed.checkpoint.planner import LoadPlan
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
         with open(os.path.join(folder, _METADATA), "rb") as file:
@@ -135,12 +136,12 @@ class _Sources:
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self.tensors = tensors
 
-    def resolve_data(self, item):
+    def resolve_data(self, item: Any) -> torch.Tensor:
         return self.tensors[item.index.fqn].detach().resolve_conj().resolve_neg()
 
 
 def save_dcp(
-    path: str | os.PathLike,
+    path: Path,
     tensors: dict[str, torch.Tensor],
     layouts: dict[str, Layout] | None = None,
     *,
@@ -171,14 +172,14 @@ def save_dcp(
     folder, name = os.path.split(os.path.normpath(os.fsdecode(group.path)))
     temporary = os.path.join(folder, f".{name}.{reports[group.ranks[0]].token}.saving")
 
-    def create():
+    def create() -> None:
         if group.leads:
             with suppress(FileNotFoundError):
                 if os.listdir(group.path):
                     raise ValueError("the folder has something in it, and stays")
             os.mkdir(temporary)
 
-    def remove():
+    def remove() -> None:
         if group.leads:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -186,8 +187,8 @@ def save_dcp(
 
     finish: list[Any] = []
 
-    def write():
-        from torch.distributed.checkpoint import FileSystemWriter
+    def write() -> tuple[dict[tuple[str, Box], int], Any]:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
         rank = group.world.rank
         boxes = {name: box for name, (_, _, box) in reports[rank].tensors.items()}
@@ -203,7 +204,7 @@ def save_dcp(
     found = group.step(write, remove)
     refuse_differing(group, {rank: copies for rank, (copies, _) in found.items()}, remove)
 
-    def publish():
+    def publish() -> None:
         if group.leads:
             finish[0]([results for _, results in found.values()])
             os.rename(temporary, group.path)
@@ -211,12 +212,11 @@ def save_dcp(
     group.step(publish, remove)
 
 
-def _plans(entries, ranks):
+def _plans(entries: dict[str, Entry], ranks: tuple[int, ...]) -> tuple[list[Any], Any]:
     """Every rank's SavePlan and the folder's description, the same on every rank."""
-    from torch.distributed.checkpoint import SavePlan
     from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
     items: dict[int, list[Any]] = {rank: [] for rank in ranks}
     for name, entry in entries.items():

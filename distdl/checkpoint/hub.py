@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from .._types import Place
+from ..partition import row_major
 from .choice import Layouts, Names, block_of, chosen
-from .format import DTYPES, runs, volume
-from .group import Group
+from .format import DTYPES, Box, volume
+from .group import Group, Path
 from .reading import checked_sources, refuse_half
 from .writing import bytes_of
 
@@ -40,10 +41,11 @@ class _Plain:
     shape: tuple[int, ...]
     begin: int
 
-    def read(self, box, out: memoryview) -> None:
+    def read(self, box: Box, out: memoryview) -> None:
         """The box's bytes, in row-major order."""
-        size, offsets = runs(box, self.shape)
-        size, starts = size * self.dtype.itemsize, [offset * self.dtype.itemsize for offset in offsets]
+        size, offsets = row_major(box, self.shape)
+        item = self.dtype.itemsize
+        size, starts = size * item, [offset * item for offset in offsets]
         for first, last in _neighbours(starts, size):
             if last - first == 1:
                 self._fill(out[first * size : last * size], starts[first])
@@ -86,7 +88,7 @@ class _File:
                 raise ValueError(f"{path!r} is no safetensors file: its header would be longer than it")
             head = os.pread(self.fd, end, 0)
             try:
-                self.table: dict[str, dict] = json.loads(head[8:])
+                self.table: dict[str, dict[str, Any]] = json.loads(head[8:])
             except ValueError as error:
                 raise ValueError(f"{path!r} is no safetensors file: its header is no JSON") from error
             self.metadata: dict[str, str] = self.table.pop("__metadata__", {})
@@ -113,7 +115,7 @@ class _File:
             raise ValueError(f"{self.path!r} is damaged: {name!r} has not the bytes of {entry['dtype']} {shape}")
         return dtype, shape
 
-    def read(self, name: str, box, block: torch.Tensor) -> None:
+    def read(self, name: str, box: Box, block: torch.Tensor) -> None:
         """Fill the block, checked where there are checksums."""
         dtype, shape = self.kind(name)
         if self.checked is not None:
@@ -139,7 +141,7 @@ def _where(path: str) -> tuple[dict[str, str] | None, str, dict[str, Any]]:
 
 
 def load_safetensors(
-    path: str | os.PathLike,
+    path: Path,
     layouts: Layouts = None,
     *,
     names: Names = None,
@@ -178,12 +180,12 @@ def load_safetensors(
     metadata: dict[str, Any] = {}
     group = Group("checkpoint.load_safetensors", path, P)
 
-    def job():
+    def job() -> int:
         files, folder, described = _where(os.fsdecode(group.path))
         token: Any = sorted(files.items()) if files is not None else None
         opened: dict[str, _File] = {}
 
-        def file_of(name):
+        def file_of(name: str) -> _File:
             full = folder if files is None else os.path.join(folder, files[name])
             if full not in opened:
                 opened[full] = _File(full, verify)
