@@ -16,7 +16,7 @@ from .._torch import opaque
 from .._types import Place, Size, Tree
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
-from ..partition import Layout, _Value, is_bool, is_int, joined, layout_of
+from ..partition import Layout, Value, is_bool, is_int, joined, layout_of
 from ..plan import Axis, Plan, Run, Side
 from .call import by_map, moved, rule
 
@@ -24,7 +24,7 @@ Need = Callable[[int, int, int], tuple[int, int]]  # (dim, first output, stop) -
 BOUNDARIES = ("none", "zeros", "circular", "reflect", "replicate")
 
 
-def _source(boundary: str, i: int, n: int) -> int:
+def source_of(boundary: str, i: int, n: int) -> int:
     """The real index that ghost index ``i`` of a dim of size ``n`` shows (torch.nn.functional.pad's modes)."""
     if boundary == "circular":
         return i % n
@@ -38,7 +38,7 @@ def _runs(lo: int, hi: int, n: int, boundary: str) -> tuple[Run, ...]:
     start, stop = max(lo, 0), min(hi, n)
     runs = [(start, stop, start - lo)] if start < stop else []
     if boundary not in ("none", "zeros"):
-        ghosts = ((i, _source(boundary, i, n)) for i in (*range(lo, min(hi, 0)), *range(max(lo, n), hi)))
+        ghosts = ((i, source_of(boundary, i, n)) for i in (*range(lo, min(hi, 0)), *range(max(lo, n), hi)))
         runs += [(real, real + 1, i - lo) for i, real in ghosts]
     return joined(runs)
 
@@ -107,7 +107,7 @@ def per_dim(value: Any, n: int, what: str, op: str | None = None) -> tuple[Any, 
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class HaloSpec(_Value):
+class HaloSpec(Value):
     """What each rank's window of a partitioned tensor is, for :func:`distdl.functional.halo_exchange`.
 
     Args:
@@ -133,7 +133,7 @@ class HaloSpec(_Value):
     windows: tuple[tuple[tuple[int, int], ...], ...]
     boundary: tuple[str, ...]
 
-    __hash__ = _Value.__hash__
+    __hash__ = Value.__hash__
 
     def __init__(
         self,
