@@ -28,6 +28,8 @@ transforms_active = torch._C._are_functorch_transforms_active
 dispatch_modes = torch._C._len_torch_dispatch_stack
 # Whether torch.autocast is on for some kind of device.
 any_autocast = torch._C._is_any_autocast_enabled
+# Its ``_is_profiler_enabled`` is true while torch.profiler, or emit_nvtx, records: a look at it costs no call.
+profiler = torch.autograd.profiler
 # Context manager: operators called inside skip their Autograd kernels.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from ..engine import transport as _transport
 from ..errors import AgreementError
 from .observer import Observer, default_timeout
+from .recorder import Recorder
 
 
 @contextmanager
@@ -36,7 +37,8 @@ def checking(timeout: float | None = None) -> Iterator[None]:
             next_step="dd.checking(timeout=30), or leave it out",
         )
     before = _transport.observer
-    _transport.observer = Observer(default_timeout() if timeout is None else timeout)
+    checks = Observer(default_timeout() if timeout is None else timeout)
+    _transport.observer = before.over(checks) if isinstance(before, Recorder) else checks
     try:
         yield
     finally:
