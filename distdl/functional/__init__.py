@@ -7,6 +7,7 @@ from . import (
     dropout,
     embedding,
     expert,
+    fft,
     interpolate,
     linear,
     local,
@@ -23,6 +24,7 @@ from .conv import *  # noqa: F403
 from .dropout import *  # noqa: F403
 from .embedding import *  # noqa: F403
 from .expert import *  # noqa: F403
+from .fft import *  # noqa: F403
 from .interpolate import *  # noqa: F403
 from .linear import *  # noqa: F403
 from .local import *  # noqa: F403
@@ -48,6 +50,7 @@ _MODULES = (
     dropout,
     embedding,
     expert,
+    fft,
     interpolate,
     random,
     transition,
