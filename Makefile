@@ -3,28 +3,42 @@ PYTHON ?= python3
 PY := .venv/bin/python
 # Python compiles modules when it first imports them: most of torch's never are.
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
-RANKS := 1 2 3 4 8
 LIMIT := 900
-NCCL_FILES := $(addprefix tests/mpi/test_,$(addsuffix .py,value adjoints dtypes overlap))
+# Tiers of tests: tests/tiers.py says what belongs where.
+FIRST := -m "not full and not slow"
+REST := -m "full and not slow"
+RANKS := 1 2 3 4 8
+NCCL_FILES := $(addprefix tests/mpi/,$(addsuffix .py,movement/test_value movement/test_adjoints movement/test_dtypes functional/test_overlap))
 PYTEST_MPI := -m pytest tests/mpi -p no:cacheprovider -q
 # Tests without MPI, two at a time. A worker that has nothing left takes over some of the other's.
 TWO := -n 2 --dist worksteal
 
-.PHONY: demo test test-all lint unit mpi nccl check soak mutation bench docs format clean
+.PHONY: demo test test-full test-all refreeze lint unit mpi nccl check soak mutation bench docs format clean
 .NOTPARALLEL:
 
 demo: .venv/ready
 	$(PY) -m distdl demo
 
-test: lint unit mpi nccl
+# Five minutes of two cores, after set-up.
+test:
+	$(MAKE) lint
+	$(MAKE) unit MARKS='$(FIRST)'
+	$(MAKE) mpi RANKS='1 2 4' MARKS='$(FIRST)'
 
-# Slow sweeps too (one at a time: they print what they counted), whole models on 16 ranks, and more ranks than this machine has cores.
+# What `make test` leaves out, slow sweeps apart: twenty minutes more.
+test-full:
+	$(MAKE) unit MARKS='$(REST)'
+	$(MAKE) mpi RANKS='3 4 8' MARKS='$(REST)'
+	$(MAKE) nccl
+
+# Slow sweeps too (one at a time: they print what they counted), whole models on 16 ranks, and more ranks than this
+# machine has cores: hours.
 test-all: .venv/ready
 	$(MAKE) lint unit mpi nccl MARKS='-m ""' LIMIT=3000 TWO=
 	$(MAKE) check
-	timeout -k 10 1800 $(PY) -m distdl run -n 16 -m pytest tests/mpi/test_neon_many.py -p no:cacheprovider -q -m ""
+	timeout -k 10 1800 $(PY) -m distdl run -n 16 -m pytest tests/mpi/nn/test_neon_many.py -p no:cacheprovider -q -m ""
 	timeout -k 10 1800 $(PY) -m distdl run -n 20 $(PYTEST_MPI)
-	timeout -k 10 600 $(PY) -m distdl run -n 20 -m pytest tests/mpi/test_many_ranks.py -p no:cacheprovider -q -m ""
+	timeout -k 10 600 $(PY) -m distdl run -n 20 -m pytest tests/mpi/movement/test_many_ranks.py -p no:cacheprovider -q -m ""
 	timeout -k 10 1800 $(PY) -m distdl run -n 4 tests/soak.py 20000
 
 # 200,000 mixed operations over 5,000 partitions on 4 ranks: hours where the ranks share two cores.
@@ -43,6 +57,12 @@ nccl: .venv/ready
 check: .venv/ready
 	DISTDL_CHECK=1 timeout -k 10 3000 $(PY) -m distdl run -n 2 $(PYTEST_MPI)
 	DISTDL_CHECK=1 timeout -k 10 3000 $(PY) -m distdl run -n 3 $(PYTEST_MPI)
+
+# Names, error texts, messages and Python calls of today become the frozen ones; the difference is printed.
+refreeze: .venv/ready
+	DISTDL_REFREEZE=1 timeout -k 10 $(LIMIT) $(PY) -m pytest tests --ignore=tests/mpi -p no:cacheprovider -q
+	DISTDL_REFREEZE=1 timeout -k 10 $(LIMIT) $(PY) -m distdl run -n 2 $(PYTEST_MPI)
+	git --no-pager diff -U0 tests/frozen
 
 lint: .venv/ready
 	$(PY) -m ruff check .

@@ -13,8 +13,8 @@ from torch.func import grad, jvp, vjp, vmap
 
 import distdl as dd
 import distdl.functional as F
-from distdl.bench.table import report
 from distdl.engine.local import NullTransport
+from distdl.programs.bench.table import report
 
 
 def best(call, calls: int = 10_000, blocks: int = 5) -> float:
@@ -28,6 +28,18 @@ def best(call, calls: int = 10_000, blocks: int = 5) -> float:
             call()
         found.append((time.perf_counter() - start) / calls)
     return min(found) * 1e6
+
+
+def movements() -> dict:
+    """Movements of a tensor of 64 x 64 over 4 ranks: {name: call}."""
+    rows, cols = dd.Layout(dd.Partition((4, 1)), (64, 64)), dd.Layout(dd.Partition((1, 4)), (64, 64))
+    line, spec = dd.Partition((4,)), dd.HaloSpec(rows, (1, 0))
+    return {
+        "halo_exchange, width 1": lambda x: F.halo_exchange(x, spec),
+        "all_sum_reduce": lambda x: F.all_sum_reduce(x, line),
+        "shift": lambda x: F.shift(x, line, 0),
+        "repartition, rows to columns": lambda x: F.repartition(x, rows, cols),
+    }
 
 
 def transforms(call, x) -> dict:
@@ -83,16 +95,7 @@ def main(argv=None) -> None:
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     dd.World(transport=NullTransport(0, 4))
-    rows, cols = dd.Layout(dd.Partition((4, 1)), (64, 64)), dd.Layout(dd.Partition((1, 4)), (64, 64))
-    line = dd.Partition((4,))
-    x = torch.randn(16, 64)
-    spec = dd.HaloSpec(rows, (1, 0))
-    cases = {
-        "halo_exchange, width 1": lambda x: F.halo_exchange(x, spec),
-        "all_sum_reduce": lambda x: F.all_sum_reduce(x, line),
-        "shift": lambda x: F.shift(x, line, 0),
-        "repartition, rows to columns": lambda x: F.repartition(x, rows, cols),
-    }
+    x, cases = torch.randn(16, 64), movements()
     table = []
     for name, call in cases.items():
         table.append(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import distdl as dd
-from distdl.bench.cases import COLLECTIVES, REDUCING
+from distdl.programs.bench.cases import COLLECTIVES, REDUCING
 
 COMM = MPI.COMM_WORLD
 PEERS: dict[str, list] = {}

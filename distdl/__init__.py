@@ -3,42 +3,53 @@
 ``import distdl as dd; import distdl.functional as F``. Importing starts neither MPI nor CUDA.
 """
 
+from typing import TYPE_CHECKING
+
 from . import checkpoint, errors, func, functional, init, maps, nn, parallel, testing
 from ._names import only_public
-from .halo import HaloSpec
-from .launch import launch
 from .linear_map import LinearMap, linear_map
+from .movement.halo import HaloSpec
+from .nodes import Topology
 from .partition import Layout, Partition
+from .programs.launch import launch
 from .remat import remat
 from .watching.checking import checking
-from .world import Topology, World, world
+from .world import World, world
+
+if TYPE_CHECKING:
+    from . import viz  # imported when first asked for
+    from .programs import data
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "HaloSpec",
-    "Layout",
-    "LinearMap",
+    # who holds what
     "Partition",
-    "Topology",
+    "Layout",
+    "HaloSpec",
     "World",
-    "checking",
+    "world",
+    "Topology",
+    # operators
+    "functional",
+    "maps",
+    "LinearMap",
+    "linear_map",
+    "remat",
+    "func",
+    # models and their training
+    "nn",
+    "init",
+    "parallel",
     "checkpoint",
     "data",
-    "errors",
-    "func",
-    "functional",
-    "init",
+    # running, testing and drawing
     "launch",
-    "linear_map",
-    "maps",
-    "nn",
-    "parallel",
-    "remat",
+    "checking",
+    "errors",
     "testing",
     "viz",
-    "world",
 ]
-_SUBMODULES = ("agree", "autograd", "engine", "halo", "partition", "plan", "signature", "ties", "watching")
-__getattr__ = only_public(__name__, keep=_SUBMODULES, lazy=("data", "viz"))
-del only_public
+_SUBMODULES = ("agree", "autograd", "engine", "held", "movement", "partition", "plan", "signature", "ties", "watching")
+__getattr__ = only_public(__name__, keep=_SUBMODULES, lazy={"data": "programs.data", "viz": "viz"})
+del TYPE_CHECKING, only_public

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from . import _torch
 from .engine import transport as _transport
 from .errors import AgreementError, DistdlError, ShapeError
-from .partition import Layout, Partition, balanced, partition_of
+from .partition import Layout, Partition, balanced, layout_of, partition_of
 from .ties import nothing
 from .world import world
 
@@ -233,19 +233,8 @@ def resolve_tree(op: str, xs, tree, P, shape=None, others=()):
     A Layout is taken as it is, and so are a partition and ``shape``. A bare partition is negotiated with the ranks of
     ``P`` and ``others`` (the call's other partitions): block sizes add up to the global shape, whatever they are.
     """
-    if isinstance(P, Layout):
-        if shape is not None and tuple(shape) != P.shape:
-            raise ShapeError(
-                "shape differs from the layout's",
-                op=op,
-                partitions=P,
-                expected=P.shape,
-                actual=tuple(shape),
-                next_step="leave shape out, or pass the partition and the shape",
-            )
-        return xs, tree, [P] * len(xs)
-    if shape is not None:
-        return xs, tree, [Layout(P, shape)] * len(xs)
+    if isinstance(P, Layout) or shape is not None:
+        return xs, tree, [layout_of(P, shape, op)] * len(xs)
     P = partition_of(P, op)
     xs, tree, reports = negotiate(op, xs, P, others, P.ndim, tree)
     if reports is None:
@@ -290,7 +279,7 @@ def alike(op: str, P) -> None:
     would not notice."""
     if _transport.observer is not None:
         where = partition_of(P, op)
-        _transport.observer.alike(world(where.world).host, op, where)
+        _transport.observer.alike(world(where.world).watch, op, where)
 
 
 def check_tensor(op: str, x, P) -> None:

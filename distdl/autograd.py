@@ -15,6 +15,8 @@ Aᵀȳ and Aẋ as inputs: dependence, without a value. A derivative of any orde
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 
 from . import _torch
@@ -33,22 +35,17 @@ def apply(steps, xs, ties=(), pending=None, tied=None):
         transform = _torch.Transform()
         rule = _differentiated if transform.batch_size is None else _batched
         return rule(transform, steps, pending, xs, ties, tied)
-    if (_grad_enabled() and _require_grad(xs, ties)) or (_forward_mode_active() and _have_tangents(xs, ties)):
+    if (_grad_enabled() and any(map(_requires_grad, (*xs, *ties)))) or (
+        _forward_mode_active() and _have_tangents(xs, ties)
+    ):
         return _record((steps, pending, None), *xs, *ties)
     # Under torch.func a node around this call records it.
     return (*(steps[0].together(steps, xs, bool(tied)) if pending is None else pending.finish()), None)
 
 
 _transforms_active, _grad_enabled = _torch.transforms_active, torch.is_grad_enabled
+_requires_grad = attrgetter("requires_grad")
 _forward_mode_active, _dispatch_modes = _torch.forward_mode_active, _torch.dispatch_modes
-
-
-def _require_grad(*groups) -> bool:
-    for tensors in groups:
-        for t in tensors:
-            if t.requires_grad:
-                return True
-    return False
 
 
 def _have_tangents(*groups) -> bool:

@@ -10,25 +10,50 @@ import hashlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
-from types import CodeType
+from collections.abc import Mapping
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-import torch
-
-_DISTDL, _TORCH = (os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__))
+_DISTDL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _known: dict[str, bool] = {}
-_names: dict[CodeType, str] = {}  # of public functions, by their code
+_names: dict[CodeType, str] = {}  # of public functions, by their code; "" of a constructor: its class says
+_alike: set[CodeType] = set()  # those that get the same plain arguments on all ranks that call them together
 _trees: set[CodeType] = set()  # of functions whose ``tree`` is the structure of the pytree that moves
 _NO_LINE, _TENSOR = "backward, on a thread of torch's own", "a tensor"
 
 
-def public(functions: dict[str, Callable]) -> None:
-    """Let calls of these functions be found under their names; see the list of each public package."""
-    for name, function in functions.items():
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        if code is not None:
-            _names[code] = name
+def public(names: Mapping[str, Any], *, alike: bool = True) -> None:
+    """Let calls of these functions and classes (constructors and public methods) be found under their names; see the
+    list of each public package. What a function returns, and was written inside of it, speaks in its name too.
+
+    ``alike``: ranks that call one of them together give it the same plain arguments, which checking then compares.
+    """
+    for name, thing in names.items():
+        if not isinstance(thing, type):
+            _register(name, thing, alike)
+            continue
+        for constructor in ("__init__", "__post_init__"):  # classes may share one
+            _register("", getattr(thing, constructor, None), alike)
+        for method, value in vars(thing).items():
+            if not method.startswith("_") and method != "forward":  # forward: the call of its function says more
+                _register(f"{name}.{method}", getattr(value, "fget", getattr(value, "__func__", value)), alike)
+
+
+def _register(name: str, function: Any, alike: bool) -> None:
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    if code is None or not code.co_filename.startswith(_DISTDL):
+        return
+    if alike:
+        _alike.add(code)
+    written = [code]
+    while written:
+        code = written.pop()
+        _names[code] = name
+        written += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+
+
+def _name_of(frame: FrameType) -> str:
+    return _names[frame.f_code] or type(frame.f_locals["self"]).__name__
 
 
 def has_tree(function):
@@ -38,9 +63,9 @@ def has_tree(function):
 
 
 def _users(filename: str) -> bool:
-    return not filename.startswith((_DISTDL, _TORCH, "<frozen")) and not filename.endswith(
-        ("contextlib.py", "functools.py")
-    )
+    torch = sys.modules.get("torch")  # not imported here: a launcher's errors do without
+    libraries = (_DISTDL, "<frozen", *([os.path.dirname(torch.__file__) + os.sep] if torch else []))
+    return not filename.startswith(libraries) and not filename.endswith(("contextlib.py", "functools.py"))
 
 
 def _stack():
@@ -86,7 +111,7 @@ def called() -> Called:
     for frame, users in _stack():
         if users:
             line = _line(frame)
-        elif frame.f_code in _names:
+        elif frame.f_code in _alike:
             outer = frame
         elif frame.f_code in _trees:  # also where it is that of the ranks that hold something
             structure = frame.f_locals["tree"]
@@ -94,7 +119,7 @@ def called() -> Called:
     if outer is None:
         return Called(line)
     texts = ((name, _plain(value)) for name, value in _arguments(outer))
-    return Called(line, _names[outer.f_code], _short(", ".join(f"{name}={text}" for name, text in texts if text)), tree)
+    return Called(line, _name_of(outer), _short(", ".join(f"{name}={text}" for name, text in texts if text)), tree)
 
 
 def collective_call():
@@ -103,7 +128,7 @@ def collective_call():
     found = None
     for frame, users in _stack():
         code = frame.f_code
-        if not users and (code in _names or code.co_name in ("__call__", "operand")):
+        if not users and (code in _alike or code.co_name in ("__call__", "operand")):
             places = [place for _, value in _arguments(frame) for place in _places(value)]
             ranks = {r for place in places for r in place.ranks}
             if len(ranks) > 1:
@@ -120,8 +145,9 @@ def of_error() -> tuple[str | None, Any]:
             outer = frame
     if outer is None:
         return None, None
-    places = [value for _, value in _arguments(outer) if _places(value)]
-    return _names[outer.f_code], places[0] if len(places) == 1 else tuple(places) or None
+    around = [(name, outer.f_locals.get(name)) for name in outer.f_code.co_freevars]
+    places = [value for _, value in _arguments(outer) + around if _places(value)]
+    return _name_of(outer), places[0] if len(places) == 1 else tuple(places) or None
 
 
 def _arguments(frame):
@@ -148,6 +174,8 @@ def _places(value: Any) -> list:
 def _plain(value: Any) -> str | None:
     """A number, a text, a dtype, or several of these, in words; ``None`` for what may differ by rank: tensors and all
     else."""
+    import torch
+
     if isinstance(value, (bool, str, complex, torch.dtype)):
         return repr(value)
     if isinstance(value, (int, float)):

@@ -3,6 +3,8 @@ do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .calls import of_error
 
 __all__ = [
@@ -17,13 +19,15 @@ __all__ = [
     "TransportError",
 ]
 
-_rank_of = {"source": lambda: None}  # which rank am I? world.py replaces the answer; None where no world runs
+# Which rank am I in the world of that name? And for None: in the default one, or None where that does not run. world.py
+# gives the answer.
+rank_of: dict[str, Callable[[str | None], int | None]] = {"source": lambda world: None}
 _heard_by = {"local": lambda error: None}  # who is told of an error that may be this rank's alone: see world.py
 
 
-def set_rank_source(source) -> None:
-    """Set the function that gives this process's rank to errors that do not name one."""
-    _rank_of["source"] = source
+def set_rank_source(source: Callable[[str | None], int | None]) -> None:
+    """Set the function ``world name -> this process's rank``, of partitions and of errors; see :data:`rank_of`."""
+    rank_of["source"] = source
 
 
 def set_listener(listener) -> None:
@@ -49,7 +53,7 @@ class DistdlError(Exception):
         self.problem, self.op, self.partitions = problem, op, partitions
         self.expected, self.actual, self.rank, self.next_step = expected, actual, rank, next_step
         if rank is None:
-            self.rank = _rank_of["source"]()
+            self.rank = rank_of["source"](None)
         parts = [f"{op}: {problem}" if op else problem]
         if expected is not None or actual is not None:
             parts.append(f"expected {expected}, got {actual}")

@@ -1,51 +1,52 @@
 """Transforms across ranks: what local torch.func.jacrev and friends cannot mean.
 
 A local ``jacrev`` under SPMD takes the ranks' k-th outputs together, so it mixes rows, and hangs where local sizes
-differ. These
-go over the *global* basis: one batched derivative for all ranks, equal to the serial Jacobian block by block.
+differ. These go over the *global* basis: one batched derivative for all ranks, equal to the serial Jacobian block by
+block.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.func import grad, jvp, vjp, vmap
 
 from . import _torch
+from ._types import Dims, Place, Tree
+from .calls import public
 from .errors import PartitionError, ShapeError
-from .functional.movement import invariant_sum
+from .movement.copies import invariant_sum
 from .partition import Layout, is_int, partition_of
 
 __all__ = ["hessian", "hvp", "inner", "jacfwd", "jacrev", "linear_transpose"]
 
 
-def _basis(layout: Layout, start: int, stop: int, like):
+def _basis(layout: Layout, start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
     """This rank's blocks of the global basis vectors ``start .. stop - 1``: (stop - start, *local shape)."""
-    local = (
-        layout.local_shape() if layout.active else tuple(like.shape)
-    )  # a rank outside has no element, in whatever shape
+    # A rank outside has no element, in whatever shape.
+    local = layout.local_shape() if layout.active else tuple(like.shape)
     basis = like.new_zeros((stop - start, math.prod(local)))
     if layout.active and basis.numel():
         places = torch.zeros((), dtype=torch.int64)
         for (first, last), n in zip(layout.box(), layout.shape):
             places = places.unsqueeze(-1) * n + torch.arange(first, last)
         places = places.reshape(-1)  # global number of each local element
-        mine = ((places >= start) & (places < stop)).nonzero().reshape(-1)
-        basis[(places[mine] - start).to(like.device), mine.to(like.device)] = 1
+        ours = ((places >= start) & (places < stop)).nonzero().reshape(-1)
+        basis[(places[ours] - start).to(like.device), ours.to(like.device)] = 1
     return basis.reshape(stop - start, *local)
 
 
-def _check(op, layout, block, what) -> None:
+def _check(layout: Layout, block: Any, what: str) -> None:
     """Raise unless ``block`` is one tensor, this rank's block of ``layout``."""
     if not isinstance(layout, Layout):
         raise PartitionError(
             "the global basis needs a global shape",
-            op=op,
             expected=f"the Layout of {what}",
             actual=layout,
             next_step=f"dd.Layout(P, the global shape of {what})",
-            partitions=layout,
         )
     if not isinstance(block, torch.Tensor) or (
         block.shape != layout.local_shape() and (layout.active or block.numel())
@@ -53,27 +54,23 @@ def _check(op, layout, block, what) -> None:
         actual = tuple(block.shape) if isinstance(block, torch.Tensor) else type(block).__name__
         raise ShapeError(
             f"{what} is not this rank's block",
-            op=op,
-            partitions=layout,
             actual=actual,
             expected=f"a tensor of shape {layout.local_shape()}",
             next_step=f"pass the layout that {what} has",
         )
 
 
-def _cat(trees):
+def _cat(trees: Sequence[Any]) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
     """Pytrees of tensors, joined along the first axis leaf by leaf; and a function from leaves back to the pytree."""
     flat = [_torch.flatten(tree) for tree in trees]
     rows = [torch.cat(leaves) for leaves in zip(*(leaves for leaves, _ in flat))]
     return rows, lambda leaves: _torch.unflatten(leaves, flat[0][1])
 
 
-def _chunks(layout: Layout, chunk_size):
+def _chunks(layout: Layout, chunk_size: int | None) -> list[tuple[int, int]]:
     if chunk_size is not None and (not is_int(chunk_size) or chunk_size < 1):
         raise ShapeError(
-            "not a number of rows",
-            op="chunk_size",
-            partitions=layout,
+            "chunk_size is not a number of rows",
             expected="at least 1",
             actual=chunk_size,
             next_step="leave it out for all at once",
@@ -83,7 +80,7 @@ def _chunks(layout: Layout, chunk_size):
     return [(k, min(k + step, total)) for k in range(0, total, step)] or [(0, 0)]
 
 
-def jacrev(f, L_out: Layout, *, chunk_size: int | None = None):
+def jacrev(f: Callable[..., Any], L_out: Layout, *, chunk_size: int | None = None) -> Callable[[Any], Any]:
     """The Jacobian of ``f`` by reverse mode, this rank's columns of it.
 
     Args:
@@ -99,16 +96,16 @@ def jacrev(f, L_out: Layout, *, chunk_size: int | None = None):
         PartitionError, ShapeError: ``L_out`` is no Layout, or not that of y.
     """
 
-    def jacobian(x):
+    def jacobian(x: Any) -> Any:
         y, pull = vjp(f, x)[:2]
-        _check("jacrev", L_out, y, "y")
+        _check(L_out, y, "y")
         rows, tree = _cat([vmap(lambda c: pull(c)[0])(_basis(L_out, a, b, y)) for a, b in _chunks(L_out, chunk_size)])
         return tree([leaf.reshape((*L_out.shape, *leaf.shape[1:])) for leaf in rows])
 
     return jacobian
 
 
-def jacfwd(f, L_in: Layout, *, chunk_size: int | None = None):
+def jacfwd(f: Callable[..., Any], L_in: Layout, *, chunk_size: int | None = None) -> Callable[[torch.Tensor], Any]:
     """The Jacobian of ``f`` by forward mode, this rank's rows of it: a function of x giving (*local y shape, *global x
     shape).
 
@@ -117,8 +114,8 @@ def jacfwd(f, L_in: Layout, *, chunk_size: int | None = None):
         L_in: layout of x, which is one tensor; y may be a pytree, and so is the result then.
     """
 
-    def jacobian(x):
-        _check("jacfwd", L_in, x, "x")
+    def jacobian(x: Any) -> Any:
+        _check(L_in, x, "x")
         push = vmap(lambda t: jvp(f, (x,), (t,))[1])  # not out_dims=-1: torch then misplaces tangents that are constant
         rows, tree = _cat([push(_basis(L_in, a, b, x)) for a, b in _chunks(L_in, chunk_size)])
         return tree([leaf.movedim(0, -1).reshape((*leaf.shape[1:], *L_in.shape)) for leaf in rows])
@@ -126,7 +123,9 @@ def jacfwd(f, L_in: Layout, *, chunk_size: int | None = None):
     return jacobian
 
 
-def hessian(loss, L: Layout, *, chunk_size: int | None = None):
+def hessian(
+    loss: Callable[..., torch.Tensor], L: Layout, *, chunk_size: int | None = None
+) -> Callable[[torch.Tensor], Any]:
     """The Hessian of an invariant scalar ``loss``, forward over reverse: x -> (*local x shape, *global x shape).
 
     ``L`` is the layout of x.
@@ -134,13 +133,13 @@ def hessian(loss, L: Layout, *, chunk_size: int | None = None):
     return jacfwd(grad(loss), L, chunk_size=chunk_size)
 
 
-def hvp(loss, x, v):
+def hvp(loss: Callable[..., torch.Tensor], x: Tree, v: Tree) -> Tree:
     """This rank's block of the Hessian of ``loss`` at ``x``, times ``v`` (blocks of one layout): forward over
     reverse."""
     return jvp(grad(loss), (x,), (v,))[1]
 
 
-def inner(x, y, P, dims=None):
+def inner(x: Any, y: Any, P: Place, dims: Dims = None) -> torch.Tensor:
     """⟨x, y⟩ = Σ conj(x) y, local and over the partition dims ``dims`` along which x and y vary (None: all). Invariant.
 
     For two invariant tensors the inner product is the local one: ``dims=()``. x and y may be pytrees, whose leaves add
@@ -150,18 +149,14 @@ def inner(x, y, P, dims=None):
     if structure != other:
         raise ShapeError(
             "x and y are different pytrees",
-            op="inner",
-            partitions=P,
             expected=structure,
             actual=other,
             next_step="give y the structure of x",
         )
-    shapes = [[tuple(t.shape) for t in some] for some in (xs, ys)]
+    shapes = [[tuple(t.shape) for t in leaves] for leaves in (xs, ys)]
     if shapes[0] != shapes[1] or not xs:
         raise ShapeError(
             "x and y have different shapes, or no tensors",
-            op="inner",
-            partitions=P,
             expected=shapes[0],
             actual=shapes[1],
             next_step="pass two tensors of one shape, this rank's blocks of one layout",
@@ -170,7 +165,10 @@ def inner(x, y, P, dims=None):
     return invariant_sum(local, partition_of(P, "inner"), dims)
 
 
-def linear_transpose(f, x):
+def linear_transpose(f: Callable[..., Any], x: Any) -> Callable[[Any], Any]:
     """The transpose of a linear ``f`` as a function; ``x`` only gives shape, dtype and device."""
     pull = vjp(f, x)[1]
     return lambda y: pull(y)[0]
+
+
+public({name: globals()[name] for name in __all__}, alike=False)

@@ -12,24 +12,39 @@ factorisation for what is set up once.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch.nn.init import calculate_gain
 
 from ._arguments import checked
+from ._types import Device, Place
 from .agree import partition_of
+from .calls import public
 from .errors import PartitionError
 from .functional import random
 from .partition import Layout, Partition
 
 __all__ = [
-    "bias_uniform", "fans", "kaiming_normal", "kaiming_uniform", "normal", "ones", "parameter_layout", "trunc_normal",
-    "uniform", "xavier_normal", "xavier_uniform", "zeros",
-]  # fmt: skip
+    "zeros",
+    "ones",
+    "uniform",
+    "normal",
+    "trunc_normal",
+    "kaiming_uniform",
+    "kaiming_normal",
+    "xavier_uniform",
+    "xavier_normal",
+    "bias_uniform",
+    "fans",
+    "parameter_layout",
+]
+Seed = int | torch.Tensor
 
 
-def parameter_layout(P, shape, dims) -> Layout:
+def parameter_layout(P: Place, shape: Sequence[int], dims: Sequence[int | None]) -> Layout:
     """The layout of a parameter whose dim i is split over partition dim ``dims[i]`` of a layer's ``P``, and copied
     along the rest.
 
@@ -42,30 +57,27 @@ def parameter_layout(P, shape, dims) -> Layout:
     Raises:
         PartitionError: a dim twice, or another number of them.
     """
-    P = partition_of(P)
+    grid = partition_of(P)
     used = [d for d in dims if d is not None]
-    if len(dims) != len(shape) or sorted(used) != list(P.dims(used)):
+    if len(dims) != len(shape) or sorted(used) != list(grid.dims(used)):
         raise PartitionError(
             "one partition dim or None for each dim of the parameter",
-            op="parameter_layout",
-            partitions=P,
             expected=f"{len(shape)} entries, no dim twice",
             actual=tuple(dims),
             next_step="name each partition dim once, at the parameter dim that it splits",
         )
-    fibre = P.along(used) or P.along(used, P.ranks[0])
-    sizes = tuple(1 if d is None else P.shape[d] for d in dims)
-    places = product(*(range(P.shape[d]) for d in used))  # the fibre's own order where ``used`` rises
-    ranks = tuple(fibre.rank_at([dict(zip(used, place)).get(d, 0) for d in range(P.ndim)]) for place in places)
-    return Layout(Partition(sizes, ranks, P.world), shape)
+    fibre = grid.along(used) or grid.along(used, grid.ranks[0])
+    sizes = tuple(1 if d is None else grid.shape[d] for d in dims)
+    places = product(*(range(grid.shape[d]) for d in used))  # the fibre's own order where ``used`` rises
+    ranks = tuple(fibre.rank_at([dict(zip(used, place)).get(d, 0) for d in range(grid.ndim)]) for place in places)
+    return Layout(Partition(sizes, ranks, grid.world), tuple(shape))
 
 
-def fans(shape) -> tuple[int, int]:
+def fans(shape: Sequence[int]) -> tuple[int, int]:
     """(fan in, fan out) of a weight of global ``shape`` (out, in, *kernel), as torch counts them."""
     if len(shape) < 2:
         raise PartitionError(
             "a fan needs two dims",
-            op="init",
             expected="(out, in, *kernel)",
             actual=tuple(shape),
             next_step="initialise vectors with normal, uniform or constants",
@@ -74,57 +86,90 @@ def fans(shape) -> tuple[int, int]:
     return shape[1] * field, shape[0] * field
 
 
-def _kaiming_std(layout, a, fan, nonlinearity):
+def _kaiming_std(layout: Layout, a: float, fan: str, nonlinearity: Any) -> float:
     if fan not in ("in", "out"):
         raise PartitionError(
             "no such fan",
-            op="init",
             expected="'in' or 'out'",
             actual=fan,
-            partitions=layout,
             next_step="choose one of these",
         )
     count = fans(layout.shape)[fan == "out"]
     return calculate_gain(nonlinearity, a) / math.sqrt(count) if count else 0.0
 
 
-def _xavier_std(layout, gain):
+def _xavier_std(layout: Layout, gain: float) -> float:
     count = sum(fans(layout.shape))
     return gain * math.sqrt(2 / count) if count else 0.0
 
 
 @checked
-def uniform(layout, seed, *, low=0.0, high=1.0, dtype=None, device=None):
+def uniform(
+    layout: Layout,
+    seed: Seed,
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    dtype: torch.dtype | None = None,
+    device: Device = None,
+) -> torch.Tensor:
     """Uniform in [low, high)."""
     return random.uniform(layout, seed, dtype, device, low, high)
 
 
 @checked
-def normal(layout, seed, *, mean=0.0, std=1.0, dtype=None, device=None):
+def normal(
+    layout: Layout,
+    seed: Seed,
+    *,
+    mean: float = 0.0,
+    std: float = 1.0,
+    dtype: torch.dtype | None = None,
+    device: Device = None,
+) -> torch.Tensor:
     """Normal."""
     return random.normal(layout, seed, dtype, device, mean, std)
 
 
 @checked
-def trunc_normal(layout, seed, *, mean=0.0, std=1.0, a=-2.0, b=2.0, dtype=None, device=None):
+def trunc_normal(
+    layout: Layout,
+    seed: Seed,
+    *,
+    mean: float = 0.0,
+    std: float = 1.0,
+    a: float = -2.0,
+    b: float = 2.0,
+    dtype: torch.dtype | None = None,
+    device: Device = None,
+) -> torch.Tensor:
     """Normal, restricted to [a, b]."""
     return random.trunc_normal(layout, seed, dtype, device, mean, std, a, b)
 
 
 @checked
-def zeros(layout, *, dtype=None, device=None):
+def zeros(layout: Layout, *, dtype: torch.dtype | None = None, device: Device = None) -> torch.Tensor:
     """Zeros."""
     return torch.zeros(layout.local_shape(), dtype=dtype, device=device)
 
 
 @checked
-def ones(layout, *, dtype=None, device=None):
+def ones(layout: Layout, *, dtype: torch.dtype | None = None, device: Device = None) -> torch.Tensor:
     """Ones."""
     return torch.ones(layout.local_shape(), dtype=dtype, device=device)
 
 
 @checked
-def kaiming_uniform(layout, seed, *, a=0.0, fan="in", nonlinearity="leaky_relu", dtype=None, device=None):
+def kaiming_uniform(
+    layout: Layout,
+    seed: Seed,
+    *,
+    a: float = 0.0,
+    fan: str = "in",
+    nonlinearity: str = "leaky_relu",
+    dtype: torch.dtype | None = None,
+    device: Device = None,
+) -> torch.Tensor:
     """Uniform in ±gain·√(3 / fan) (He et al., arXiv:1502.01852). ``a=√5`` is what torch.nn.Linear and Conv start from.
 
     Args:
@@ -136,27 +181,45 @@ def kaiming_uniform(layout, seed, *, a=0.0, fan="in", nonlinearity="leaky_relu",
 
 
 @checked
-def kaiming_normal(layout, seed, *, a=0.0, fan="in", nonlinearity="leaky_relu", dtype=None, device=None):
+def kaiming_normal(
+    layout: Layout,
+    seed: Seed,
+    *,
+    a: float = 0.0,
+    fan: str = "in",
+    nonlinearity: str = "leaky_relu",
+    dtype: torch.dtype | None = None,
+    device: Device = None,
+) -> torch.Tensor:
     """Normal with standard deviation gain / √fan; see :func:`kaiming_uniform`."""
     return normal(layout, seed, std=_kaiming_std(layout, a, fan, nonlinearity), dtype=dtype, device=device)
 
 
 @checked
-def xavier_uniform(layout, seed, *, gain=1.0, dtype=None, device=None):
+def xavier_uniform(
+    layout: Layout, seed: Seed, *, gain: float = 1.0, dtype: torch.dtype | None = None, device: Device = None
+) -> torch.Tensor:
     """Uniform in ±gain·√(6 / (fan in + fan out)) (Glorot & Bengio, AISTATS 2010)."""
     bound = math.sqrt(3) * _xavier_std(layout, gain)
     return uniform(layout, seed, low=-bound, high=bound, dtype=dtype, device=device)
 
 
 @checked
-def xavier_normal(layout, seed, *, gain=1.0, dtype=None, device=None):
+def xavier_normal(
+    layout: Layout, seed: Seed, *, gain: float = 1.0, dtype: torch.dtype | None = None, device: Device = None
+) -> torch.Tensor:
     """Normal with standard deviation gain·√(2 / (fan in + fan out))."""
     return normal(layout, seed, std=_xavier_std(layout, gain), dtype=dtype, device=device)
 
 
 @checked
-def bias_uniform(layout, seed, weight_shape, *, dtype=None, device=None):
+def bias_uniform(
+    layout: Layout, seed: Seed, weight_shape: Sequence[int], *, dtype: torch.dtype | None = None, device: Device = None
+) -> torch.Tensor:
     """Uniform in ±1/√(fan in) of the weight's *global* shape: the bias of torch.nn.Linear and Conv."""
     fan_in = fans(weight_shape)[0]
     bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
     return uniform(layout, seed, low=-bound, high=bound, dtype=dtype, device=device)
+
+
+public({name: globals()[name] for name in __all__}, alike=False)

@@ -116,7 +116,7 @@ class Move:
         """The plan, where it moves anything."""
         return () if self.plan.is_identity() else (self.plan,)
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks that take part, sorted."""
         return self.plan.ranks

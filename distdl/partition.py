@@ -9,21 +9,14 @@ from __future__ import annotations
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import index as as_int
 from typing import ClassVar
 
-from .errors import PartitionError, ShapeError
-
-_rank_of: dict[str, Callable] = {}  # who am I in a world? world.py gives the answer
-
-
-def set_rank_source(source) -> None:
-    """Set the function ``world name -> this process's rank``, used where ``rank`` is left out."""
-    _rank_of["source"] = source
+from .errors import PartitionError, ShapeError, rank_of
 
 
 class _Value:
@@ -130,7 +123,7 @@ class Partition(_Value):
             PartitionError: ``rank`` is no integer; so do all methods that take a rank.
         """
         if rank is None:
-            rank = _rank_of["source"](self.world)
+            rank = rank_of["source"](self.world)
         elif type(rank) is not int:
             rank = self._as_rank(rank)
         if rank not in self._coords:
@@ -188,7 +181,7 @@ class Partition(_Value):
             place = place * n + c % n
         return self.ranks[place]
 
-    def dim(self, dim: int, op: str = "Partition") -> int:
+    def dim(self, dim: int, op: str | None = None) -> int:
         """``dim`` as a non-negative grid dim."""
         if not is_int(dim) or not -self.ndim <= dim < self.ndim:
             raise PartitionError(
@@ -201,7 +194,7 @@ class Partition(_Value):
             )
         return as_int(dim) % self.ndim
 
-    def dims(self, dims, op: str = "Partition") -> tuple[int, ...]:
+    def dims(self, dims, op: str | None = None) -> tuple[int, ...]:
         """``dims`` (``None``: all, an int, or a sequence of distinct ones) as sorted, non-negative grid dims."""
         if dims is None:
             return tuple(range(self.ndim))
@@ -290,7 +283,7 @@ def is_bool(value) -> bool:
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
-def partition_of(P, op: str = "partition") -> Partition:
+def partition_of(P, op: str | None = None) -> Partition:
     """The partition of a Partition or a Layout."""
     if not isinstance(P, (Partition, Layout)):
         raise PartitionError(
@@ -308,6 +301,34 @@ def balanced(n: int, p: int) -> tuple[int, ...]:
     """Block sizes of ``n`` over ``p``: ⌊n/p⌋ + [i < n mod p], so the last blocks are empty where n < p."""
     q, r = divmod(n, p)
     return (q + 1,) * r + (q,) * (p - r)
+
+
+def joined(runs: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Runs (start, stop, at) of indices that lie at ``at``, those that follow one another on both sides made one; empty
+    ones left out."""
+    found: list[tuple[int, int, int]] = []
+    for start, stop, at in runs:
+        if start == stop:
+            continue
+        if found and found[-1][1] == start and found[-1][2] + start - found[-1][0] == at:
+            found[-1] = (found[-1][0], stop, found[-1][2])
+        else:
+            found.append((start, stop, at))
+    return tuple(found)
+
+
+def row_major(box: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int, Iterator[int]]:
+    """The block ((start, stop), ...) of a tensor as contiguous runs of the whole, in row-major order: (elements of a
+    run, an iterator over their offsets), in the block's own order. Of a block without elements the runs are empty."""
+    d = len(shape)
+    while d and box[d - 1] == (0, shape[d - 1]):
+        d -= 1
+    if not d:
+        return math.prod(shape), iter((0,))
+    strides = [math.prod(shape[i + 1 :]) for i in range(d)]
+    start, stop = box[d - 1]
+    outer = product(*(range(a * s, b * s, s) for (a, b), s in zip(box[: d - 1], strides)))
+    return (stop - start) * strides[d - 1], (sum(at) + start * strides[d - 1] for at in outer)
 
 
 @dataclass(frozen=True, repr=False)
@@ -474,3 +495,23 @@ class Layout(_Value):
     def __repr__(self):
         splits = f", splits={self.splits}" if self.splits else ""
         return f"Layout({str(self.partition).splitlines()[0]}, {self.shape}{splits})"
+
+
+def layout_of(P: Partition | Layout, shape=None, op: str | None = None) -> Layout:
+    """A Layout as it is, or the one of a partition and a global shape.
+
+    Raises:
+        ShapeError: a Layout, and another shape than its own. (PartitionError: see :class:`Layout`.)
+    """
+    if not isinstance(P, Layout):
+        return Layout(partition_of(P, op or "Layout"), shape)
+    if shape is not None and tuple(shape) != P.shape:
+        raise ShapeError(
+            "shape differs from the layout's",
+            op=op,
+            partitions=P,
+            expected=P.shape,
+            actual=tuple(shape),
+            next_step="leave shape out, or pass the partition and the shape",
+        )
+    return P

@@ -5,54 +5,57 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from . import _torch
 from .autograd import refuse_older_vmap
+from .calls import public
 from .engine import transport
 from .errors import DistdlError
 from .functional import random
 from .ties import is_smooth, nothing, tie
 
 __all__ = ["remat"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+Tensors = Sequence[torch.Tensor]
 
 
-def _smooth(tree):
+def _smooth(tree: Any) -> list[torch.Tensor]:
     """The differentiable tensors among the leaves of a pytree."""
     return [t for t in _torch.flatten(tree)[0] if is_smooth(t)]
 
 
-def _empty(*tensors):
+def _empty(*tensors: torch.Tensor) -> torch.Tensor:
     """Of real numbers, and dependent on the tensors."""
     hooks = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
     return nothing((0,), *hooks).float()
 
 
-def _asking(anchor, empty):
+def _asking(anchor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
     """``exp`` of ``empty`` that saves nothing in the region: where backward comes to it, it asks for what ``anchor``
     saved."""
-    with torch.autograd.graph.saved_tensors_hooks(
-        torch.Tensor.detach, lambda saved: (anchor.grad_fn._saved_result, saved)[1]
-    ):
+    node: Any = anchor.grad_fn
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: (node._saved_result, saved)[1]):
         return empty.exp()
 
 
-def _anchored(f, begin):
+def _anchored(f: Callable[..., Any], begin: Callable[..., Any] | None) -> Callable[..., Any]:
     """``f(*begin(*args))``, its outputs tied to an anchor, ``exp`` of an empty tensor, so that every rank recomputes.
 
     torch recomputes a checkpointed region when a tensor that it saved is asked for, up to the last one that it saved. A
     rank whose part saves nothing (an empty block, a linear function) would never recompute, while its peers do and wait
     for its messages. So something is saved after the last message: right after ``begin`` where f moves nothing, else
-    behind f. Backward asks for it
-    behind f in either case: hooks on tensors inside f (a GradientSync's) may send messages too.
+    behind f. Backward asks for it behind f in either case: hooks on tensors inside f (a GradientSync's) may send
+    messages too.
     """
-    moves = None  # whether f does, as the first run found out
+    moves: bool | None = None  # whether f does: the first run shows it
 
-    def run(*args, **kwargs):
+    def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal moves
         smooth = _smooth((args, kwargs))
         if begin is not None:
@@ -88,32 +91,32 @@ class _Region:
         buffers: how many of its arguments, the first ones, may have been changed in place when it is run again.
     """
 
-    run: Callable
+    run: Callable[..., Any]
     buffers: int
 
-    def batched(self, dims, size, randomness) -> _Region:
+    def batched(self, dims: Sequence[int | None], size: int, randomness: str) -> _Region:
         """vmap; a batch also where nothing has one on this rank."""
 
-        def run(*args):
+        def run(*args: torch.Tensor) -> Any:
             every = torch.vmap(lambda _, *args: self.run(*args), in_dims=(0, *dims), randomness=randomness)
             return every(torch.empty(size, 0), *args)
 
         return _Region(run, self.buffers)
 
-    def pushed(self, moving) -> _Region:
+    def pushed(self, moving: Sequence[int]) -> _Region:
         """(results, their tangents), of the arguments and the tangents of those at ``moving``."""
 
-        def run(*given):
+        def run(*given: torch.Tensor) -> Any:
             args, tangents = given[: -len(moving)], given[-len(moving) :]
             return sum(torch.func.jvp(_of(self.run, args, moving), tuple(args[i] for i in moving), tangents), ())
 
         return _Region(run, self.buffers)
 
-    def pulled(self, count, wanted) -> _Region:
+    def pulled(self, count: int, wanted: Sequence[int]) -> _Region:
         """The gradients of the arguments at ``wanted``, of ``count`` arguments, the smooth results' cotangents, and the
         tie."""
 
-        def run(*given):
+        def run(*given: torch.Tensor) -> Any:
             args, cotangents = given[:count], given[count:-1]
             of = _of(self.run, args, wanted)
             pull = torch.func.vjp(lambda *xs: tuple(_smooth(list(of(*xs)))), *(args[i] for i in wanted))[1]
@@ -123,14 +126,14 @@ class _Region:
         return _Region(run, self.buffers)
 
 
-def _new_tie(args):
+def _new_tie(args: Tensors) -> torch.Tensor:
     return args[0].new_empty(0, dtype=torch.float32) if args else torch.empty(0)
 
 
-def _of(run, args, places):
+def _of(run: Callable[..., Any], args: Tensors, places: Sequence[int]) -> Callable[..., tuple[torch.Tensor, ...]]:
     """``run`` as a function of the arguments at ``places``."""
 
-    def partial(*xs):
+    def partial(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = dict(zip(places, xs))
         return tuple(run(*(given.get(i, t) for i, t in enumerate(args))))
 
@@ -142,12 +145,12 @@ class _Recompute(_torch.SingleLevelFunction):
     region too, so that nothing that is worked out again is kept for further derivatives either."""
 
     @staticmethod
-    def forward(call, *args):
+    def forward(call: Any, *args: torch.Tensor) -> Any:
         region, transform, depth = call
         return tuple(_run(region, args, depth) if transform is None else _further_out(transform, region, args, depth))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         (ctx.region, _, _), *args = inputs
         ctx.buffers = args[: ctx.region.buffers]
         ctx.save_for_backward(*args[ctx.region.buffers :], output[-1])
@@ -155,20 +158,20 @@ class _Recompute(_torch.SingleLevelFunction):
         ctx.mark_non_differentiable(*(y for y in output if not is_smooth(y)))
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         refuse_older_vmap("remat", grads)
         *args, tie = (_torch.unwrap_if_dead(t) for t in (*ctx.buffers, *ctx.saved_tensors))
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         cotangents = [g for g, smooth in zip(grads, ctx.smooth) if smooth]
-        found = _apply(ctx.region.pulled(len(args), wanted), (*args, *cotangents, tie), _torch.transform_depth())
-        found = dict(zip(wanted, found))
-        return None, *(found.get(i) for i in range(len(args)))
+        pulled = _apply(ctx.region.pulled(len(args), wanted), (*args, *cotangents, tie), _torch.transform_depth())
+        gradients = dict(zip(wanted, pulled))
+        return None, *(gradients.get(i) for i in range(len(args)))
 
 
 _record = _Recompute.apply  # type: ignore[attr-defined]
 
 
-def _apply(region, args, depth):
+def _apply(region: _Region, args: Tensors, depth: int) -> Tensors:
     """The results of a region that was called inside ``depth`` transforms: what the innermost one that is left makes of
     it."""
     if not _torch.transforms_active():
@@ -198,7 +201,7 @@ def _apply(region, args, depth):
     return [transform.dual(y, t) if is_smooth(y) else transform.wrap(y) for y, t in zip(ys[:half], ys[half:])]
 
 
-def _further_out(transform, region, args, depth):
+def _further_out(transform: Any, region: _Region, args: Tensors, depth: int) -> Tensors:
     """A region outside of a transform that follows none of its arguments, or whose node stands around this call."""
     inner = [transform.unwrap(t) for t in args]
     with transform.outside():
@@ -206,7 +209,7 @@ def _further_out(transform, region, args, depth):
     return [transform.wrap(y) for y in ys]
 
 
-def _run(region, args, depth):
+def _run(region: _Region, args: Tensors, depth: int) -> Tensors:
     """A region itself, of plain tensors."""
     try:
         results, followed = _torch.apart(depth, region.run, args)
@@ -217,7 +220,7 @@ def _run(region, args, depth):
     return results
 
 
-def _reached(what):
+def _reached(what: str) -> DistdlError:
     return DistdlError(
         "the function reaches a tensor that is differentiated or batched, otherwise than by its arguments; its "
         "derivative would be lost",
@@ -230,16 +233,17 @@ def _reached(what):
 
 class _Reach:
     """What functions reach otherwise than by their arguments: the parameters and buffers of modules, and tensors in
-    closures. A
-    region takes them as arguments: they have derivatives, and when it runs again they may be gone or replaced
-    (functional_call)."""
+    closures. A region takes them as arguments: they have derivatives, and when it runs again they may be gone or
+    replaced (functional_call)."""
 
-    def __init__(self, *functions):
-        self.modules, self.cells, self._seen = [], [], set()
+    def __init__(self, *functions: Any) -> None:
+        self.modules: list[torch.nn.Module] = []
+        self.cells: list[types.CellType] = []
+        self._seen: set[int] = set()
         for f in functions:
             self._look(f)
 
-    def _look(self, thing):
+    def _look(self, thing: Any) -> None:
         if id(thing) in self._seen:
             return
         self._seen.add(id(thing))
@@ -260,20 +264,19 @@ class _Reach:
                     for leaf in leaves:
                         self._look(leaf)
 
-    def buffers(self):
+    def buffers(self) -> list[torch.Tensor]:
         """The buffers of the modules."""
         return [t for m in self.modules for _, t in m.named_buffers(remove_duplicate=False)]
 
-    def others(self):
+    def others(self) -> list[torch.Tensor]:
         """Their parameters, and the tensors in closures."""
-        found = [t for m in self.modules for _, t in m.named_parameters(remove_duplicate=False)]
         return [
-            *found,
+            *(t for m in self.modules for _, t in m.named_parameters(remove_duplicate=False)),
             *(t for c in self.cells for t in _torch.flatten(c.cell_contents)[0] if isinstance(t, torch.Tensor)),
         ]
 
     @contextlib.contextmanager
-    def replaced(self, buffers, others):
+    def replaced(self, buffers: Iterator[torch.Tensor], others: Iterator[torch.Tensor]) -> Iterator[None]:
         """A context in which the functions reach these tensors instead of their own; they are iterators, and others has
         more."""
         with contextlib.ExitStack() as stack:
@@ -290,7 +293,7 @@ class _Reach:
             yield
 
 
-def _put_back(cell, new, old):
+def _put_back(cell: types.CellType, new: Any, old: Any) -> None:
     if cell.cell_contents is new:  # else the function has put something there itself
         cell.cell_contents = old
 
@@ -299,15 +302,15 @@ class _AsAtFirst:
     """A function whose later runs have the random state and the autocast of the first, as torch's checkpoint gives
     them."""
 
-    def __init__(self, f):
+    def __init__(self, f: Callable[..., Any]) -> None:
         self.f, self.first = f, True
 
-    def __call__(self, *args):
+    def __call__(self, *args: torch.Tensor) -> Any:
         if self.first:
             self.first = False
             self.cpu, (self.devices, self.states) = torch.get_rng_state(), get_device_states(*args)
             self.kinds = {"cpu", *(t.device.type for t in args if t.device.type != "meta")}
-            self.casts = [
+            self.casts: list[dict[str, Any]] = [
                 dict(
                     device_type=kind,
                     dtype=torch.get_autocast_dtype(kind),
@@ -332,24 +335,27 @@ class _AsAtFirst:
             return self.f(*args)
 
 
-def _recomputed(f, begin, args, kwargs):
+def _recomputed(
+    f: Callable[..., Any], begin: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """:func:`remat` inside torch.func."""
     leaves, tree = _torch.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    reach, shape = _Reach(f, begin), {}
+    reach = _Reach(f, begin)
     buffers, others = reach.buffers(), reach.others()
+    shape: dict[str, Any] = {}  # of the results: their pytree, and which leaves are tensors
 
-    def run(*given):
+    def run(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rest = iter(given[len(buffers) :])
         with reach.replaced(iter(given[: len(buffers)]), rest):
             again = list(leaves)
             for i in places:
                 again[i] = next(rest)
             args, kwargs = _torch.unflatten(again, tree)
-            found, shape["tree"] = _torch.flatten(f(*(args if begin is None else begin(*args)), **kwargs))
-        shape["leaves"] = [None if isinstance(y, torch.Tensor) else y for y in found]
-        shape["places"] = [i for i, y in enumerate(found) if isinstance(y, torch.Tensor)]
-        return (*(found[i] for i in shape["places"]), _new_tie(given))
+            results, shape["tree"] = _torch.flatten(f(*(args if begin is None else begin(*args)), **kwargs))
+        shape["leaves"] = [None if isinstance(y, torch.Tensor) else y for y in results]
+        shape["places"] = [i for i, y in enumerate(results) if isinstance(y, torch.Tensor)]
+        return (*(results[i] for i in shape["places"]), _new_tie(given))
 
     region = _Region(_AsAtFirst(run), len(buffers))
     ys = _apply(region, (*buffers, *others, *(leaves[i] for i in places)), _torch.transform_depth())
@@ -358,7 +364,7 @@ def _recomputed(f, begin, args, kwargs):
     return _torch.unflatten(shape["leaves"], shape["tree"])
 
 
-def remat(f, *, begin=None):
+def remat(f: Function, *, begin: Callable[..., Any] | None = None) -> Function:
     """``f``, whose intermediate results are not kept but worked out again in backward, movements included.
 
     As ``torch.utils.checkpoint`` with ``use_reentrant=False``, made safe for functions that send messages: all of them
@@ -384,11 +390,14 @@ def remat(f, *, begin=None):
     """
 
     @functools.wraps(f, updated=())
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         if _torch.transforms_active():
             return _recomputed(f, begin, args, kwargs)
         if not torch.is_grad_enabled():
             return f(*(args if begin is None else begin(*args)), **kwargs)
         return checkpoint(_anchored(f, begin), *args, use_reentrant=False, **kwargs)
 
-    return call
+    return cast(Function, call)
+
+
+public({"remat": remat}, alike=False)

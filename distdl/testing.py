@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.func import jvp, vjp, vmap
 
+from ._types import Dims, Place
 from .agree import partition_of
-from .engine import transport as _transport
+from .calls import public
+from .engine import transport as traffic
 from .errors import InvariantError
-from .functional.held import holders, named
-from .linear_map import Pair
+from .held import holders, named
+from .linear_map import LinearMap, Pair
 from .signature import fingerprint, names
 from .world import world
 
@@ -26,11 +30,11 @@ __all__ = [
 ]
 
 
-class Messages(list):
+class Messages(list[tuple[str, Any, int]]):
     """What was sent: (kind, peer or group of ranks, bytes). Kinds: "send", the engine's collectives ("all_reduce",
     "all_gather", "reduce_scatter"; bytes are one rank's share), and "agree" (small all-gathers)."""
 
-    def of(self, kind: str) -> list:
+    def of(self, kind: str) -> list[tuple[str, Any, int]]:
         """Those of one kind."""
         return [m for m in self if m[0] == kind]
 
@@ -46,32 +50,33 @@ class Messages(list):
 
 
 @contextmanager
-def count_messages():
+def count_messages() -> Iterator[Messages]:
     """Count and list what this rank sends inside the block: ``with count_messages() as sent: ...; sent.sends``."""
-    before, _transport.log = _transport.log, Messages()
+    outer, inner = traffic.log, Messages()
+    traffic.log = inner
     try:
-        yield _transport.log
+        yield inner
     finally:
-        inside, _transport.log = _transport.log, before
-        if before is not None:
-            before.extend(inside)
+        traffic.log = outer
+        if outer is not None:
+            outer.extend(inner)
 
 
-def gather_objects(value, ranks=None, world_name: str = "default") -> list:
+def gather_objects(value: Any, ranks: Sequence[int] | None = None, world_name: str = "default") -> list[Any]:
     """Every rank's (picklable) value, in the order of ``ranks`` (sorted; default: the whole world)."""
     where = world(world_name)
     ranks = tuple(range(where.size)) if ranks is None else tuple(ranks)
     return list(where.all_gather(value, ranks, "gather_objects").values())
 
 
-def collective_assert(condition, message="", ranks=None) -> None:
+def collective_assert(condition: object, message: object = "", ranks: Sequence[int] | None = None) -> None:
     """Assert on all ranks together: when one fails, every rank raises, and the error says which and why."""
-    found = gather_objects((bool(condition), str(message)), ranks)
-    failed = {r: text for r, (ok, text) in zip(ranks or range(len(found)), found) if not ok}
-    assert not failed, f"failed on {len(failed)} of {len(found)} ranks: {failed}"
+    reports = gather_objects((bool(condition), str(message)), ranks)
+    failed = {r: text for r, (ok, text) in zip(ranks or range(len(reports)), reports) if not ok}
+    assert not failed, f"failed on {len(failed)} of {len(reports)} ranks: {failed}"
 
 
-def assert_copies(tensors, P, dims=None) -> None:
+def assert_copies(tensors: Any, P: Place, dims: Dims = None) -> None:
     """Assert that what ranks hold as copies of one tensor is equal to the last bit, and say by name what is not.
 
     Args:
@@ -86,18 +91,20 @@ def assert_copies(tensors, P, dims=None) -> None:
     R = partition_of(P).along(dims)
     if R is None:
         return
-    found, where, mine = named(tensors), world(R.world), {}
-    for (name, t), how in zip(found.items(), holders("assert_copies", list(found.values()), P=P)):
+    leaves, where = named(tensors), world(R.world)
+    own: dict[str, tuple[tuple[int, ...], Any, str]] = {}  # {name: (block, its bits, how it shows)}
+    for (name, t), how in zip(leaves.items(), holders("assert_copies", list(leaves.values()), P=P)):
         at = () if how is None else how.grid.index(where.rank)
         if at is not None and (how is None or how.split is not None):  # else no copy, or none that is known
             block = () if how is None else tuple(at[d] for d in how.split)
             ((_, bits, norm),) = fingerprint([t])
-            mine[name] = block, bits, f"{tuple(t.shape)} of {str(t.dtype).removeprefix('torch.')}, norm {norm:.17g}"
-    everyone, faults = where.all_gather((list(found), mine), R.ranks, "assert_copies"), []
+            own[name] = block, bits, f"{tuple(t.shape)} of {str(t.dtype).removeprefix('torch.')}, norm {norm:.17g}"
+    everyone = where.all_gather((list(leaves), own), R.ranks, "assert_copies")
+    faults: list[str] = []
     if len({tuple(names) for names, _ in everyone.values()}) > 1:
         faults.append(f"other names: { {r: names for r, (names, _) in everyone.items()} }")
     for name in sorted({name for _, have in everyone.values() for name in have}):
-        values: dict = {}
+        values: dict[tuple[int, ...], dict[Any, list[int]]] = {}
         for r, (_, have) in everyone.items():
             if name in have:
                 block, bits, shown = have[name]
@@ -107,31 +114,29 @@ def assert_copies(tensors, P, dims=None) -> None:
     if faults:
         raise InvariantError(
             "copies of one tensor differ",
-            op="assert_copies",
-            partitions=P,
             expected="bitwise equal copies",
             actual="; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if faults[5:] else ""),
             next_step="begin with equal values on all ranks, and apply equal updates to them: sums of gradients",
         )
 
 
-def _random(shape, dtype, seed, rank):
+def _random(shape: Sequence[int], dtype: torch.dtype, seed: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(7919 * seed + rank)
     return torch.randn(shape, dtype=dtype, generator=generator, device="cpu")
 
 
-def _ranks(A):
+def _ranks(A: LinearMap) -> tuple[int, ...]:
     ranks = {r for step in A.steps for r in step.ranks}
     return tuple(sorted(ranks)) or (A.world.rank,)
 
 
-def _inner(pairs, ranks):
+def _inner(pairs: Sequence[tuple[torch.Tensor, torch.Tensor, float]], ranks: Sequence[int]) -> list[complex]:
     """Global inner products of [(x, y, weight)], conj on the left."""
     local = [complex((x.conj() * y).sum().detach()) * weight for x, y, weight in pairs]
     return [sum(values) for values in zip(*gather_objects(local, ranks))]
 
 
-def dot_test(A, *, dtype=torch.float64, seed: int = 0, tol: float | None = None) -> float:
+def dot_test(A: LinearMap, *, dtype: torch.dtype = torch.float64, seed: int = 0, tol: float | None = None) -> float:
     """⟨A x, y⟩ = ⟨x, Aᴴ y⟩ for random, rank-dependent x and y, with the weights of A's domain and range.
 
     Returns the relative error. Raises AssertionError, on every rank, where it exceeds ``tol`` (default 1e-13 in float64
@@ -146,9 +151,9 @@ def dot_test(A, *, dtype=torch.float64, seed: int = 0, tol: float | None = None)
     if A.range.kind == "invariant":
         y = A(x)
     Ax, Aty = A(x), A.T(y)
-    left, right, x2, y2, ax2, aty2 = _inner(
-        [(Ax, y, A.range.weight), (x, Aty, A.domain.weight), (x, x, A.domain.weight), (y, y, A.range.weight),
-         (Ax, Ax, A.range.weight), (Aty, Aty, A.domain.weight)], ranks)  # fmt: skip
+    domain, range_ = A.domain.weight, A.range.weight
+    pairs = [(Ax, y, range_), (x, Aty, domain), (x, x, domain), (y, y, range_), (Ax, Ax, range_), (Aty, Aty, domain)]
+    left, right, x2, y2, ax2, aty2 = _inner(pairs, ranks)
     scale = max(abs(ax2 * y2) ** 0.5, abs(x2 * aty2) ** 0.5)
     error = abs(left - right) / scale if scale else abs(left - right)
     if tol is None:
@@ -159,7 +164,7 @@ def dot_test(A, *, dtype=torch.float64, seed: int = 0, tol: float | None = None)
     return error
 
 
-def check_map(A, *, dtype=torch.float64, seed: int = 0) -> None:
+def check_map(A: LinearMap, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> None:
     """Everything that holds for a linear map, on every rank: shapes, linearity, the dot test, jvp and vjp, vmap equal
     to the loop, strided inputs, inputs left as they were, ``A.T.T == A``, and as many messages for a batch as for
     one."""
@@ -174,15 +179,15 @@ def check_map(A, *, dtype=torch.float64, seed: int = 0) -> None:
     before = x.clone()
     with count_messages() as single:
         Ax = A(x)
-    faults = []
+    faults: list[str] = []
 
-    def expect(ok, what):
+    def expect(ok: bool, what: str) -> None:
         if not ok:
             faults.append(what)
 
     close = {torch.float32: 1e-5, torch.complex64: 1e-5}.get(dtype, 1e-12)
 
-    def same(a, b):
+    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
         return a.shape == b.shape and torch.allclose(a, b, rtol=close, atol=close)
 
     expect(tuple(Ax.shape) == tuple(A.out_shape), f"shape {tuple(Ax.shape)} instead of {A.out_shape}")
@@ -203,8 +208,8 @@ def check_map(A, *, dtype=torch.float64, seed: int = 0) -> None:
 
 
 def check_grads(
-    f,
-    x,
+    f: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
     *,
     order: int = 2,
     out_weight: float = 1.0,
@@ -212,7 +217,7 @@ def check_grads(
     seed: int = 0,
     step: float = 1e-4,
     tol: float = 1e-6,
-    ranks=None,
+    ranks: Sequence[int] | None = None,
 ) -> None:
     """Compare derivatives of ``f`` (this rank's x -> this rank's y, float64) with each other and with finite
     differences.
@@ -234,7 +239,7 @@ def check_grads(
     v, u = (in_weight and _random(x.shape, x.dtype, seed + i, where.rank if in_weight == 1 else 0) for i in (1, 2))
     w = _random(y.shape, y.dtype, seed + 3, where.rank if out_weight == 1 else 0)
 
-    def first(g, x, v, w, weight, what):
+    def first(g: Callable[[torch.Tensor], Any], x: Any, v: Any, w: Any, weight: float, what: str) -> None:
         tangent = jvp(g, (x,), (v,))[1].detach()
         difference = ((g(x + step * v) - g(x - step * v)) / (2 * step)).detach()
         scale = max([1.0, *gather_objects(float(difference.abs().max()) if difference.numel() else 0.0, ranks)])
@@ -252,3 +257,6 @@ def check_grads(
     if order > 1:
         first(lambda x: vjp(f, x)[1](w)[0], x, u, v, in_weight, "order 2, over reverse")
         first(lambda x: jvp(f, (x,), (v,))[1], x, u, w, out_weight, "order 2, over forward")
+
+
+public({name: globals()[name] for name in __all__}, alike=False)

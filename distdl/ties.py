@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ._torch import opaque
 from .errors import ShapeError
 
 
@@ -40,6 +41,7 @@ def _hooks(tensors):
             yield _flat(t)[:0].unsqueeze(1)
 
 
+@opaque
 def nothing(shape, *tensors, dtype=None):
     """A tensor without elements that depends on ``tensors``: a placeholder that stays part of the graph.
 
@@ -73,6 +75,7 @@ def nothing(shape, *tensors, dtype=None):
     return (empty if dtype is None else empty.to(dtype)).reshape(shape)
 
 
+@opaque
 def tie(value, *tensors):
     """``value``, made to depend on ``tensors`` without changing, not even where they hold NaN.
 

@@ -1,28 +1,31 @@
 """Pictures of partitions, layouts, halos and plans: for teaching, and to see why a movement sends what it sends.
 
 :func:`draw` and :func:`spy` use matplotlib where it is installed, and print :func:`text` where it is not. Everything is
-worked out
-in this process, from plans: no message is sent.
+worked out in this process, from plans: no message is sent.
 """
 
 from __future__ import annotations
 
 import math
-from itertools import product
+from typing import Any
 
 import torch
 
-from .halo import HaloSpec, _source
+from .calls import public
+from .linear_map import LinearMap
+from .movement.halo import HaloSpec, _source
 from .partition import Layout, Partition
+from .plan import Plan
 
-__all__ = ["draw", "matrix", "messages", "spy", "text"]
-
-
-def _plan(A):
-    return getattr(A, "plan", A)  # a LinearMap's, or the plan itself
+__all__ = ["draw", "spy", "text", "matrix", "messages"]
+Drawn = Partition | Layout | HaloSpec | Plan | LinearMap
 
 
-def matrix(plan, dtype=torch.float64):
+def _plan(A: Plan | LinearMap) -> Plan:
+    return A if isinstance(A, Plan) else A.plan
+
+
+def matrix(plan: Plan | LinearMap, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """The dense matrix of a plan or LinearMap, from the images of basis vectors: a row for each wanted element, a
     column for each held one, rank after rank. So ``matrix(A.T)`` equals ``matrix(A).T`` only where the adjoint is
     right."""
@@ -30,19 +33,18 @@ def matrix(plan, dtype=torch.float64):
     shapes = [plan.held.local_shape(r) for r in plan.held.partition.ranks]
     sizes = [math.prod(shape) for shape in shapes]
     parts = torch.eye(sum(sizes), dtype=dtype).split(sizes, 1)
-    images = plan.simulate(
-        [part.reshape(len(part), *shape) for part, shape in zip(parts, shapes)]
-    )  # the basis as one batch
+    basis = [part.reshape(len(part), *shape) for part, shape in zip(parts, shapes)]  # as one batch
+    images = plan.simulate(basis)
     return torch.cat([image.reshape(len(image), math.prod(image.shape[1:])) for image in images], 1).T
 
 
-def messages(plan) -> list[tuple[int, int, int]]:
+def messages(plan: Plan | LinearMap) -> list[tuple[int, int, int]]:
     """(source rank, destination rank, elements) of every message; what a rank keeps comes with source = destination."""
     views = {r: _plan(plan).view(r) for r in _plan(plan).ranks}
     return sorted((r, m.peer, m.volume) for r, view in views.items() for m in (*view.sends, view.kept) if m)
 
 
-def text(what) -> str:
+def text(what: Drawn) -> str:
     """A partition, layout, halo specification, plan or LinearMap as text."""
     if isinstance(what, Partition):
         return repr(what)
@@ -75,13 +77,15 @@ def _halo_text(spec: HaloSpec, d: int) -> str:
     for c, ((w0, w1), (b0, b1)) in enumerate(zip(spec.windows[d], L.blocks(d))):
         row = " " * (width + 1) * (w0 - lo)
         for i in range(w0, w1):
-            shown = i if 0 <= i < n else "." if boundary == "zeros" else _source(boundary, i, n)
+            shown: int | str = "." if boundary == "zeros" else _source(boundary, i, n)
+            if 0 <= i < n:
+                shown = i
             row += f"{'[' * (i == b0) + str(shown):>{width}}" + ("]" if i == b1 - 1 else " ")
         rows.append(f"dim {d}, block {c}:{row}".rstrip())
     return "\n".join(rows)
 
 
-def _axes(ax, title):
+def _axes(ax: Any, title: str | None) -> Any:
     """matplotlib axes to draw on, or ``None`` without matplotlib."""
     try:
         from matplotlib import pyplot
@@ -92,7 +96,7 @@ def _axes(ax, title):
     return ax
 
 
-def draw(what, ax=None, title=None):
+def draw(what: Drawn, ax: Any = None, title: str | None = None) -> Any:
     """Draw a partition, a layout or halo specification of one or two dims, or the messages of a plan or LinearMap, on
     matplotlib axes ``ax`` (default: a new figure's), and return the axes. Without matplotlib, print :func:`text` and
     return ``None``."""
@@ -109,13 +113,15 @@ def draw(what, ax=None, title=None):
     return ax
 
 
-def _draw_boxes(what, ax):
+def _draw_boxes(what: Layout | HaloSpec, ax: Any) -> None:
     """Each rank's block, and the window that it wants, dotted."""
     from matplotlib.patches import Rectangle
 
-    L = getattr(what, "in_layout", what)
-    for r, block in product(L.partition.ranks, (True, False) if isinstance(what, HaloSpec) else (True,)):
-        box = L.box(r) if block else what.window_box(r)
+    L = what.in_layout if isinstance(what, HaloSpec) else what
+    boxes = [(r, True, L.box(r)) for r in L.partition.ranks]
+    if isinstance(what, HaloSpec):
+        boxes += [(r, False, what.window_box(r)) for r in L.partition.ranks]
+    for r, block, box in boxes:
         (y0, y1), (x0, x1) = box if len(box) == 2 else ((0, 1), box[0])
         e = 0 if block else 0.03 * (r % 5 + 1)  # so that edges on one line can be told apart
         style = {"alpha": 0.3} if block else {"fill": False, "lw": 2, "ls": ":"}
@@ -126,7 +132,7 @@ def _draw_boxes(what, ax):
     ax.set(aspect="equal", ylim=ax.get_ylim()[::-1])
 
 
-def _draw_messages(plan, ax):
+def _draw_messages(plan: Plan, ax: Any) -> None:
     """Holders above, takers below, a line for each message with its number of elements."""
     t = 1 / (len(plan.ranks) + 1)  # where along its line a number stands: there, the lines of all holders lie apart
     for a, b, n in messages(plan):
@@ -140,7 +146,7 @@ def _draw_messages(plan, ax):
     ax.axis("off")
 
 
-def spy(plan, ax=None, title=None):
+def spy(plan: Plan | LinearMap, ax: Any = None, title: str | None = None) -> Any:
     """The dense matrix of a plan or LinearMap as an image; lines separate the ranks. Without matplotlib it is
     printed."""
     plan, ax = _plan(plan), _axes(ax, title)
@@ -156,3 +162,6 @@ def spy(plan, ax=None, title=None):
             line(ends - 0.5, color="C3", lw=1)
     ax.set(xlabel="held", ylabel="wanted", xticks=[], yticks=[])
     return ax
+
+
+public({name: globals()[name] for name in __all__}, alike=False)

@@ -139,7 +139,7 @@ if __name__ == "__main__":
 # ## Training
 #
 # On 2,000 of the 5,000 MNIST digits, and 1,000 for the test. Each rank reads only its tiles, or its share of each
-# batch. In float64 every partition gives the sequential program's numbers (tests/mpi/test_neon.py). Here, in float32,
+# batch. In float64 every partition gives the sequential program's numbers (tests/mpi/nn/test_neon.py). Here, in float32,
 # training amplifies rounding until two runs differ in the second digit of the loss, and in a few of the thousand
 # answers.
 

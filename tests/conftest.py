@@ -1,7 +1,9 @@
 """Settings of all tests."""
 
+import freezing
 import hypothesis
 import pytest
+import tiers
 import torch
 
 torch.set_num_threads(1)  # ranks share the cores
@@ -22,6 +24,14 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests of other tiers are left out
+def pytest_collection_modifyitems(items):
+    for item in items:
+        file = item.path.stem.removeprefix("test_")
+        if "mpi" not in item.path.parts and tiers.in_one_process(file, item.name) == "full":
+            item.add_marker("full")
+
+
 def pytest_runtest_setup(item):
     if (
         item.get_closest_marker("gpu") or item.config.getoption("--engine") == "cuda"
@@ -32,3 +42,27 @@ def pytest_runtest_setup(item):
 
         if dd.world().size < marker.args[0]:
             pytest.skip(f"needs {marker.args[0]} ranks")
+
+
+TEXTS = pytest.StashKey[freezing.Texts]()
+
+
+@pytest.fixture(autouse=True)
+def _texts_stay(request):
+    """The errors that a test makes have the frozen texts: of tests without MPI, and on 1 and 2 ranks."""
+    config, file = request.config, "errors"
+    if "mpi" in request.path.parts:
+        import distdl as dd  # only now, too
+
+        world = dd.world()
+        file = f"errors.{world.rank}of{world.size}" if world.size < 3 else None
+    if file is None or config.getoption("--engine") != "mpi":
+        yield
+    else:
+        texts = config.stash.setdefault(TEXTS, freezing.Texts(file))
+        yield from texts.collect(f"{request.path.stem.removeprefix('test_')}: {request.node.name}")
+
+
+def pytest_sessionfinish(session):
+    if TEXTS in session.config.stash:
+        session.config.stash[TEXTS].finish()

@@ -12,10 +12,9 @@ import os
 import pickle
 from collections import Counter, defaultdict
 
-from one_process import Recorded
+from one_process import Recorded, forget_maps
 
 import distdl as dd
-from distdl import maps
 from distdl.errors import TransportError
 
 limit = 60.0
@@ -51,7 +50,7 @@ class Piped(Recorded):
         self.taken[peer] += 1
         return self.taken[peer] - 1
 
-    def post(self, sends, receives, call=None):
+    def post(self, sends, receives, call=None, memory=None):
         for peer, address, nbytes in sends:
             self._send(peer, ctypes.string_at(address, nbytes))
         return [(peer, self._expect(peer), address, nbytes) for peer, address, nbytes in receives]
@@ -74,9 +73,7 @@ class Piped(Recorded):
 def _rank(rank, n, program, pipes, report, release):
     """One rank; never returns. Its pipes stay open until all ranks are done."""
     connections = {b if a == rank else a: ends[b == rank] for (a, b), ends in pipes.items() if rank in (a, b)}
-    for factory in vars(maps).values():  # maps remember which rank asked
-        if hasattr(factory, "cache_clear"):
-            factory.cache_clear()
+    forget_maps()
     transport = Piped(rank, n, connections)
     dd.World(transport=transport)
     try:

@@ -35,6 +35,12 @@ def integers(shape, seed=0):
     return torch.randint(-9, 10, tuple(shape), generator=torch.Generator().manual_seed(seed)).double()
 
 
+def here():
+    """(how many ranks, which one this is, a line of all of them)."""
+    n = dd.world().size
+    return n, dd.world().rank, dd.Partition((n,))
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """One movement on one world size. ``calls``: the functional spellings; ``map``: the same as a LinearMap."""
@@ -571,6 +577,46 @@ def reduce_scatter_splits(n):
 @case(2)
 def reduce_scatter_even(n):
     return _reduce_scatter(dd.Layout(_part((1, n)), (2, 2 * n)), (1,))
+
+
+# ---- roll
+
+
+def _roll(L, dim, by):
+    def blocks(X, r):
+        return cut(X, L.partition, coords(L.partition, r), L.splits)
+
+    return dict(
+        map=dd.maps.roll(L, dim, by),
+        shape=L.shape,
+        put=blocks,
+        get=lambda X, r: blocks(torch.roll(X, by, dim), r),
+        calls={
+            "bare": lambda x: F.roll(x, L.partition, dim, by),
+            "layout": lambda x: F.roll(x, L, dim, by),
+            **({} if L.splits else {"shape": lambda x: F.roll(x, L.partition, dim, by, shape=L.shape)}),
+        },
+    )
+
+
+@case()
+def roll_line(n):
+    return _roll(dd.Layout(_part((n,)), (2 * n + 1,)), 0, 3)
+
+
+@case()
+def roll_back_columns(n):
+    return _roll(dd.Layout(_part(grid(n)), (4, 5)), -1, -7)
+
+
+@case(2)
+def roll_uneven_and_empty(n):
+    return _roll(dd.Layout(_part((n, 1)), (n + 3, 2), ((0,) * (n - 2) + (n + 1, 2), None)), 0, n + 2)
+
+
+@case(2)
+def roll_no_elements(n):
+    return _roll(dd.Layout(_part((n,), range(n - 1, -1, -1)), (0,)), 0, 1)
 
 
 # ---- shift, permute

@@ -24,7 +24,6 @@ from torch.func import jvp, vmap
 
 import distdl as dd
 import distdl.functional as F
-from distdl import maps as factories
 
 MAPS = 500  # random ones at a time; others after a while
 CACHED = (
@@ -106,9 +105,10 @@ def population(turn, n):
 
 
 def shrink_caches() -> None:
-    for name, factory in list(vars(factories).items()):
-        if hasattr(factory, "cache_info"):
-            setattr(factories, name, lru_cache(CACHED, typed=True)(factory.__wrapped__))
+    rooms = [module for name, module in sys.modules.items() if name.startswith(("distdl.maps", "distdl.movement."))]
+    for place, name, rule in [(room, *pair) for room in rooms for pair in vars(room).items()]:
+        if hasattr(rule, "cache_info"):
+            setattr(place, name, lru_cache(CACHED, typed=True)(rule.__wrapped__))
 
 
 def main(total: int, partitions: int = 0) -> None:

@@ -16,6 +16,7 @@ import distdl.functional as F
 from distdl import ties
 from distdl.engine import transport
 from distdl.errors import AgreementError, DistdlError, PartitionError, ShapeError
+from distdl.movement.gathers import gathered_dims
 
 
 def returned(results):
@@ -271,10 +272,10 @@ def test_wrong_input_is_refused():
     (lambda P, L: dd.maps.invariant_sum(dd.Layout(dd.Partition((2, 2)), (4, 3)), None, (1,)), "over dim 1"),
     (lambda P, L: dd.maps.repartition(L, dd.Partition((2, 1))), "another number of dims"),
     (lambda P, L: dd.maps.repartition(L, dd.Layout(P, (4,))), "different global shapes"),
-    (lambda P, L: dd.maps.gathered_dims(P, 2, None, "all_gather"), "another number of dims"),
-    (lambda P, L: dd.maps.gathered_dims(P, 2, {2: 0}, "all_gather"), "dims do not fit"),
-    (lambda P, L: dd.maps.gathered_dims(P, 2, {-3: 0}, "all_gather"), "dims do not fit"),
-    (lambda P, L: dd.maps.gathered_dims(P, 2, {0: 0, 1: 0}, "all_gather"), "dims do not fit"),
+    (lambda P, L: F.all_gather(torch.ones(1, 1), P, None, shape=(2, 2)), "another number of dims"),
+    (lambda P, L: F.all_gather(torch.ones(1, 1), P, {2: 0}, shape=(2, 2)), "dims do not fit"),
+    (lambda P, L: F.all_gather(torch.ones(1, 1), P, {-3: 0}, shape=(2, 2)), "dims do not fit"),
+    (lambda P, L: F.all_gather(torch.ones(1, 1), P, {0: 0, 1: 0}, shape=(2, 2)), "dims do not fit"),
     (lambda P, L: dd.maps.permute(P, ((0, 2),), (1,)), "not a permutation"),
     (lambda P, L: dd.maps.permute(P, ((2, 0),), (1,)), "not a permutation"),
     (lambda P, L: dd.maps.permute(P, ((0, 1), (1, 1)), (1,)), "not a permutation"),
@@ -292,12 +293,33 @@ def test_maps_that_cannot_be(make, words):
     assert caught.value.op and (caught.value.actual is not None or caught.value.partitions is not None)
 
 
+def test_equal_arguments_give_the_same_map():
+    """However they are spelt; and what is no key is an error that names the call, not Python's TypeError."""
+    P, M = dd.Partition((2, 3)), dd.maps
+    L = dd.Layout(P, (4, 6))
+    assert M.shift(P, 0, shape=(3,)) is M.shift(P, 0, 1, True, (3,)) is M.shift(where=P, dim=0, shape=(3,))
+    assert M.gather(L) is M.gather(L, root=0) and M.roll(L, 1, by=2) is M.roll(L, 1, 2)
+    assert M.repartition(L, dd.Partition((3, 2))) is M.repartition(L, P_out=dd.Partition((3, 2)))
+    assert M.all_gather(L, [0]) is M.all_gather(L, 0) and M.all_sum_reduce(L) is not M.invariant_sum(L)
+    for op, call in (
+        ("all_sum_reduce", lambda: M.all_sum_reduce(P, (3,), [0])),
+        ("repartition", lambda: M.repartition(L, P_out=[2, 3])),
+        ("shift", lambda: F.shift(torch.ones(1), P, [0])),
+        ("halo_exchange", lambda: F.halo_exchange(torch.ones(1), {"left": 1})),
+    ):
+        with pytest.raises(PartitionError, match="must be hashable") as caught:
+            call()
+        assert caught.value.op == op and "tuple" in caught.value.next_step
+    with pytest.raises(TypeError, match="dim"):
+        M.shift(P)
+
+
 def test_what_dims_may_be():
     P = dd.Partition((2, 3))
-    pairs = dd.maps.gathered_dims
-    assert pairs(P, 2, None, "f") == {0: 0, 1: 1} and pairs(P, 2, -1, "f") == {1: 1}
-    assert pairs(P, 3, {-1: 0, 0: 1}, "f") == {2: 0, 0: 1}
-    assert pairs(P, 2, {-2: -1}, "f") == {0: 1} and pairs(P, 2, (), "f") == {}
+    pairs = gathered_dims
+    assert pairs(P, 2, None) == {0: 0, 1: 1} and pairs(P, 2, -1) == {1: 1}
+    assert pairs(P, 3, {-1: 0, 0: 1}) == {2: 0, 0: 1}
+    assert pairs(P, 2, {-2: -1}) == {0: 1} and pairs(P, 2, ()) == {}
     L = dd.Layout(dd.Partition((2, 1)), (5, 1))
     A = dd.maps.all_sum_reduce(L, None, 1)
     with pytest.raises(PartitionError):

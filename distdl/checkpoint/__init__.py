@@ -6,8 +6,11 @@ the same file as the serial model. :mod:`.format` says what bytes go where, :mod
 them, :mod:`.state` knows modules and optimizers.
 """
 
+from ..calls import public
 from .reading import load
 from .state import State, restore, state
 from .writing import Pending, async_save, save
 
-__all__ = ["Pending", "State", "async_save", "load", "restore", "save", "state"]
+__all__ = ["save", "async_save", "Pending", "load", "state", "State", "restore"]
+public({f"checkpoint.{name}": globals()[name] for name in __all__}, alike=False)
+del public

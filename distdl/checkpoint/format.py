@@ -3,16 +3,17 @@ touched.
 
 The format (https://huggingface.co/docs/safetensors): the length of the header as 8 bytes, little-endian; the header,
 JSON: for each tensor its dtype, global shape, and (begin, end) in what follows; then the tensors, row-major, without
-gaps. Its metadata
-is a table of texts, free to use: checksums are there, see :mod:`.sums`.
+gaps. Its metadata is a table of texts, free to use: checksums are there, see :mod:`.sums`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -20,10 +21,24 @@ from .sums import MARK, PIECE, pieces, sealed
 
 __all__ = ["DTYPES", "Entry", "Report", "header", "plan", "runs", "volume"]
 
-_NAMES = {"bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
-          "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
-          "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}  # fmt: skip
-DTYPES = {getattr(torch, name): code for name, code in _NAMES.items()}
+DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 Box = tuple[tuple[int, int], ...]
 _LONGEST = 100_000_000  # bytes of a header; safetensors reads no longer one
 
@@ -66,23 +81,26 @@ def plan(reports: dict[int, Report]) -> dict[str, Entry]:
         ValueError: the ranks disagree, or their boxes are not the whole of a tensor.
     """
     for what in ("path", "metadata"):
-        told = {r: getattr(report, what) for r, report in reports.items()}
-        if len(set(told.values())) > 1:
-            raise ValueError(f"the ranks disagree in the {what}: {told}")
-    table: dict[str, dict] = {}
+        values = {r: getattr(report, what) for r, report in reports.items()}
+        if len(set(values.values())) > 1:
+            raise ValueError(f"the ranks disagree in the {what}: {values}")
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    holders_of: dict[str, dict[Box, list[int]]] = {}
     for rank, report in reports.items():
         for name, (dtype, shape, box) in report.tensors.items():
-            kind, boxes = table.setdefault(name, {"kind": (dtype, shape), "boxes": {}}).values()
+            kind = kinds.setdefault(name, (dtype, shape))
             if kind != (dtype, shape):
                 raise ValueError(
                     f"the ranks disagree in {name!r}: {kind[0]} {kind[1]}, and {dtype} {shape} on rank {rank}"
                 )
+            boxes = holders_of.setdefault(name, {})
             if box is not None and volume(box):
                 boxes.setdefault(box, []).append(rank)
-    sizes = {name: getattr(torch, told["kind"][0]).itemsize for name, told in table.items()}
-    entries, begin, turn = {}, 0, 0
-    for name in sorted(table, key=lambda name: (-sizes[name], name)):  # so every tensor is aligned
-        (dtype, shape), boxes = table[name].values()
+    sizes = {name: getattr(torch, dtype).itemsize for name, (dtype, _) in kinds.items()}
+    entries: dict[str, Entry] = {}
+    begin, turn = 0, 0
+    for name in sorted(kinds, key=lambda name: (-sizes[name], name)):  # so every tensor is aligned
+        (dtype, shape), boxes = kinds[name], holders_of[name]
         _check_whole(name, shape, boxes)
         writers = {}
         for box, holders in boxes.items():
@@ -94,7 +112,7 @@ def plan(reports: dict[int, Report]) -> dict[str, Entry]:
     return entries
 
 
-def _check_whole(name, shape, boxes) -> None:
+def _check_whole(name: str, shape: tuple[int, ...], boxes: dict[Box, list[int]]) -> None:
     """Blocks of a layout are a grid: in each dim the intervals follow one another, and every combination is there."""
     if not math.prod(shape):
         return
@@ -126,8 +144,8 @@ def header(entries: dict[str, Entry], metadata: str, token: str, sums: str | Non
     """
     if sums is None:
         sums = "0" * 8 * sum(pieces(e.end - e.begin) for e in entries.values())
-    table: dict = {"__metadata__": {"distdl.header": "0" * 8, "format": "pt", "distdl": metadata, "distdl.save": token,
-                                    "distdl.crc32": f"{PIECE}:{sums}"}}  # fmt: skip
+    own = {"distdl.header": "0" * 8, "format": "pt", "distdl": metadata, "distdl.save": token}
+    table: dict[str, Any] = {"__metadata__": own | {"distdl.crc32": f"{PIECE}:{sums}"}}
     for name, e in entries.items():
         table[name] = {"dtype": DTYPES[getattr(torch, e.dtype)], "shape": e.shape, "data_offsets": [e.begin, e.end]}
     text = b"{ " + json.dumps(table, separators=(",", ":")).encode()[1:]
@@ -139,7 +157,7 @@ def header(entries: dict[str, Entry], metadata: str, token: str, sums: str | Non
     return sealed(len(text).to_bytes(8, "little") + text)
 
 
-def runs(box: Box, shape: tuple[int, ...]):
+def runs(box: Box, shape: tuple[int, ...]) -> tuple[int, Iterator[int]]:
     """The block as contiguous runs of the row-major global tensor: (elements of a run, an iterator over their offsets),
     in the block's own order."""
     d = len(shape)

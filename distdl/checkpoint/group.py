@@ -3,41 +3,42 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
+from .._types import Place
 from ..agree import partition_of
 from ..errors import CheckpointError, PartitionError
 from ..world import world
 
-__all__ = ["Group"]
+__all__ = ["Group", "Path"]
+Path = str | bytes | os.PathLike[Any]
 
 
 class Group:
-    """The ranks of a call."""
+    """The ranks of a call; ``purpose`` is its name, which goes along with what they exchange."""
 
-    def __init__(self, op, path, P):
-        self.op, self.path, self.partitions = op, path, P
+    def __init__(self, purpose: str, path: Path, P: Place | None) -> None:
+        self.purpose, self.path, self.partitions = purpose, path, P
         self._is_path = isinstance(path, (str, bytes, os.PathLike))
         if self._is_path:
             self.path = os.fsdecode(path)
             self._is_path = "\0" not in self.path
-        self.told = self.path  # in errors: the first rank's, so that all say the same
+        self.shown = self.path  # in errors: the first rank's, so that all say the same
         self.world = world() if P is None else world(partition_of(P).world)
         self.ranks = tuple(range(self.world.size)) if P is None else tuple(sorted(partition_of(P).ranks))
         if P is not None:
-            self.world.check(op, partition_of(P))
+            self.world.check(purpose, partition_of(P))
         if self.world.rank not in self.ranks:
             raise PartitionError(
                 "this rank is not among those of the call",
-                op=op,
-                partitions=P,
                 expected=f"one of {self.ranks}",
                 actual=f"rank {self.world.rank}",
                 next_step="call it on the ranks of P only",
             )
         self.leads = self.world.rank == self.ranks[0]
 
-    def step(self, job, undo=lambda: None) -> dict[int, Any]:
+    def step(self, job: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> dict[int, Any]:
         """Run ``job`` on every rank; {rank: its result}, or one error on every rank, after ``undo``, where any
         failed."""
         cause = failure = result = None
@@ -47,21 +48,20 @@ class Group:
             result = job()
         except Exception as error:  # it is raised below, on every rank
             cause, failure = error, f"{type(error).__name__}: {error}"
-        found = self.world.all_gather((failure, result, self.path), self.ranks, self.op)
-        self.told = found[self.ranks[0]][2]
-        failures = [f"rank {r}: {text}" for r, (text, _, _) in found.items() if text]
+        reports = self.world.all_gather((failure, result, self.path), self.ranks, self.purpose)
+        self.shown = reports[self.ranks[0]][2]
+        failures = [f"rank {r}: {text}" for r, (text, _, _) in reports.items() if text]
         if failures:
             undo()
             raise self.error("; ".join(failures), "mend the cause named here and call again") from cause
-        return {r: value for r, (_, value, _) in found.items()}
+        return {r: value for r, (_, value, _) in reports.items()}
 
-    def error(self, problem, next_step):
+    def error(self, problem: str, next_step: str) -> CheckpointError:
         """The error of every rank."""
         return CheckpointError(
             problem,
-            op=self.op,
             expected="success on every rank",
-            actual=f"a failure for {self.told!r}",
+            actual=f"a failure for {self.shown!r}",
             next_step=next_step,
             partitions=self.partitions,
         )

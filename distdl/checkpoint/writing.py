@@ -132,7 +132,7 @@ class Pending:
                 atexit.unregister(_lost)
                 atexit.register(_lost)  # now: so that it runs while the world can still end the job
             _under_way[self._temporary] = group.path
-            self._thread = threading.Thread(target=self._write_here, name=f"save {group.path}")
+            self._thread = threading.Thread(target=self._write_here, name=f"save {os.fsdecode(group.path)}")
             self._thread.start()
 
     @property
@@ -199,9 +199,9 @@ class Pending:
                 if len(entry.holders[box]) > 1:
                     copies[name, box] = zlib.crc32(data)
                 if entry.writers[box] == rank:
-                    size, offsets = runs(box, entry.shape)
-                    size, offsets, total = size * item, [offset * item for offset in offsets], entry.end - entry.begin
-                    sums[name] = parts(data, size, offsets, total)
+                    elements, starts = runs(box, entry.shape)
+                    size, offsets = elements * item, [start * item for start in starts]
+                    sums[name] = parts(data, size, offsets, entry.end - entry.begin)
                     for i, offset in enumerate(offsets):
                         _write_all(fd, data[i * size : (i + 1) * size], self._start + entry.begin + offset)
             os.fsync(fd)

@@ -60,7 +60,7 @@ def engine_for(steps, xs, recorded):
         settle(x.device)
     engine = first.world.transport(x, first.ranks)
     observer = traffic.observer
-    return engine if observer is None else observer.movement(first.world.host, engine, steps, xs, recorded)
+    return engine if observer is None else observer.movement(first.world.watch, engine, steps, xs, recorded)
 
 
 def together(steps, xs, recorded=False):

@@ -76,7 +76,7 @@ class Pending:
                 return
             if traffic.log is not None:
                 traffic.log.extend(("send", peer, index(nbytes)) for peer, _, nbytes in sends)
-            self.handle = transport.post(sends, receives, program.call)
+            self.handle = transport.post(sends, receives, program.call, (xs, ys, self.staging))
 
     def finish(self):
         program, ys = self.program, self.ys

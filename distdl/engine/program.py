@@ -385,7 +385,8 @@ def _place(x):
 
 def program_of(plans, xs, transport):
     """The program for these tensors, and the tensors as plain memory."""
-    rank, engine = transport.rank, (transport.collectives, transport.wide)
+    rank = transport.rank
+    engine = transport.collectives, transport.sums, transport.takes_types, transport.wide  # all that a program asks
     cache = plans[0].view(rank).programs
     x = xs[0]
     if len(xs) == 1:

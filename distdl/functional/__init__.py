@@ -1,61 +1,176 @@
-"""The functional operators: ``import distdl.functional as F``."""
+"""The functional operators: ``import distdl.functional as F``. This rank's tensor in, this rank's result out.
+
+Wherever a partition stands, a Layout is accepted too; then (or with ``shape``) no rank asks another, and the caller
+promises equal shape, dtype, device and requires_grad. A movement's ``x`` may be a tensor or a pytree of tensors, which
+go as one set of messages. What a rank outside the source partition passes is ignored; outside the destination it gets a
+connected tensor without elements. Every function raises ShapeError or PartitionError on bad local input and, where it
+negotiates, AgreementError on every rank.
+"""
 
 from .._names import only_public
 from ..calls import public
-from . import (
-    conv,
-    dropout,
-    embedding,
-    expert,
-    fft,
-    interpolate,
-    linear,
-    local,
-    loss,
-    movement,
-    norm,
-    params,
-    pool,
-    random,
-    reduce,
-    transition,
+from ..movement.blocks import gather, repartition, roll, scatter
+from ..movement.copies import all_sum_reduce, broadcast, invariant_sum, mark_varying, sum_reduce
+from ..movement.gathers import all_gather, reduce_scatter
+from ..movement.halo import halo_exchange
+from ..movement.peers import permute, shift
+from ..movement.split_phase import start, wait
+from ..ties import nothing, tie
+from .conv import conv_layout, conv_transpose_layout, dist_conv, dist_conv_transpose
+from .dropout import dist_dropout, dist_feature_dropout
+from .embedding import dist_embedding
+from .expert import dist_expert_linear, expert_parallel
+from .fft import (
+    dist_fftfreq,
+    dist_fftn,
+    dist_ifftn,
+    dist_irfftn,
+    dist_rfftfreq,
+    dist_rfftn,
+    dist_spectral_conv,
+    fft_layout,
+    fft_stages,
+    spectral_layout,
 )
-from .conv import *  # noqa: F403
-from .dropout import *  # noqa: F403
-from .embedding import *  # noqa: F403
-from .expert import *  # noqa: F403
-from .fft import *  # noqa: F403
-from .interpolate import *  # noqa: F403
-from .linear import *  # noqa: F403
-from .local import *  # noqa: F403
-from .loss import *  # noqa: F403
-from .movement import *  # noqa: F403
-from .norm import *  # noqa: F403
-from .params import *  # noqa: F403
-from .pool import *  # noqa: F403
-from .random import *  # noqa: F403
-from .reduce import *  # noqa: F403
-from .transition import *  # noqa: F403
+from .interpolate import dist_interpolate, interpolate_layout
+from .linear import dist_linear
+from .local import dist_lcn, dist_local_conv, dist_local_conv_transpose
+from .loss import (
+    dist_bce_loss,
+    dist_bce_with_logits_loss,
+    dist_cross_entropy,
+    dist_huber_loss,
+    dist_kl_div,
+    dist_l1_loss,
+    dist_mse_loss,
+    dist_nll_loss,
+    dist_poisson_nll_loss,
+    dist_smooth_l1_loss,
+)
+from .norm import dist_batch_norm, dist_group_norm, dist_instance_norm, dist_layer_norm, dist_rms_norm
+from .params import check_bias, replicated
+from .pool import (
+    dist_adaptive_avg_pool,
+    dist_adaptive_max_pool,
+    dist_avg_pool,
+    dist_l2_pool,
+    dist_max_pool,
+    pool_layout,
+)
+from .random import fold_in, normal, uniform
+from .reduce import dist_argmax, dist_logsumexp, dist_max, dist_mean, dist_min, dist_norm, dist_sum, dist_var
+from .transition import (
+    cat_layout,
+    dist_cat,
+    dist_flatten,
+    dist_pad,
+    dist_stack,
+    dist_unflatten,
+    dist_unpad,
+    pad_layout,
+    stack_layout,
+)
 
-_MODULES = (
-    movement,
-    linear,
-    conv,
-    local,
-    pool,
-    norm,
-    reduce,
-    loss,
-    params,
-    dropout,
-    embedding,
-    expert,
-    fft,
-    interpolate,
-    random,
-    transition,
-)
-__all__ = [name for module in _MODULES for name in module.__all__]
+__all__ = [
+    # movements: blocks of a global tensor
+    "repartition",
+    "scatter",
+    "gather",
+    "roll",
+    "halo_exchange",
+    # movements: copies and sums
+    "broadcast",
+    "sum_reduce",
+    "all_sum_reduce",
+    "mark_varying",
+    "invariant_sum",
+    "all_gather",
+    "reduce_scatter",
+    # movements: whole tensors from rank to rank
+    "shift",
+    "permute",
+    # movements in two phases; dependence without a value
+    "start",
+    "wait",
+    "nothing",
+    "tie",
+    # linear layers and embeddings
+    "dist_linear",
+    "dist_embedding",
+    "dist_expert_linear",
+    "expert_parallel",
+    "check_bias",
+    "replicated",
+    # windows: convolution, pooling, interpolation
+    "dist_conv",
+    "conv_layout",
+    "dist_conv_transpose",
+    "conv_transpose_layout",
+    "dist_local_conv",
+    "dist_local_conv_transpose",
+    "dist_lcn",
+    "dist_max_pool",
+    "dist_avg_pool",
+    "dist_l2_pool",
+    "pool_layout",
+    "dist_adaptive_max_pool",
+    "dist_adaptive_avg_pool",
+    "dist_interpolate",
+    "interpolate_layout",
+    # Fourier transforms
+    "dist_fftn",
+    "dist_ifftn",
+    "dist_rfftn",
+    "dist_irfftn",
+    "fft_layout",
+    "fft_stages",
+    "dist_fftfreq",
+    "dist_rfftfreq",
+    "dist_spectral_conv",
+    "spectral_layout",
+    # norms
+    "dist_batch_norm",
+    "dist_group_norm",
+    "dist_instance_norm",
+    "dist_layer_norm",
+    "dist_rms_norm",
+    # reductions
+    "dist_sum",
+    "dist_mean",
+    "dist_var",
+    "dist_norm",
+    "dist_max",
+    "dist_min",
+    "dist_argmax",
+    "dist_logsumexp",
+    # losses
+    "dist_mse_loss",
+    "dist_l1_loss",
+    "dist_smooth_l1_loss",
+    "dist_huber_loss",
+    "dist_cross_entropy",
+    "dist_nll_loss",
+    "dist_bce_loss",
+    "dist_bce_with_logits_loss",
+    "dist_kl_div",
+    "dist_poisson_nll_loss",
+    # shapes
+    "dist_flatten",
+    "dist_unflatten",
+    "dist_cat",
+    "cat_layout",
+    "dist_stack",
+    "stack_layout",
+    "dist_pad",
+    "pad_layout",
+    "dist_unpad",
+    # random numbers
+    "uniform",
+    "normal",
+    "fold_in",
+    "dist_dropout",
+    "dist_feature_dropout",
+]
 public({name: globals()[name] for name in __all__})
 __getattr__ = only_public(__name__)
 del only_public, public

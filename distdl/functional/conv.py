@@ -10,7 +10,7 @@ import torch.nn.functional as tf
 from .._arguments import checked
 from ..agree import block_sizes, check_tensor, partition_of
 from ..errors import PartitionError, ShapeError
-from ..halo import HaloSpec, per_dim, plain
+from ..movement.halo import HaloSpec, per_dim, plain
 from ..partition import Layout, balanced
 from ..ties import nothing
 from .autocast import autocast

@@ -9,11 +9,11 @@ from .. import _torch
 from .._arguments import checked
 from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
+from ..movement.copies import all_sum_reduce, broadcast
 from ..partition import Layout
 from ..ties import nothing
 from ..world import world
 from .linear import LAYOUTS, collect
-from .movement import all_sum_reduce, broadcast
 from .params import replicated
 from .reduce import dist_norm, wide
 

@@ -21,7 +21,7 @@ import torch
 from .._arguments import checked
 from ..agree import alike, check_tensor, outside, partition_of, resolve
 from ..errors import PartitionError, ShapeError
-from ..halo import plain, sizes_of
+from ..movement.halo import plain, sizes_of
 from ..partition import Layout, Partition, is_int
 from ..ties import nothing
 from .autocast import autocast
@@ -208,7 +208,7 @@ def _frequencies(L, dim, n, d, keep, dtype, device, half):
             actual=L.shape[dim],
             next_step="pass the layout of the spectrum, n as the transform has it, and its keep=(low, high)",
         )
-    return numbers[L.slices()[dim]] if L.active else numbers[:0]
+    return numbers[L.slices()[dim]]
 
 
 @checked
@@ -448,6 +448,12 @@ def _spectral(P: Partition, modes: tuple, real: bool) -> tuple[Partition, tuple[
     return schedule(t._replace(free=(1,)))[-1].layout.partition, t.keep
 
 
+def spectral_grid(P, modes, real: bool = True) -> tuple[Partition, tuple[int, ...]]:
+    """(the grid of (batch, channels, *modes) over which the kept spectrum lies, how many modes each dim keeps)."""
+    S, keep = _spectral(partition_of(P), _modes(P, modes), real)
+    return S, tuple(sum(pair) for pair in keep if pair)
+
+
 @checked
 def spectral_layout(P, modes, in_channels, out_channels, *, real=True) -> Layout:
     """The layout of the weight of :func:`dist_spectral_conv`: (in channels, out channels, *kept modes), each rank its
@@ -460,11 +466,10 @@ def spectral_layout(P, modes, in_channels, out_channels, *, real=True) -> Layout
         modes: as there.
         real: whether x is.
     """
-    (n_in, n_out), S = sizes_of((in_channels, out_channels), "channels", "spectral_layout"), partition_of(P)
-    S, keep = _spectral(S, _modes(P, modes), bool(real))
+    S, kept = spectral_grid(P, modes, bool(real))
     dims = tuple(range(2, S.ndim))
     fibre = S.along(dims) or S.along(dims, S.ranks[0])
-    return Layout(fibre, (n_in, n_out, *map(sum, keep)))
+    return Layout(fibre, (*sizes_of((in_channels, out_channels), "channels", "spectral_layout"), *kept))
 
 
 @checked
@@ -503,7 +508,7 @@ def dist_spectral_conv(x, w, P, modes, *, norm="forward", params="varying", shap
     (w,) = replicated(params, S, (0, 1), w)
     if L is None:
         return nothing(outside([x], P)[0].shape, x, torch.view_as_real(w) if w.is_complex() else w)
-    wanted = (L.shape[1], w.shape[1] if w.dim() == L.ndim else "out", *(S_k for S_k in _block(S, keep)))
+    wanted = (L.shape[1], w.shape[1] if w.dim() == L.ndim else "out", *_block(S, keep))
     if L.active and (tuple(w.shape) != wanted or w.dtype != x.dtype.to_complex()):
         raise ShapeError(
             "w is not this rank's block",
@@ -524,5 +529,5 @@ def dist_spectral_conv(x, w, P, modes, *, norm="forward", params="varying", shap
 
 def _block(S: Partition, keep):
     """This rank's numbers of kept modes."""
-    L = Layout(S, (S.shape[0], S.shape[1], *map(sum, keep)))
+    L = Layout(S, (S.shape[0], S.shape[1], *(sum(pair) for pair in keep)))
     return L.local_shape()[2:]

@@ -15,9 +15,8 @@ import torch
 
 from .._arguments import checked
 from ..errors import PartitionError
-from ..halo import HaloSpec, per_dim
+from ..movement.halo import HaloSpec, halo_exchange, per_dim
 from ..ties import nothing
-from .movement import halo_exchange
 from .pool import dist_adaptive_avg_pool
 from .reduce import wide
 from .window import with_layout

@@ -10,10 +10,11 @@ import torch
 from .._arguments import checked
 from ..agree import check_tensor, partition_of
 from ..errors import PartitionError, ShapeError
+from ..movement.copies import all_sum_reduce, broadcast, invariant_sum, mark_varying, sum_reduce
+from ..movement.gathers import all_gather, reduce_scatter
 from ..partition import Layout
 from ..ties import nothing, tie
 from .autocast import autocast
-from .movement import all_gather, all_sum_reduce, broadcast, invariant_sum, mark_varying, reduce_scatter, sum_reduce
 from .params import check_bias, replicated
 
 __all__ = ["dist_linear"]

@@ -11,12 +11,12 @@ from .. import maps
 from .._arguments import checked
 from ..agree import block_sizes, partition_of
 from ..errors import PartitionError, ShapeError
-from ..halo import HaloSpec, per_dim
+from ..movement.copies import all_sum_reduce
+from ..movement.halo import HaloSpec, halo_exchange, per_dim
 from ..partition import Layout, balanced
 from ..ties import nothing
 from .autocast import autocast, without_autocast
 from .conv import _CONV, _conv_need, _own_start, _spec, _transposed_size, _with_sizes, check_grid
-from .movement import all_sum_reduce, halo_exchange
 from .params import replicated
 from .reduce import power, wide
 from .window import windowed, with_layout

@@ -21,10 +21,10 @@ import torch.nn.functional as local
 from .. import _torch
 from ..agree import check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
+from ..movement.copies import invariant_sum
 from ..partition import Layout
 from ..ties import nothing
 from .autocast import autocast
-from .movement import invariant_sum
 from .reduce import check_block, dist_mean, pivot, summed, wide, wider, zero_loss
 
 __all__ = [

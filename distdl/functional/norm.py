@@ -19,11 +19,11 @@ import torch
 from .. import _torch
 from ..agree import alike, check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
-from ..halo import sizes_of
+from ..movement.copies import all_sum_reduce
+from ..movement.halo import sizes_of
 from ..ties import nothing
 from .autocast import autocast
 from .moments import count, cut_group_moments, merged, moments, statistics, within
-from .movement import all_sum_reduce
 from .params import replicated
 from .reduce import check_block, check_kind, wide
 

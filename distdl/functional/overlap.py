@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as tf
 
 from .. import _torch, maps
-from ..halo import HaloSpec
-from .movement import start, wait
+from ..movement.halo import HaloSpec
+from ..movement.split_phase import start, wait
 
 
 @dataclass(frozen=True)

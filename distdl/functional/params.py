@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..agree import partition_of
 from ..errors import PartitionError, ShapeError
-from .held import hold, mark_of, unmarked_dims
-from .movement import mark_varying
+from ..held import hold, mark_of, unmarked_dims
+from ..movement.copies import mark_varying
 
 __all__ = ["check_bias", "replicated"]
 

@@ -9,10 +9,10 @@ import torch.nn.functional as tf
 
 from .._arguments import checked
 from ..errors import PartitionError
-from ..halo import HaloSpec, per_dim, plain
+from ..movement.copies import sum_reduce
+from ..movement.halo import HaloSpec, per_dim, plain
 from ..partition import Layout
 from ..ties import nothing
-from .movement import sum_reduce
 from .reduce import power, wide
 from .window import window_spec, windowed, with_layout
 

@@ -22,10 +22,11 @@ import torch
 from .. import maps
 from ..agree import check_tensor, outside_shape, partition_of, resolve
 from ..errors import PartitionError, ShapeError
+from ..movement.call import move
+from ..movement.copies import invariant_sum, mark_varying
 from ..partition import Layout
 from ..ties import nothing, tie
 from .autocast import autocast
-from .movement import invariant_sum, mark_varying, move
 
 __all__ = [
     "dist_argmax", "dist_logsumexp", "dist_max", "dist_mean", "dist_min", "dist_norm", "dist_sum", "dist_var",

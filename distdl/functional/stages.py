@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from .. import maps
+from ..movement.blocks import repartition_map
 from ..errors import PartitionError
 from ..linear_map import LinearMap
 from ..partition import Layout, Partition
@@ -207,9 +207,9 @@ class _Search:
             final = home and places[e] == last[e] and result.shape[e] == t.after(e)
             splits[d], splits[e] = None, self.out.splits and self.out.splits[e] if final else None
             layout = Layout(_turned(self.P, places), result.shape, tuple(splits))
-            move = maps.repartition(result, layout)
+            move = repartition_map(result, layout)
         if self.out is not None and stages[-1].result != self.out:
-            stages.append(Stage(maps.repartition(stages[-1].result, self.out), self.out, (), self.out))
+            stages.append(Stage(repartition_map(stages[-1].result, self.out), self.out, (), self.out))
         return tuple(stages)
 
 

@@ -16,12 +16,11 @@ from .. import maps
 from .._arguments import checked
 from ..agree import outside, partition_of, resolve
 from ..errors import PartitionError
-from ..halo import HaloSpec, sizes_of
 from ..linear_map import LinearMap, movement
-from ..partition import Layout, Partition
+from ..movement.halo import HaloSpec, halo_exchange, sizes_of
+from ..partition import Layout, Partition, layout_of
 from ..plan import Axis, Side
 from ..ties import nothing
-from .movement import halo_exchange
 from .reduce import check_block
 from .window import with_layout
 
@@ -111,7 +110,7 @@ def _flat_layout(op, P, shape) -> Layout:
             actual=partition_of(P).ndim,
             next_step="give the result a partition with one dim for each of its own",
         )
-    return maps.layout_over(P, shape, op)
+    return layout_of(P, shape, op)
 
 
 def _in_between(L, flat):
@@ -180,7 +179,7 @@ def dist_unflatten(x, P_in, P_out, shape, start_dim=1):
     Messages: those of the flattening's adjoint.
     """
     op = "dist_unflatten"
-    L = maps.layout_over(P_out, tuple(shape), op)
+    L = layout_of(P_out, tuple(shape), op)
     flat = _flat_layout(op, P_in, _flat_shape(op, L, start_dim))
     if flat.active:
         check_block(op, x, flat)
@@ -351,7 +350,7 @@ def _several(op, xs, P, shapes):
             next_step="give as many layouts (or shapes) as tensors, and at least one tensor",
         )
     if shapes is not None:
-        layouts = [maps.layout_over(Q, tuple(shape), op) for Q, shape in zip(layouts, shapes)]
+        layouts = [layout_of(Q, tuple(shape), op) for Q, shape in zip(layouts, shapes)]
     if not all(isinstance(Q, Layout) for Q in layouts):
         if any(layouts[0] != Q for Q in layouts):
             raise PartitionError(

@@ -10,10 +10,9 @@ import torch
 from .. import _torch
 from ..agree import check_tensor, outside, partition_of, resolve
 from ..engine.program import channels_last
-from ..halo import HaloSpec
+from ..movement.halo import HaloSpec, halo_exchange
 from ..ties import nothing
 from .autocast import autocast
-from .movement import halo_exchange
 from .reduce import check_block, check_kind
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

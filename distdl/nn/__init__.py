@@ -7,14 +7,118 @@ gradients are right on every copy as they stand. They work under ``torch.func.fu
 """
 
 from .._names import only_public
-from ..functional.held import declare
+from ..calls import public
+from ..held import declare
+from .conv import (
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
+    LocalConv1d,
+    LocalConv2d,
+    LocalConv3d,
+)
 from .convert import convert, stands_for
-from .layers import *  # noqa: F403
-from .layers import __all__ as _layers
+from .dropout import Dropout, FeatureDropout
+from .function import LCN, Movement, Upsample
+from .layer import Layer
 from .layouts import layouts
-from .losses import *  # noqa: F403
-from .losses import __all__ as _losses
+from .linear import Embedding, Linear
+from .losses import (
+    BCELoss,
+    BCEWithLogitsLoss,
+    CrossEntropyLoss,
+    HuberLoss,
+    KLDivLoss,
+    L1Loss,
+    Loss,
+    MSELoss,
+    NLLLoss,
+    PoissonNLLLoss,
+    SmoothL1Loss,
+)
+from .norm import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from .pool import (
+    AdaptiveAvgPool1d,
+    AdaptiveAvgPool2d,
+    AdaptiveAvgPool3d,
+    AdaptiveMaxPool1d,
+    AdaptiveMaxPool2d,
+    AdaptiveMaxPool3d,
+    AvgPool1d,
+    AvgPool2d,
+    AvgPool3d,
+    L2Pool1d,
+    L2Pool2d,
+    L2Pool3d,
+    MaxPool1d,
+    MaxPool2d,
+    MaxPool3d,
+)
+from .spectral import FNOBlock, SpectralConv
 
-__all__ = [*_layers, *_losses, "convert", "declare", "layouts", "stands_for"]
+__all__ = [
+    # with parameters
+    "Layer",
+    "Linear",
+    "Embedding",
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
+    "LocalConv1d",
+    "LocalConv2d",
+    "LocalConv3d",
+    "SpectralConv",
+    "FNOBlock",
+    "BatchNorm",
+    "LayerNorm",
+    "RMSNorm",
+    "GroupNorm",
+    "InstanceNorm",
+    # without
+    "MaxPool1d",
+    "MaxPool2d",
+    "MaxPool3d",
+    "AvgPool1d",
+    "AvgPool2d",
+    "AvgPool3d",
+    "L2Pool1d",
+    "L2Pool2d",
+    "L2Pool3d",
+    "AdaptiveMaxPool1d",
+    "AdaptiveMaxPool2d",
+    "AdaptiveMaxPool3d",
+    "AdaptiveAvgPool1d",
+    "AdaptiveAvgPool2d",
+    "AdaptiveAvgPool3d",
+    "Upsample",
+    "LCN",
+    "Dropout",
+    "FeatureDropout",
+    "Movement",
+    # losses
+    "Loss",
+    "CrossEntropyLoss",
+    "NLLLoss",
+    "MSELoss",
+    "L1Loss",
+    "HuberLoss",
+    "SmoothL1Loss",
+    "BCELoss",
+    "BCEWithLogitsLoss",
+    "KLDivLoss",
+    "PoissonNLLLoss",
+    # whole models
+    "convert",
+    "stands_for",
+    "layouts",
+    "declare",
+]
+public({name: globals()[name] for name in __all__}, alike=False)
 __getattr__ = only_public(__name__)
-del only_public
+del only_public, public

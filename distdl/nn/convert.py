@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from .._arguments import checked
+from .._types import Place
 from ..agree import partition_of
 from ..errors import PartitionError
-from . import layers, losses
+from ..partition import Partition
+from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from .dropout import Dropout, FeatureDropout
+from .function import Upsample
+from .layer import Layer
+from .norm import BatchNorm, GroupNorm, InstanceNorm
+from .pool import (
+    AdaptiveAvgPool1d,
+    AdaptiveAvgPool2d,
+    AdaptiveAvgPool3d,
+    AdaptiveMaxPool1d,
+    AdaptiveMaxPool2d,
+    AdaptiveMaxPool3d,
+    AvgPool1d,
+    AvgPool2d,
+    AvgPool3d,
+    MaxPool1d,
+    MaxPool2d,
+    MaxPool3d,
+)
 
+__all__ = ["convert", "stands_for"]
 nn = torch.nn
+M = TypeVar("M", bound=torch.nn.Module)
 
 
-def _conv(m):
-    w = m.weight  # its shape, not in_channels and so on, is what torch's forward goes by
+Options = Callable[[Any], dict[str, Any]]
+
+
+def _conv(m: torch.nn.Module) -> dict[str, Any]:
+    w: Any = m.weight  # its shape, not in_channels and so on, is what torch's forward goes by
     return {
         "in_channels": w.shape[1] * m.groups,
         "out_channels": w.shape[0],
@@ -29,8 +56,8 @@ def _conv(m):
     }
 
 
-def _conv_transpose(m):
-    w = m.weight
+def _conv_transpose(m: torch.nn.Module) -> dict[str, Any]:
+    w: Any = m.weight
     return {
         "in_channels": w.shape[0],
         "out_channels": w.shape[1] * m.groups,
@@ -43,38 +70,50 @@ def _conv_transpose(m):
     }
 
 
-def _same(*names):
+def _same(*names: str) -> Options:
     """The options of torch's module that have these names."""
     return lambda m: {name: getattr(m, name) for name in names if hasattr(m, name)}
 
 
-_POOL = "kernel_size", "stride", "padding", "ceil_mode"
-# torch's class without the number of dims -> (ours, the options that are not tensors)
-_KINDS = {
-    "Conv": ("Conv", _conv), "ConvTranspose": ("ConvTranspose", _conv_transpose),
-    "MaxPool": ("MaxPool", _same(*_POOL, "dilation", "return_indices")),
-    "AvgPool": ("AvgPool", _same(*_POOL, "count_include_pad", "divisor_override")),
-    "AdaptiveMaxPool": ("AdaptiveMaxPool", _same("output_size", "return_indices")),
-    "AdaptiveAvgPool": ("AdaptiveAvgPool", _same("output_size")),
-    "BatchNorm": ("BatchNorm", _same("num_features", "eps", "momentum")),
-    "InstanceNorm": ("InstanceNorm", _same("num_features", "eps")), "Dropout": ("FeatureDropout", _same("p")),
-}  # fmt: skip
-_UPSAMPLE = "Upsample", _same("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
-# torch's class -> (ours, options, spatial dims where it has a number of them)
-_OURS = {
-    getattr(nn, f"{name}{n}d"): (getattr(layers, ours, None) or getattr(layers, f"{ours}{n}d"), options, n)
-    for name, (ours, options) in _KINDS.items()
-    for n in (1, 2, 3)
-}
-_OURS |= {
-    kind: (getattr(layers, ours), options, None)
-    for kind, (ours, options) in {
-        nn.GroupNorm: ("GroupNorm", _same("num_groups", "num_channels", "eps")),
-        nn.Dropout: ("Dropout", _same("p")),
-        nn.Upsample: _UPSAMPLE,
-        nn.UpsamplingNearest2d: _UPSAMPLE,
-        nn.UpsamplingBilinear2d: _UPSAMPLE,
-    }.items()
+_MAX_POOL = _same("kernel_size", "stride", "padding", "ceil_mode", "dilation", "return_indices")
+_AVG_POOL = _same("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+_BATCH_NORM = _same("num_features", "eps", "momentum")
+_INSTANCE_NORM = _same("num_features", "eps")
+_UPSAMPLE = _same("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
+# torch's class -> (ours, its options that are not tensors, spatial dims where it has a number of them)
+_OURS: dict[type[torch.nn.Module], tuple[type[torch.nn.Module], Options, int | None]] = {
+    nn.Conv1d: (Conv1d, _conv, 1),
+    nn.Conv2d: (Conv2d, _conv, 2),
+    nn.Conv3d: (Conv3d, _conv, 3),
+    nn.ConvTranspose1d: (ConvTranspose1d, _conv_transpose, 1),
+    nn.ConvTranspose2d: (ConvTranspose2d, _conv_transpose, 2),
+    nn.ConvTranspose3d: (ConvTranspose3d, _conv_transpose, 3),
+    nn.MaxPool1d: (MaxPool1d, _MAX_POOL, 1),
+    nn.MaxPool2d: (MaxPool2d, _MAX_POOL, 2),
+    nn.MaxPool3d: (MaxPool3d, _MAX_POOL, 3),
+    nn.AvgPool1d: (AvgPool1d, _AVG_POOL, 1),
+    nn.AvgPool2d: (AvgPool2d, _AVG_POOL, 2),
+    nn.AvgPool3d: (AvgPool3d, _AVG_POOL, 3),
+    nn.AdaptiveMaxPool1d: (AdaptiveMaxPool1d, _same("output_size", "return_indices"), 1),
+    nn.AdaptiveMaxPool2d: (AdaptiveMaxPool2d, _same("output_size", "return_indices"), 2),
+    nn.AdaptiveMaxPool3d: (AdaptiveMaxPool3d, _same("output_size", "return_indices"), 3),
+    nn.AdaptiveAvgPool1d: (AdaptiveAvgPool1d, _same("output_size"), 1),
+    nn.AdaptiveAvgPool2d: (AdaptiveAvgPool2d, _same("output_size"), 2),
+    nn.AdaptiveAvgPool3d: (AdaptiveAvgPool3d, _same("output_size"), 3),
+    nn.BatchNorm1d: (BatchNorm, _BATCH_NORM, 1),
+    nn.BatchNorm2d: (BatchNorm, _BATCH_NORM, 2),
+    nn.BatchNorm3d: (BatchNorm, _BATCH_NORM, 3),
+    nn.InstanceNorm1d: (InstanceNorm, _INSTANCE_NORM, 1),
+    nn.InstanceNorm2d: (InstanceNorm, _INSTANCE_NORM, 2),
+    nn.InstanceNorm3d: (InstanceNorm, _INSTANCE_NORM, 3),
+    nn.Dropout1d: (FeatureDropout, _same("p"), 1),
+    nn.Dropout2d: (FeatureDropout, _same("p"), 2),
+    nn.Dropout3d: (FeatureDropout, _same("p"), 3),
+    nn.GroupNorm: (GroupNorm, _same("num_groups", "num_channels", "eps"), None),
+    nn.Dropout: (Dropout, _same("p"), None),
+    nn.Upsample: (Upsample, _UPSAMPLE, None),
+    nn.UpsamplingNearest2d: (Upsample, _UPSAMPLE, None),
+    nn.UpsamplingBilinear2d: (Upsample, _UPSAMPLE, None),
 }
 # Their forward is a function of each element alone.
 _ELEMENTWISE = {
@@ -103,17 +142,12 @@ _ELEMENTWISE = {
 }
 _CONTAINERS = {nn.ModuleDict, nn.ModuleList, nn.Sequential}
 _OF_MODULES = vars(nn.Module()).keys() - {"_parameters", "_buffers"}
-_OF_BOTH = {
-    "affine",
-    "eps",
-    "momentum",
-    "p",
-    "track_running_stats",
-}  # attributes that mean the same in torch's module and in ours
+# Attributes that mean the same in torch's module and in ours.
+_OF_BOTH = {"affine", "eps", "momentum", "p", "track_running_stats"}
 
 
 @checked
-def convert(module, P, *, containers=()):
+def convert(module: M, P: Place, *, containers: Iterable[type[torch.nn.Module]] = ()) -> M:
     """The twin of a convolutional network whose tensors are split over ``P`` = (batch, 1, *space): a copy, with its
     weights.
 
@@ -135,31 +169,27 @@ def convert(module, P, *, containers=()):
         PartitionError: split channels; a module that has no twin over this partition (Linear, LayerNorm, flattening, a
             subclass, a lazy, parametrized or pruned layer, ...), or one that is reached through a plain list.
     """
-    P = partition_of(P, "convert")
-    if P.ndim < 2 or P.shape[1] != 1:
+    grid = partition_of(P, "convert")
+    if grid.ndim < 2 or grid.shape[1] != 1:
         raise PartitionError(
             "convert keeps channels whole",
-            op="convert",
-            partitions=P,
             expected="(batch, 1, *space)",
-            actual=P.shape,
+            actual=grid.shape,
             next_step="use 1 for the channel dim, or build the layers of dd.nn by hand",
         )
-    found = {id(m): (name, m) for name, m in module.named_modules()}
-    for name, m in found.values():
-        fault = _fault(m, P, set(containers))
+    modules = {id(m): (name, m) for name, m in module.named_modules()}
+    for name, m in modules.values():
+        fault = _fault(m, grid, set(containers))
         if fault is not None:
             raise PartitionError(
-                f"{name or 'the model'} ({type(m).__name__}) has no twin over this partition: {fault[0]}",
-                op="convert",
-                partitions=P,
+                f"{name or 'the model'} ({type(m).__name__}) has no twin over this partition: {fault.problem}",
                 expected="a layer of a convolutional network",
                 actual=repr(m),
-                next_step=fault[1],
+                next_step=fault.next_step,
             )
-    memo: dict = {}  # what deepcopy takes instead of copying: the twins and their tensors
+    memo: dict[int, Any] = {}  # what deepcopy takes instead of copying: the twins and their tensors
     try:
-        twins = [(m, _twin(m, P, memo)) for _, m in found.values() if type(m) in _OURS]
+        twins = [(m, _twin(m, grid, memo)) for _, m in modules.values() if type(m) in _OURS]
         memo |= {id(m): twin for m, twin in twins}
         for m, twin in twins:
             _dress(twin, m, memo)
@@ -167,18 +197,14 @@ def convert(module, P, *, containers=()):
     except (TypeError, RuntimeError) as error:
         raise PartitionError(
             f"an attribute cannot be copied ({error})",
-            op="convert",
-            partitions=P,
             expected="what deepcopy takes",
             actual=type(module).__name__,
             next_step="take it off the model, and put it on the twin",
         ) from error
-    stray = next((m for key, m in memo.items() if isinstance(m, nn.Module) and key not in found), None)
+    stray = next((m for key, m in memo.items() if isinstance(m, nn.Module) and key not in modules), None)
     if stray is not None:
         raise PartitionError(
             "a module is reached, but not registered",
-            op="convert",
-            partitions=P,
             actual=repr(stray),
             expected="modules as attributes, or in a ModuleList or ModuleDict",
             next_step="put it into a ModuleList or ModuleDict instead of a list or dict",
@@ -186,64 +212,73 @@ def convert(module, P, *, containers=()):
     return copied
 
 
-def _fault(m, P, containers):
-    """Why ``m`` has no twin and what to do, or ``None``."""
-    kind, by_hand = type(m), "build this part by hand"
+class _Fault(NamedTuple):
+    """Why a module has no twin, and what to do."""
+
+    problem: str
+    next_step: str
+
+
+_BY_HAND = "build this part by hand"
+_WORKED_OUT = "undo it first (torch.nn.utils.remove_weight_norm, prune.remove and the like)"
+
+
+def _fault(m: torch.nn.Module, P: Partition, containers: set[type[torch.nn.Module]]) -> _Fault | None:
+    return next(_faults(m, P, containers), None)
+
+
+def _faults(m: torch.nn.Module, P: Partition, containers: set[type[torch.nn.Module]]) -> Iterator[_Fault]:
+    kind = type(m)
     if is_parametrized(m):
-        return "it is parametrized", (
-            "torch.nn.utils.parametrize.remove_parametrizations first, and register them on the twin, "
-            "whose parameters are whole too"
-        )
+        first = "torch.nn.utils.parametrize.remove_parametrizations first"
+        yield _Fault("it is parametrized", f"{first}, and register them on the twin, whose parameters are whole too")
     if isinstance(m, nn.modules.lazy.LazyModuleMixin):
-        return "its parameters are not there yet", "call the serial model once before"
-    own = any(t is not None for t in (*m._parameters.values(), *m._buffers.values()))
+        yield _Fault("its parameters are not there yet", "call the serial model once before")
     if kind in containers or kind in _CONTAINERS:
-        if own:
-            return "it has tensors of its own, and its forward is not read", by_hand
+        if any(t is not None for t in (*m._parameters.values(), *m._buffers.values())):
+            yield _Fault("it has tensors of its own, and its forward is not read", _BY_HAND)
     elif kind not in _OURS and kind not in _ELEMENTWISE:
         base = next((c.__name__ for c in kind.__mro__ if c in _OURS or c in _ELEMENTWISE or c in _CONTAINERS), None)
-        return (
-            ("it is none that convert knows", by_hand)
-            if base is None
-            else (
+        if base is None:
+            yield _Fault("it is none that convert knows", _BY_HAND)
+        else:
+            yield _Fault(
                 f"it is a subclass of {base}, whose forward may be another",
                 f"use {base} itself, or name the class in containers= if its forward works on single "
                 "elements or along channels only",
             )
-        )
     if "forward" in vars(m) and kind not in containers:
-        return "its forward was replaced", f"take the module's own forward away, or {by_hand}"
-    return _fault_of_ours(m, P) if kind in _OURS else None
+        yield _Fault("its forward was replaced", f"take the module's own forward away, or {_BY_HAND}")
+    if kind in _OURS:
+        yield from _faults_of_ours(m, P)
 
 
-def _fault_of_ours(m, P):
-    n, name, by_hand = _OURS[type(m)][2], type(m).__name__, "build this part by hand"
+def _faults_of_ours(m: torch.nn.Module, P: Partition) -> Iterator[_Fault]:
+    ours, _, n = _OURS[type(m)]
+    name = type(m).__name__
     if n is not None and P.ndim != n + 2 and not (P.ndim == 2 and name == "BatchNorm1d"):
-        return f"it has {n} spatial dims, the partition {P.ndim - 2}", f"pass a partition of {n + 2} dims"
-    if issubclass(_OURS[type(m)][0], layers.Layer):
+        yield _Fault(f"it has {n} spatial dims, the partition {P.ndim - 2}", f"pass a partition of {n + 2} dims")
+    if issubclass(ours, Layer):
         if not {"weight", "bias"} <= m._parameters.keys():
-            return "its weight or bias is no parameter, but worked out of others", (
-                "undo it first (torch.nn.utils.remove_weight_norm, prune.remove and the like)"
-            )
-        odd = [type(t).__name__ for t in m._parameters.values() if t is not None and type(t) is not nn.Parameter]
-        if odd:
-            return f"a parameter is a {odd[0]}", by_hand
+            yield _Fault("its weight or bias is no parameter, but worked out of others", _WORKED_OUT)
+        for t in m._parameters.values():
+            if t is not None and type(t) is not nn.Parameter:
+                yield _Fault(f"a parameter is a {type(t).__name__}", _BY_HAND)
     if name.startswith("InstanceNorm") and (m.track_running_stats or m.running_mean is not None):
-        return "it keeps running statistics", "use track_running_stats=False"
+        yield _Fault("it keeps running statistics", "use track_running_stats=False")
     if getattr(m, "inplace", False):
-        return "it works in place", "set inplace=False: no function of distdl changes its input"
-    return None
+        yield _Fault("it works in place", "set inplace=False: no function of distdl changes its input")
 
 
-def _twin(m, P, memo):
+def _twin(m: torch.nn.Module, P: Partition, memo: dict[int, Any]) -> torch.nn.Module:
     """The twin with copies of the tensors of ``m``: those that are in ``memo`` already, where it shares them."""
     kind, options, _ = _OURS[type(m)]
     given, held = options(m), m._parameters | m._buffers
-    if issubclass(kind, layers.Layer):
+    if issubclass(kind, Layer):
         weight, bias = (held[name] is not None for name in ("weight", "bias"))
         given |= {"bias": bias} | ({} if "kernel_size" in given else {"affine": weight or bias})
         given["device"] = next((t.device for t in held.values() if t is not None), None)
-    if kind is layers.BatchNorm:
+    if kind is BatchNorm:
         given["track_running_stats"] = m.running_mean is not None
     twin = kind(P, **given)
     for name, t in m._parameters.items():
@@ -252,7 +287,7 @@ def _twin(m, P, memo):
     return twin
 
 
-def _parameter(t, own, memo):
+def _parameter(t: Any, own: Any, memo: dict[int, Any]) -> Any:
     """``own`` with the value, flag, attributes and hooks of ``t``; a copy of ``t``, where the twin has none of that
     name."""
     if t is None or own is None or id(t) in memo:
@@ -267,14 +302,12 @@ def _parameter(t, own, memo):
     return own
 
 
-def _dress(twin, m, memo):
+def _dress(twin: torch.nn.Module, m: torch.nn.Module, memo: dict[int, Any]) -> None:
     """Give the twin all else that ``m`` has: hooks, flags, children and attributes."""
     clash = (vars(twin).keys() - vars(nn.Module()).keys() - _OF_BOTH) & vars(m).keys()
     if clash:
         raise PartitionError(
             "an attribute has the name of one of the twin's own",
-            op="convert",
-            partitions=twin.P,
             actual=clash,
             expected="other names",
             next_step="rename it",
@@ -284,7 +317,7 @@ def _dress(twin, m, memo):
     )
 
 
-def stands_for(module, classes) -> bool:
+def stands_for(module: torch.nn.Module, classes: type[torch.nn.Module] | tuple[type[torch.nn.Module], ...]) -> bool:
     """``isinstance(module, classes)``, where a module of ``dd.nn`` is also an instance of torch's classes whose twin it
     is.
 
@@ -297,7 +330,7 @@ def stands_for(module, classes) -> bool:
     """
     if isinstance(module, classes):
         return True
-    own = next((c for c in type(module).__mro__ if c.__module__ in (layers.__name__, losses.__name__)), None)
+    own = next((c for c in type(module).__mro__ if c.__module__.rpartition(".")[0] == __package__), None)
     twins = [serial for serial, (ours, *_) in _OURS.items() if ours is own]
     twins += [getattr(nn, own.__name__)] if own is not None and hasattr(nn, own.__name__) else []
     return any(issubclass(c, classes) for c in twins)

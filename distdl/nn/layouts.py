@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import torch
+
 from .._arguments import checked
 from ..partition import Layout
-from .layers import Layer
+from .layer import Layer
 
 __all__ = ["layouts"]
 
 
 @checked
-def layouts(module) -> dict[str, Layout]:
+def layouts(module: torch.nn.Module) -> dict[str, Layout]:
     """{name: Layout} of the partitioned parameters and buffers of a module and its children, named as in
     ``state_dict()``.
 

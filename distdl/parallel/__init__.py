@@ -8,17 +8,57 @@ mixed precision         w = policy.cast(w)               a cast's adjoint casts 
 hierarchical sums       hierarchical_all_reduce(x, ...)  reduce-scatter, all-reduce, all-gather
 """
 
-from . import average, data, hooks, precision, shard, sync, topology
-from .average import *  # noqa: F403
-from .data import *  # noqa: F403
+from ..calls import public
+from . import hooks
+from .average import average_due, average_parameters
+from .data import LIMITS, accumulate, bucketed, global_mean, reduce_gradients, replicas, replicate
 from .pipeline import pipeline
-from .precision import *  # noqa: F403
+from .precision import LossScale, Precision, select, spread_overflow
 from .rendezvous import export_rendezvous
 from .schedules import Task, Timeline, schedule, simulate
-from .shard import *  # noqa: F403
-from .sync import *  # noqa: F403
-from .topology import *  # noqa: F403
+from .shard import Sharding, chain, clip_by_norm, clip_grad_norm_, global_norm
+from .sync import GradientSync, ignore_in_ddp
+from .topology import along, block_mapping, cyclic_mapping, hierarchical_all_reduce
 
-_MODULES = (topology, data, sync, shard, precision, average)
-__all__ = ["Task", "Timeline", "export_rendezvous", "hooks", "pipeline", "schedule", "simulate",
-           *(name for module in _MODULES for name in module.__all__)]  # fmt: skip
+__all__ = [
+    # data parallelism
+    "replicas",
+    "replicate",
+    "global_mean",
+    "accumulate",
+    "reduce_gradients",
+    "GradientSync",
+    "ignore_in_ddp",
+    "hooks",
+    "bucketed",
+    "LIMITS",
+    # sharded parameters
+    "Sharding",
+    "chain",
+    "global_norm",
+    "clip_grad_norm_",
+    "clip_by_norm",
+    # pipelines
+    "pipeline",
+    "schedule",
+    "simulate",
+    "Task",
+    "Timeline",
+    # averaging
+    "average_parameters",
+    "average_due",
+    # mixed precision
+    "Precision",
+    "LossScale",
+    "select",
+    "spread_overflow",
+    # where processes go
+    "along",
+    "block_mapping",
+    "cyclic_mapping",
+    "hierarchical_all_reduce",
+    "export_rendezvous",
+]
+public({name: globals()[name] for name in __all__}, alike=False)
+public({name: getattr(hooks, name) for name in hooks.__all__}, alike=False)
+del public

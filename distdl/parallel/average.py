@@ -3,19 +3,25 @@ arXiv:1805.09767)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from .. import _torch
 from .. import functional as F
+from .._types import Dims, Place, Tree
 from ..agree import partition_of
 from ..errors import DistdlError
-from ..functional.held import holders, whole
 from ..functional.reduce import wide, wider
+from ..held import holders, whole
 
 __all__ = ["average_due", "average_parameters"]
 
 
-def average_parameters(params, P, dims=None, *, weight=None, of=None):
+def average_parameters(
+    params: Tree, P: Place, dims: Dims = None, *, weight: float | torch.Tensor | None = None, of: Any = None
+) -> Tree:
     """The mean of every rank's parameters along ``dims`` (None: all), on every rank.
 
     Args:
@@ -40,17 +46,16 @@ def average_parameters(params, P, dims=None, *, weight=None, of=None):
         means = [s / copies for s in F.invariant_sum(leaves, where, dims)]
     else:
         dtype = wider(leaves[0].dtype)  # weights are counts, which halves do not hold
-        own = (
-            weight.to(dtype)
-            if isinstance(weight, torch.Tensor)
-            else torch.full((), weight, dtype=dtype, device=leaves[0].device)
-        )
-        *sums, total = F.invariant_sum([wide(leaf) * own for leaf in leaves] + [own], where, dims)
+        if isinstance(weight, torch.Tensor):
+            own = weight.to(dtype)
+        else:
+            own = torch.full((), weight, dtype=dtype, device=leaves[0].device)
+        *sums, total = F.invariant_sum([*(wide(leaf) * own for leaf in leaves), own], where, dims)
         means = [(s / total).to(leaf.dtype) for s, leaf in zip(sums, leaves)]
     return _torch.unflatten(means, tree)
 
 
-def average_due(params, step: int, P, periods):
+def average_due(params: Tree, step: int, P: Place, periods: Mapping[int, Dims]) -> Tree:
     """Hierarchical averaging: after step ``step`` (from 1 on), the mean along the dims whose period has come.
 
     Args:
@@ -63,10 +68,8 @@ def average_due(params, step: int, P, periods):
     if min(periods, default=0) < 1:
         raise DistdlError(
             "periods are numbers of steps",
-            op="average_due",
             expected="{steps >= 1: dims}",
             actual=periods,
-            partitions=P,
             next_step="give the dims to average over under each number of steps",
         )
     due = [period for period in periods if step % period == 0]

@@ -1,42 +1,46 @@
 """Data parallelism: every rank has all parameters, and its share of the batch.
 
 Two forms of one thing, the adjoint of ``F.mark_varying``. *Functional*: ``w = replicate(w, P)`` inside the loss, with
-every
-transform. *Plain autograd*: :class:`~distdl.parallel.GradientSync` hangs on the leaves of any ``torch.nn.Module``, and
-reduces each bucket as soon as its last gradient is there. Gradients are **sums over ranks**: divide losses by the
-global count (:func:`global_mean`), which is exact for uneven and empty shares.
+every transform. *Plain autograd*: :class:`~distdl.parallel.GradientSync` hangs on the leaves of any
+``torch.nn.Module``, and reduces each bucket as soon as its last gradient is there. Gradients are **sums over ranks**:
+divide losses by the global count (:func:`global_mean`), which is exact for uneven and empty shares.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
 import torch
 from torch.func import grad_and_value
 
-from .. import _torch, maps
+from .. import _torch
 from .. import functional as F
+from .._types import Dims, Place, Tree
 from ..agree import partition_of
-from ..functional.held import complete, held, holders, name_when_checking, whole
 from ..functional.reduce import summed, wide
+from ..held import Held, complete, held, holders, name_when_checking, whole
+from ..movement.call import on_one_rank
 from ..partition import Partition
 from ..ties import is_smooth
-from .hooks import all_reduce
+from .hooks import Bucket, Hook, all_reduce
 
 __all__ = ["LIMITS", "accumulate", "bucketed", "global_mean", "reduce_gradients", "replicas", "replicate"]
 
-LIMITS = (
-    2**20,
-    25 * 2**20,
-)  # bytes of the first bucket, which backward fills first, and of the others: DistributedDataParallel's
+# Bytes of the first bucket, which backward fills first, and of the others: DistributedDataParallel's.
+LIMITS = (2**20, 25 * 2**20)
 
 
-def bucketed(leaves, limits=LIMITS) -> list[list[int]]:
+def bucketed(leaves: Sequence[torch.Tensor], limits: Sequence[int] = LIMITS) -> list[list[int]]:
     """Numbers of the tensors in each bucket: last tensors first, as backward finds them.
 
     A bucket is closed once it has as many bytes as its limit; ``limits[0]`` is that of the first bucket, the last one
     that of all others. Tensors of one dtype and device share buckets (Li et al., arXiv:2006.15704, section 4.2).
     """
-    opened: dict = {}
-    done, counts, nbytes = [], {}, {}
+    opened: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    counts: dict[tuple[torch.dtype, torch.device], int] = {}
+    nbytes: dict[tuple[torch.dtype, torch.device], int] = {}
+    done = []
     for i in reversed(range(len(leaves))):
         kind = leaves[i].dtype, leaves[i].device
         opened.setdefault(kind, []).append(i)
@@ -47,17 +51,24 @@ def bucketed(leaves, limits=LIMITS) -> list[list[int]]:
     return sorted([*done, *opened.values()], key=lambda bucket: -bucket[0])
 
 
-def _unsummed(op, tree, of, P, dims, found=None) -> list[int]:
+def _unsummed(
+    op: str, tree: Any, of: Any, P: Place, dims: Dims, known: Sequence[Held | None] | None = None
+) -> list[int]:
     """Numbers of the differentiable leaves whose gradients are still to be summed along partition dims ``dims`` of
     ``P``."""
     fibre = partition_of(P).along(dims)
-    found = found or holders(op, tree, of, P=P)
+    how = known or holders(op, tree, of, P=P)
     R = fibre and Partition((fibre.size,), fibre.ranks, fibre.world)
     leaves, _ = _torch.flatten(tree)
-    return [i for i, leaf in enumerate(leaves) if is_smooth(leaf) and not (R and complete(found[i], R, op))]
+    return [i for i, leaf in enumerate(leaves) if is_smooth(leaf) and not (R and complete(how[i], R, op))]
 
 
-def _by_bucket(leaves, smooth, limits, each):
+def _by_bucket(
+    leaves: Sequence[torch.Tensor],
+    smooth: Sequence[int],
+    limits: Sequence[int],
+    each: Callable[[int, Bucket], Iterable[torch.Tensor]],
+) -> list[torch.Tensor]:
     """``leaves``, those of numbers ``smooth`` replaced by ``each(number of the bucket, tensors)``."""
     changed = list(leaves)
     for number, bucket in enumerate(bucketed([leaves[i] for i in smooth], limits)):
@@ -67,7 +78,7 @@ def _by_bucket(leaves, smooth, limits, each):
     return changed
 
 
-def replicas(tree, P, *, root: int = 0, of=None):
+def replicas(tree: Tree, P: Place, *, root: int = 0, of: Any = None) -> Tree:
     """Rank ``root``'s tensors, on every rank of ``P``: how parameters and buffers begin equal. Other ranks pass any
     such tree.
 
@@ -79,10 +90,10 @@ def replicas(tree, P, *, root: int = 0, of=None):
     """
     where = partition_of(P)
     whole(holders("replicas", tree, of, P=P), where, "replicas")
-    return F.broadcast(tree, maps.on_one_rank(root, where.ndim, where.world), where)
+    return F.broadcast(tree, on_one_rank(root, where.ndim, where.world), where)
 
 
-def replicate(params, P, dims=None, *, of=None, limits=LIMITS):
+def replicate(params: Tree, P: Place, dims: Dims = None, *, of: Any = None, limits: Sequence[int] = LIMITS) -> Tree:
     """The parameters, for use on this rank's share of the batch: ``F.mark_varying``, bucket by bucket.
 
     Parameters of ``dd.nn`` whose layer sums over these ranks itself stay as they are. Tensors that stand for them
@@ -97,9 +108,8 @@ def replicate(params, P, dims=None, *, of=None, limits=LIMITS):
 
     Returns:
         The same values. Backward sums each bucket over the ranks in one all-reduce of its bytes, once all of its
-        gradients are
-        there. Autograd runs later calls first: mark a layer's parameters right before the layer, and the reduction
-        follows the layer's own backward; mark all of them first, and all reductions come last.
+        gradients are there. Autograd runs later calls first: mark a layer's parameters right before the layer, and the
+        reduction follows the layer's own backward; mark all of them first, and all reductions come last.
 
     Raises:
         PartitionError: a layer sums over some of these ranks, and not over others.
@@ -110,7 +120,7 @@ def replicate(params, P, dims=None, *, of=None, limits=LIMITS):
     return _torch.unflatten(_by_bucket(leaves, ours, limits, lambda _, bucket: F.mark_varying(bucket, P, dims)), tree)
 
 
-def global_mean(total, count, P, dims=None):
+def global_mean(total: torch.Tensor, count: float | torch.Tensor, P: Place, dims: Dims = None) -> torch.Tensor:
     """Σ total / Σ count over the ranks: an invariant mean that weighs every sample alike, however they are shared out.
 
     Args:
@@ -127,7 +137,16 @@ def global_mean(total, count, P, dims=None):
     return (value / n).to(total.dtype)
 
 
-def reduce_gradients(grads, P, dims=None, *, of=None, hook=None, states=None, limits=LIMITS):
+def reduce_gradients(
+    grads: Tree,
+    P: Place,
+    dims: Dims = None,
+    *,
+    of: Any = None,
+    hook: Hook | None = None,
+    states: list[Any] | None = None,
+    limits: Sequence[int] = LIMITS,
+) -> tuple[Tree, list[Any]]:
     """The sum of every rank's gradients: the adjoint of :func:`replicate`, for gradients that were worked out without
     it.
 
@@ -145,24 +164,36 @@ def reduce_gradients(grads, P, dims=None, *, of=None, hook=None, states=None, li
     Raises:
         PartitionError: a layer sums over some of these ranks, and not over others.
     """
-    return _reduced(
-        grads, _unsummed("reduce_gradients", grads, of, P, dims), hook or all_reduce(P, dims), states, limits
-    )
+    ours = _unsummed("reduce_gradients", grads, of, P, dims)
+    return _reduced(grads, ours, hook or all_reduce(P, dims), states, limits)
 
 
-def _reduced(grads, ours, hook, states, limits):
+def _reduced(
+    grads: Tree, ours: Sequence[int], hook: Hook, states: list[Any] | None, limits: Sequence[int]
+) -> tuple[Tree, list[Any]]:
     leaves, tree = _torch.flatten(grads)
-    found: list = []
+    after: list[Any] = []
 
-    def each(number, bucket):
+    def each(number: int, bucket: Bucket) -> Bucket:
         reduced, state = hook(bucket, states[number] if states else None)
-        found.append(state)
+        after.append(state)
         return reduced
 
-    return _torch.unflatten(_by_bucket(leaves, ours, limits, each), tree), found
+    return _torch.unflatten(_by_bucket(leaves, ours, limits, each), tree), after
 
 
-def accumulate(loss, params, batches, P, dims=None, *, of=None, hook=None, states=None, limits=LIMITS):
+def accumulate(
+    loss: Callable[[Tree, Any], tuple[torch.Tensor, Any]],
+    params: Tree,
+    batches: Iterable[Any],
+    P: Place,
+    dims: Dims = None,
+    *,
+    of: Any = None,
+    hook: Hook | None = None,
+    states: list[Any] | None = None,
+    limits: Sequence[int] = LIMITS,
+) -> tuple[torch.Tensor, Tree, list[Any]]:
     """Loss and gradients of the mean over all micro-batches of all ranks, with **one** reduction.
 
     Args:
@@ -179,20 +210,22 @@ def accumulate(loss, params, batches, P, dims=None, *, of=None, hook=None, state
     """
     leaves, tree = _torch.flatten(params)
     like = next(leaf for leaf in leaves if is_smooth(leaf))
-    total, count, grads = wide(like.new_zeros(())), 0, [torch.zeros_like(leaf) for leaf in leaves]
+    total, count = wide(like.new_zeros(())), 0
+    grads = [torch.zeros_like(leaf) for leaf in leaves]
     known = holders("accumulate", params, of, P=P)
 
-    def counted(leaves, batch):
+    def counted(leaves: list[torch.Tensor], batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         value, n = loss(_torch.unflatten(leaves, tree), batch)
         known[:] = [how or held(leaf) for how, leaf in zip(known, leaves)]  # layers have marked what they were given
-        return value, n if isinstance(n, torch.Tensor) else torch.full(
-            (), n, device=value.device
-        )  # no copy from the host
+        if not isinstance(n, torch.Tensor):
+            n = torch.full((), n, device=value.device)  # no copy from the host
+        return value, n
 
     step = grad_and_value(counted, has_aux=True)
     for batch in batches:
-        found, (value, n) = step(leaves, batch)
-        total, count, grads = total + value, count + n, [a + b for a, b in zip(grads, found)]
+        new, (value, n) = step(leaves, batch)
+        total, count = total + value, count + n
+        grads = [a + b for a, b in zip(grads, new)]
     mean = summed(total, count, partition_of(P), dims)
     ours = _unsummed("accumulate", leaves, None, P, dims, known)
     reduced, states = _reduced(grads, ours, hook or all_reduce(P, dims), states, limits)

@@ -3,51 +3,57 @@
 A bucket is a list of tensors of one dtype, this rank's gradients; the result is their sum over the ranks, or what
 stands for it, equal on every rank. ``state`` is ``None`` on the first call. Lossy hooks feed their error back: what a
 step leaves out is added to the next step's gradients, so that nothing is lost, only late. A step whose sum is not
-finite (mixed precision skips it) leaves
-the state as it was: an infinity in there would come again for ever.
+finite (mixed precision skips it) leaves the state as it was: an infinity in there would come again for ever.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from .. import functional as F
+from .._types import Dims, Place
 from ..errors import DistdlError
 from ..functional.reduce import wide
 from .topology import along
 
 __all__ = ["all_reduce", "cast", "power_sgd", "top_k"]
+Bucket = list[torch.Tensor]
+Hook = Callable[[Bucket, Any], tuple[Bucket, Any]]
 
 
-def all_reduce(P, dims=None):
+def all_reduce(P: Place, dims: Dims = None) -> Hook:
     """The exact sum, as one message for the bucket: views of one vector. The default."""
     return lambda bucket, state: (_like(F.all_sum_reduce(_flat(bucket), P, dims), bucket), state)
 
 
-def _flat(bucket):
+def _flat(bucket: Bucket) -> torch.Tensor:
     return torch.cat([g.reshape(-1) for g in bucket]) if len(bucket) > 1 else bucket[0].reshape(-1)
 
 
-def _unless_infinite(sums, new, old):
+def _unless_infinite(
+    sums: Sequence[torch.Tensor], new: Sequence[torch.Tensor], old: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """``new`` where all of ``sums``, equal on every rank, are finite, else ``old``; the device alone decides."""
     finite = torch.stack([s.isfinite().all() for s in sums]).all()
     return [torch.where(finite, a, b) for a, b in zip(new, old)]
 
 
-def _like(flat, bucket):
+def _like(flat: torch.Tensor, bucket: Bucket) -> Bucket:
     return [part.view(g.shape) for part, g in zip(flat.split([g.numel() for g in bucket]), bucket)]
 
 
-def cast(P, dtype=torch.bfloat16, dims=None):
+def cast(P: Place, dtype: torch.dtype = torch.bfloat16, dims: Dims = None) -> Hook:
     """Summed in ``dtype`` (float16 or bfloat16), which is sent. Each rank sums its block of the bucket in float32, and
     rounds once.
 
     Messages, for n elements on k ranks: a reduce-scatter and an all-gather of n elements of ``dtype``: 2n(k-1)/k sent.
     """
 
-    def hook(bucket, state):
+    def hook(bucket: Bucket, state: Any) -> tuple[Bucket, Any]:
         line, flat = along(P, dims), _flat(bucket)
         summed = F.all_gather(F.reduce_scatter(flat.to(dtype), line), line, shape=flat.shape)
         return _like(summed.to(flat.dtype), bucket), state
@@ -55,25 +61,23 @@ def cast(P, dtype=torch.bfloat16, dims=None):
     return hook
 
 
-def top_k(P, share: float = 0.01, dims=None):
+def top_k(P: Place, share: float = 0.01, dims: Dims = None) -> Hook:
     """Only the ``share`` largest entries of each rank's bucket, with error feedback (Stich et al., arXiv:1809.07599,
     algorithm 1).
 
     The state is this rank's error. Messages: an all-gather of ⌈share·n⌉ values and as many int64 places. Values are
-    added rank by
-    rank, in one order everywhere: a device adds what falls on one place in any order, and parameters would drift apart.
+    added rank by rank, in one order everywhere: a device adds what falls on one place in any order, and parameters
+    would drift apart.
     """
     if not 0 < share <= 1:
         raise DistdlError(
             "a share of the entries",
-            op="top_k",
             expected="0 < share <= 1",
             actual=share,
-            partitions=P,
             next_step="give the share of entries to send, such as 0.01",
         )
 
-    def hook(bucket, state):
+    def hook(bucket: Bucket, state: Any) -> tuple[Bucket, Any]:
         line = along(P, dims)
         flat = _flat(bucket) if state is None else _flat(bucket) + state
         k = math.ceil(share * flat.numel())
@@ -81,8 +85,8 @@ def top_k(P, share: float = 0.01, dims=None):
         shape = (line.size * k,)
         values, where = F.all_gather([flat[places], places], line, shape=shape)
         total = torch.zeros_like(wide(flat))
-        for some, at in zip(values.split(k), where.split(k)):
-            total = total.index_add(0, at, some.to(total.dtype))
+        for part, at in zip(values.split(k), where.split(k)):
+            total = total.index_add(0, at, part.to(total.dtype))
         before = torch.zeros_like(flat) if state is None else state
         (error,) = _unless_infinite([total], [flat.index_fill(0, places, 0)], [before])
         return _like(total.to(flat.dtype), bucket), error
@@ -90,7 +94,7 @@ def top_k(P, share: float = 0.01, dims=None):
     return hook
 
 
-def power_sgd(P, rank: int = 4, dims=None, seed: int = 0):
+def power_sgd(P: Place, rank: int = 4, dims: Dims = None, seed: int = 0) -> Hook:
     """Matrices by a low-rank approximation, with error feedback (Vogels et al., arXiv:1905.13727, algorithms 1 and 2).
 
     M ≈ P̂ Qᵀ with M the sum of the ranks' matrices (gradients reshaped to their first dim times the rest), P̂ an
@@ -101,7 +105,7 @@ def power_sgd(P, rank: int = 4, dims=None, seed: int = 0):
     exact.
     """
 
-    def hook(bucket, state):
+    def hook(bucket: Bucket, state: Any) -> tuple[Bucket, Any]:
         copies, small = along(P, dims).size, []
         for i, g in enumerate(bucket):
             if g.dim() > 1 and g.numel() and rank * (g.shape[0] + g.numel() // g.shape[0]) < g.numel():

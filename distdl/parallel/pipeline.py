@@ -11,12 +11,13 @@ says:
 **Order.** :func:`simulate` merges the devices' lists into one global order, and every rank goes through its part of
 that order: it starts a send where it ran the task, and the matching receive where its peer did, whether or not it needs
 the message yet. Both ends of every pair so meet their messages in one order, and even transfers that block (under
-``dd.checking()``) cannot wait
-in a circle: the earliest unfinished task of the order can always go on. Nothing is negotiated: shapes are given.
+``dd.checking()``) cannot wait in a circle: the earliest unfinished task of the order can always go on. Nothing is
+negotiated: shapes are given.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,16 +26,26 @@ from torch.func import vjp
 from torch.utils._pytree import tree_map
 
 from .. import _torch, maps
+from .._types import Device
 from ..errors import PartitionError, ShapeError
 from ..functional import invariant_sum, nothing, start, tie, wait
+from ..linear_map import LinearMap
 from ..partition import Layout, Partition
 from ..world import world
-from .schedules import simulate, successor
+from .schedules import Task, simulate, successor
 
 __all__ = ["pipeline"]
 
 
-def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None):
+def pipeline(
+    table: Sequence[Sequence[Task | tuple[str, int, int]]],
+    stages: Sequence[Callable[[Any, Any], Any]],
+    loss: Callable[[Any, int], torch.Tensor],
+    P: Partition,
+    shapes: Callable[[int, int], Sequence[int]],
+    dtype: torch.dtype | None = None,
+    device: Device = None,
+) -> Callable[..., tuple[torch.Tensor, dict[int, Any]]]:
     """A training step over the ranks of ``P`` by any schedule: the value and gradient of the sequential network.
 
     Args:
@@ -56,8 +67,7 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None)
         ``step(params, inputs) -> (value, grads)``. ``params`` is {stage: any pytree of floating tensors} for this
         rank's stages, and ``grads`` has the same form; ``inputs`` is a list of the micro-batches (any dtype) on the
         first stage's rank, and ignored elsewhere. ``value`` is the sum of the shares, invariant over P. Where the ranks
-        of a data dim run a pipeline
-        each, reduce once, after the step: ``F.all_sum_reduce(grads, P.along(data))``.
+        of a data dim run a pipeline each, reduce once, after the step: ``F.all_sum_reduce(grads, P.along(data))``.
 
     Messages: for each micro-batch y of each stage but the last, and as many elements of ȳ back; one all-reduce of one
     number, the loss (in float32, or wider). A send to a peer is waited for before the next one to it. ``step`` is a
@@ -73,45 +83,41 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None)
     if planned != (p, last + 1):
         raise PartitionError(
             "the schedule does not fit",
-            op="pipeline",
-            partitions=P,
             expected=f"{p} devices, {last + 1} stages",
             actual=f"{planned[0]} devices, {planned[1]} stages",
             next_step="schedule(kind, P.size, m)",
         )
 
-    def home(stage):
+    def home(stage: int) -> int:
         return P.ranks[stage % p]
 
     @cache
-    def handoff(k, i):
+    def handoff(k: int, i: int) -> LinearMap:
         """The map that takes micro-batch i from stage k to its successor."""
         shape = tuple(shapes(k, i))
-        here, there = (Partition((1,) * len(shape), (home(s),), P.world) for s in (k, k + 1))
-        return maps.repartition(Layout(here, shape), there)
+        source, target = (Partition((1,) * len(shape), (home(s),), P.world) for s in (k, k + 1))
+        return maps.repartition(Layout(source, shape), target)
 
-    def function_of(k, i, dtype):
+    def function_of(k: int, i: int, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
         """Stage k for micro-batch i; the last one ends with the loss."""
         return (lambda w, x: loss(stages[k](w, x), i).to(dtype)) if k == last else stages[k]
 
-    def step(params, inputs=None):
+    def step(
+        params: dict[int, Any], inputs: Sequence[torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, dict[int, Any]]:
         rank, pure = world(P.world).rank, _torch.transforms_active()  # pure: something differentiates this step
-        mine = {k for k in range(last + 1) if home(k) == rank}
-        if params.keys() != mine:
+        own = {k for k in range(last + 1) if home(k) == rank}
+        if params.keys() != own:
             raise PartitionError(
                 "params are not those of this rank's stages",
-                op="pipeline",
-                partitions=P,
                 rank=rank,
-                expected=f"stages {sorted(mine)}",
+                expected=f"stages {sorted(own)}",
                 actual=f"stages {sorted(params)}",
                 next_step="pass {stage: parameters} for the stages of this rank: rank r of p has r, r + p, ...",
             )
-        if 0 in mine and (inputs is None or len(inputs) != count):
+        if 0 in own and (inputs is None or len(inputs) != count):
             raise PartitionError(
                 "one input for each micro-batch",
-                op="pipeline",
-                partitions=P,
                 rank=rank,
                 expected=f"{count} inputs",
                 actual="None" if inputs is None else len(inputs),
@@ -122,42 +128,42 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None)
         if leaves:
             anchor = nothing((0,), *leaves, dtype=dtype)
         else:
-            anchor = torch.empty(0, dtype=dtype, device=inputs[0].device if device is None and 0 in mine else device)
+            anchor = torch.empty(0, dtype=dtype, device=inputs[0].device if device is None and 0 in own else device)
         total = anchor.sum().to(torch.promote_types(anchor.dtype, torch.float32))
         pulls: dict[tuple[int, int], Any] = {}  # the pullback of each stage and micro-batch that is live
-        grads: dict = {}
-        inbox: dict = {}  # for each task to come, the transfer of what it takes
-        outbox: dict = {}  # for each peer, the last transfer to it
+        grads: dict[int, Any] = {}
+        inbox: dict[Any, Any] = {}  # for each task to come, the transfer of what it takes
+        outbox: dict[Any, Any] = {}  # for each peer, the last transfer to it
         before: Any = anchor  # the last transfer's result
-        unused = []  # what is left here of what was sent: no element, but a dependence
+        unused: list[torch.Tensor] = []  # what this rank keeps of what was sent: no element, but a dependence
 
-        def take(box, key):
-            return box.pop(key) if pure else wait(box.pop(key))
+        def take(box: dict[Any, Any], key: Any) -> torch.Tensor:
+            arrived: torch.Tensor = box.pop(key) if pure else wait(box.pop(key))
+            return arrived
 
-        def forward(task):
+        def forward(task: Task) -> torch.Tensor:
             k, i = task.stage, task.micro
             f = function_of(k, i, total.dtype)
             if k == 0:
-                found: Any = vjp(lambda w: f(w, inputs[i]), params[k])
+                both: Any = vjp(lambda w: f(w, inputs[i]), params[k])
             else:
-                found = vjp(f, params[k], take(inbox, task))
-            y, pulls[k, i] = found
+                both = vjp(f, params[k], take(inbox, task))
+            pulls[k, i] = both[1]
+            y: torch.Tensor = both[0]
             return y
 
-        def backward(task):
+        def backward(task: Task) -> torch.Tensor | None:
             k, i = task.stage, task.micro
             cotangent = total.new_ones(()) if k == last else take(inbox, task)
-            with torch.set_grad_enabled(
-                pure and torch.is_grad_enabled()
-            ):  # torch records the pullback too, unless told not to
+            # torch records the pullback too, unless this is off
+            with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
                 g, *x_bar = pulls.pop((k, i))(cotangent)
             grads[k] = tree_map(torch.add, grads[k], g) if k in grads else g
             return x_bar[0] if k else None
 
         for task in order:
-            to, y = successor(task, last), None
-            if home(task.stage) == rank:
-                y = (forward if task.kind == "F" else backward)(task)
+            to = successor(task, last)
+            y = (forward if task.kind == "F" else backward)(task) if home(task.stage) == rank else None
             if to is None:
                 total = total + y if y is not None else total
             elif rank in (home(task.stage), home(to.stage)):
@@ -168,8 +174,6 @@ def pipeline(table, stages, loss, P: Partition, shapes, dtype=None, device=None)
                 if y is not None and y.dtype != anchor.dtype:
                     raise ShapeError(
                         "a stage's output has another dtype",
-                        op="pipeline",
-                        partitions=P,
                         rank=rank,
                         actual=y.dtype,
                         expected=anchor.dtype,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from .. import _torch
 from .. import functional as F
+from .._types import Dims, Place, Tree
 from ..errors import DistdlError
-from ..functional.held import keep
+from ..held import keep
 from .data import replicate
+from .shard import Sharding
 from .topology import along
 
 __all__ = ["LossScale", "Precision", "select", "spread_overflow"]
@@ -19,7 +23,7 @@ __all__ = ["LossScale", "Precision", "select", "spread_overflow"]
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def _cast(tree, dtype):
+def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
     """Floating-point leaves in ``dtype`` (None: as they are)."""
     leaves, structure = _torch.flatten(tree)
     cast = [
@@ -45,36 +49,35 @@ class Precision:
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.param and self.reduce and torch.promote_types(self.param, self.reduce) != self.reduce:
             raise DistdlError(
                 "parameters would be rounded to the sum's dtype",
-                op="Precision",
                 actual=(self.param, self.reduce),
                 expected="reduce to hold every value of param",
                 next_step="sum in fewer bits by hooks.cast",
             )
 
-    def replicate(self, params, P, dims=None, *, of=None):
+    def replicate(self, params: Tree, P: Place, dims: Dims = None, *, of: Any = None) -> Tree:
         """:func:`distdl.parallel.replicate`: gradients come in ``param``, are summed in ``reduce``, and end in the
         master's."""
         return _cast(replicate(_cast(params, self.reduce), P, dims, of=of), self.param)
 
-    def gather(self, sharding, block):
+    def gather(self, sharding: Sharding, block: torch.Tensor) -> Any:
         """:meth:`distdl.parallel.Sharding.gather`, likewise: gathered and reduce-scattered in ``reduce``."""
         return _cast(sharding.gather(_cast(block, self.reduce)), self.param)
 
-    def wrap(self, f):
+    def wrap(self, f: Callable[..., Tree]) -> Callable[..., Tree]:
         """``f(*args)`` with floating-point arguments cast to ``param`` and results to ``output``."""
         return lambda *args: _cast(f(*_cast(args, self.param)), self.output)
 
 
-def _all_finite(leaves):
-    """This rank's verdict: 0 where every gradient is finite, 1 where not (a float32 scalar)."""
-    found = [g.detach() for g in leaves if g.numel()]
-    if not found:  # a pipeline's stage without parameters has no tensor at all
+def _overflow(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """0 where every gradient of this rank is finite, 1 where not (a float32 scalar)."""
+    grads = [g.detach() for g in leaves if g.numel()]
+    if not grads:  # a pipeline's stage without parameters has no tensor at all
         return torch.zeros((), device=leaves[0].device if leaves else None)
-    return 1 - torch.isfinite(torch.nn.utils.get_total_norm(found, torch.inf)).float()  # one kernel for many gradients
+    return 1 - torch.isfinite(torch.nn.utils.get_total_norm(grads, torch.inf)).float()  # one kernel for many gradients
 
 
 @dataclass(frozen=True)
@@ -100,21 +103,21 @@ class LossScale:
     backoff: float = 0.5
     interval: int = 2000
 
-    def scaled(self, loss):
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scale."""
         return loss * self.scale
 
-    def unscaled(self, grads, P, dims=None):
+    def unscaled(self, grads: Tree, P: Place, dims: Dims = None) -> tuple[Tree, torch.Tensor]:
         """(gradients over the scale, whether all of them are finite on **all** ranks of ``P`` along ``dims``).
 
         The flag is an equal bool tensor on every rank: an inf on one makes all skip. Messages: one all-reduce of 4
         bytes.
         """
         leaves, tree = _torch.flatten(grads)
-        finite = F.invariant_sum(_all_finite(leaves), along(P, dims)) == 0
+        finite = F.invariant_sum(_overflow(leaves), along(P, dims)) == 0
         return _torch.unflatten([g / self.scale for g in leaves], tree), finite
 
-    def updated(self, finite) -> LossScale:
+    def updated(self, finite: torch.Tensor) -> LossScale:
         """The scale for the next step."""
         if isinstance(self.scale, torch.Tensor):
             good = torch.ones_like(finite, dtype=torch.int64) + self.good
@@ -131,20 +134,20 @@ class LossScale:
         return replace(self, scale=self.scale * self.growth if grows else self.scale, good=0)
 
 
-def select(condition, yes, no):
+def select(condition: torch.Tensor, yes: Tree, no: Tree) -> Tree:
     """``yes`` where ``condition`` (a bool tensor) holds, else ``no``: pytrees of one structure."""
     ours, tree = _torch.flatten(yes)
     theirs, _ = _torch.flatten(no)
-    return _torch.unflatten(
-        [
-            torch.where(condition, a, b) if isinstance(a, torch.Tensor) else a if bool(condition) else b
-            for a, b in zip(ours, theirs)
-        ],
-        tree,
-    )
+
+    def chosen(a: Any, b: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return torch.where(condition, a, b)
+        return a if bool(condition) else b
+
+    return _torch.unflatten([chosen(a, b) for a, b in zip(ours, theirs)], tree)
 
 
-def spread_overflow(grads, P, dims=None):
+def spread_overflow(grads: Tree, P: Place, dims: Dims = None) -> Tree:
     """Gradients as they are; infinite on **every** rank where they are not finite on any.
 
     Then :class:`torch.amp.GradScaler` itself, one on each rank, skips everywhere: its own flag is local. (Gradients
@@ -153,5 +156,5 @@ def spread_overflow(grads, P, dims=None):
     Messages: one all-reduce of 4 bytes.
     """
     leaves, tree = _torch.flatten(grads)
-    finite = F.invariant_sum(_all_finite(leaves), along(P, dims)) == 0
+    finite = F.invariant_sum(_overflow(leaves), along(P, dims)) == 0
     return _torch.unflatten([g.masked_fill(~finite, torch.inf) for g in leaves], tree)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import socket
 
-from ..world import Topology, world
+from ..nodes import Topology
+from ..world import world
 
 __all__ = ["export_rendezvous"]
 
@@ -32,27 +33,28 @@ def export_rendezvous(name: str = "default", *, addr: str | None = None, port: i
         GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME, the loopback interface,
         where they are not set: nothing then listens on a network.
     """
-    where, here = world(name), Topology.discover(name)
-    mine = None
+    where, topology = world(name), Topology.discover(name)
+    proposed = None
     if where.rank == 0:
-        mine = addr or ("127.0.0.1" if here.num_nodes == 1 else socket.gethostname()), port or _free_port()
-    address, number = where.all_gather(mine, range(where.size), "export_rendezvous")[0]
-    found = {
-        "RANK": here.rank,
-        "WORLD_SIZE": here.world_size,
-        "LOCAL_RANK": here.local_rank,
-        "LOCAL_WORLD_SIZE": here.local_size,
-        "GROUP_RANK": here.node,
+        host = addr or ("127.0.0.1" if topology.num_nodes == 1 else socket.gethostname())
+        proposed = host, port or _free_port()
+    address, number = where.all_gather(proposed, range(where.size), "export_rendezvous")[0]
+    variables: dict[str, object] = {
+        "RANK": topology.rank,
+        "WORLD_SIZE": topology.world_size,
+        "LOCAL_RANK": topology.local_rank,
+        "LOCAL_WORLD_SIZE": topology.local_size,
+        "GROUP_RANK": topology.node,
         "MASTER_ADDR": address,
         "MASTER_PORT": number,
         "TORCHELASTIC_USE_AGENT_STORE": False,
     }
-    if here.num_nodes == 1:
+    if topology.num_nodes == 1:
         loopback = next((interface for _, interface in socket.if_nameindex() if interface.startswith("lo")), None)
         for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
             if loopback and variable not in os.environ:
-                found[variable] = loopback
-    texts = {variable: str(value) for variable, value in found.items()}
+                variables[variable] = loopback
+    texts = {variable: str(value) for variable, value in variables.items()}
     os.environ.update(texts)
     return texts
 
@@ -61,4 +63,5 @@ def _free_port() -> int:
     """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+    return port

@@ -7,6 +7,7 @@ arXiv:2006.09503. Interleaved: Narayanan et al., arXiv:2104.04473, section 2.2.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -48,7 +49,6 @@ def schedule(kind: str, stages: int, microbatches: int, chunks: int = 1) -> tupl
     if kind not in ("gpipe", "1f1b", "interleaved") or min(p, m, v) < 1 or (kind != "interleaved" and v > 1):
         raise PartitionError(
             "no such schedule",
-            op="schedule",
             actual=(kind, p, m, v),
             expected='"gpipe", "1f1b" or "interleaved", sizes >= 1; chunks > 1 only interleaved',
             next_step="choose one of these; one chunk unless interleaved",
@@ -56,7 +56,6 @@ def schedule(kind: str, stages: int, microbatches: int, chunks: int = 1) -> tupl
     if kind == "interleaved" and m % p:
         raise PartitionError(
             "interleaved stages take groups of p micro-batches",
-            op="schedule",
             actual=f"{m} micro-batches",
             expected=f"a multiple of {p}",
             next_step="use 1f1b, or another number of micro-batches",
@@ -74,7 +73,7 @@ def schedule(kind: str, stages: int, microbatches: int, chunks: int = 1) -> tupl
 
 
 class Timeline(NamedTuple):
-    """What :func:`simulate` found.
+    """The result of :func:`simulate`.
 
     Attributes:
         order: all tasks in one global order that respects every device's list and every dependence.
@@ -85,12 +84,12 @@ class Timeline(NamedTuple):
     """
 
     order: tuple[Task, ...]
-    spans: dict
+    spans: dict[Task, tuple[float, float]]
     makespan: float
     live: tuple[int, ...]
     bubble: float
 
-    def __str__(self):
+    def __str__(self) -> str:
         """A row for each device; one column for each unit of time (whole-numbered costs)."""
         width = max(len(str(t.micro)) for t in self.order) + 2
         rows = [[" ." + " " * (width - 2)] * int(self.makespan) for _ in self.live]
@@ -116,7 +115,9 @@ def successor(task: Task, last: int) -> Task | None:
     return Task(kind, k, i) if 0 <= k <= last else None
 
 
-def simulate(table, forward: float = 1, backward: float = 2) -> Timeline:
+def simulate(
+    table: Sequence[Sequence[Task | tuple[str, int, int]]], forward: float = 1, backward: float = 2
+) -> Timeline:
     """Run a schedule on paper: proof that it ends, how long it takes, and how much it keeps.
 
     Args:
@@ -135,17 +136,17 @@ def simulate(table, forward: float = 1, backward: float = 2) -> Timeline:
     if wrong or not tasks or (last + 1) % p:
         raise PartitionError(
             "not a schedule",
-            op="simulate",
             actual=f"{last + 1} stages; astray, missing or doubled: {wrong[:3]}",
             expected=f"each F and B of {last + 1} stages x {count} micro-batches once, on device stage mod {p}",
             next_step="start from dd.parallel.schedule(...)'s table",
         )
-    spans: dict[Task, tuple] = {}
-    rows, clock, live, peak = [list(row) for row in table], [0] * p, [0] * p, [0] * p
+    spans: dict[Task, tuple[float, float]] = {}
+    clock: list[float] = [0] * p  # when each device is free again
+    live, peak = [0] * p, [0] * p
     places, moved = [0] * p, True
     while moved:
         moved = False
-        for d, row in enumerate(rows):
+        for d, row in enumerate(table):
             while places[d] < len(row) and all(n in spans for n in needs(Task(*row[places[d]]), last)):
                 task = Task(*row[places[d]])
                 begin = max([clock[d], *(spans[n][1] for n in needs(task, last))])
@@ -154,11 +155,10 @@ def simulate(table, forward: float = 1, backward: float = 2) -> Timeline:
                 live[d] += 1 if task.kind == "F" else -1
                 peak[d] = max(peak[d], live[d])
                 places[d], moved = places[d] + 1, True
-    stuck = {d: Task(*row[at]) for d, (row, at) in enumerate(zip(rows, places)) if at < len(row)}
+    stuck = {d: Task(*row[at]) for d, (row, at) in enumerate(zip(table, places)) if at < len(row)}
     if stuck:
         raise PartitionError(
             "this schedule never ends",
-            op="simulate",
             expected="an order in which every task can run",
             actual="; ".join(f"device {d} waits before {tuple(t)}" for d, t in stuck.items()),
             next_step="put each task after those that it needs",

@@ -9,13 +9,13 @@ arXiv:1910.02054):
     ZeRO-1   whole gradients, ``sharding.reduce(grads)``, a step on the block, ``sharding.gather(block)``
     ZeRO-2   :func:`chain` with ``remat=False``: a layer's gradient is reduce-scattered before the next layer's backward
     ZeRO-3   :func:`chain`: a layer's parameters are gathered for its forward, freed, and gathered again for its
-    backward, where its
-             activations are worked out again as well, or are kept (``remat="parameters"``)
+             backward, where its activations are worked out again as well, or are kept (``remat="parameters"``)
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,15 +24,19 @@ import torch
 
 from .. import _torch, maps
 from .. import functional as F
+from .._types import Dims, Place, Tree
 from ..errors import DistdlError, PartitionError, ShapeError
-from ..functional.held import Held, ask, complete_over, declare, holders, tag
 from ..functional.reduce import wide, wider
-from ..partition import Layout
-from ..remat import remat as _remat
+from ..held import Held, ask, complete_over, declare, holders, tag
+from ..partition import Layout, Partition
+from ..remat import remat as recomputed
 from ..world import world as world_of
 from .topology import along
 
 __all__ = ["Sharding", "chain", "clip_by_norm", "clip_grad_norm_", "global_norm"]
+Layer = Callable[[Any, Any], Any]  # (parameters, x) -> x
+Blocks = Sequence[torch.Tensor]  # this rank's, of one layer
+Flats = list[torch.Tensor]  # whole flat vectors, of one layer
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,11 @@ class Sharding:
     """
 
     structure: Any
-    shapes: tuple
+    shapes: tuple[tuple[int, ...], ...]
     layout: Layout
 
     @classmethod
-    def of(cls, params, P, dims=None) -> Sharding:
+    def of(cls, params: Any, P: Place, dims: Dims = None) -> Sharding:
         """The sharding of a pytree of tensors of one dtype over partition dims ``dims`` of ``P`` (None: all).
 
         Only shapes and dtypes are read: tensors on the meta device will do.
@@ -64,8 +68,6 @@ class Sharding:
         if not leaves or len({leaf.dtype for leaf in leaves}) > 1:
             raise ShapeError(
                 "one unit has one dtype",
-                op="Sharding.of",
-                partitions=P,
                 expected="tensors of one dtype",
                 actual=[str(leaf.dtype) for leaf in leaves],
                 next_step="make a unit for each dtype",
@@ -73,14 +75,13 @@ class Sharding:
         shapes = tuple(tuple(leaf.shape) for leaf in leaves)
         return cls(structure, shapes, Layout(along(P, dims), (sum(map(math.prod, shapes)),)))
 
-    def _flat(self, tree):
+    def _flat(self, tree: Any) -> torch.Tensor:
         leaves, _ = _torch.flatten(tree)
         if len(leaves) == len(self.shapes):
             leaves = _torch.as_given(leaves, self.structure)
         if tuple(tuple(leaf.shape) for leaf in leaves) != self.shapes:
             raise ShapeError(
                 "not this unit's tensors",
-                op="Sharding",
                 partitions=self.layout,
                 expected=self.shapes,
                 actual=tuple(tuple(leaf.shape) for leaf in leaves),
@@ -88,48 +89,44 @@ class Sharding:
             )
         return torch.cat([leaf.reshape(-1) for leaf in leaves])
 
-    def _tree(self, flat):
-        parts = [
-            part.view(shape)
-            for part, shape in zip(flat.split([math.prod(shape) for shape in self.shapes]), self.shapes)
-        ]
-        tag(
-            parts, [None] * len(parts), self.layout.partition
-        )  # a layer that gets them does not sum over these ranks again
+    def tree(self, flat: torch.Tensor) -> Any:
+        """The parameters as views of the whole flat vector."""
+        parts = [part.view(s) for part, s in zip(flat.split([math.prod(s) for s in self.shapes]), self.shapes)]
+        # A layer that gets them does not sum over these ranks again.
+        tag(parts, [None] * len(parts), self.layout.partition)
         return _torch.unflatten_as_given(parts, self.structure)
 
-    def _held(self, block):
+    def declared(self, block: torch.Tensor) -> torch.Tensor:
         """``block``, a leaf whose gradient will be this rank's part of the sum."""
         return declare(block, self.layout.partition, 0) if block.is_leaf else block
 
-    def block(self, params):
+    def block(self, params: Any) -> torch.Tensor:
         """This rank's block of parameters that it holds whole: a detached copy, for an optimizer. No message."""
-        return self._held(self.layout.shard(self._flat(params).detach()).clone())
+        return self.declared(self.layout.shard(self._flat(params).detach()).clone())
 
-    def gather(self, block):
+    def gather(self, block: torch.Tensor) -> Any:
         """The whole parameters (views of one vector) from every rank's block. Adjoint: :meth:`reduce`."""
-        return self._tree(F.all_gather(self._held(block), self.layout))
+        return self.tree(F.all_gather(self.declared(block), self.layout))
 
-    def reduce(self, grads):
+    def reduce(self, grads: Any) -> torch.Tensor:
         """This rank's block of the sum of all ranks' gradients. Adjoint: :meth:`gather`."""
         _refuse_summed("Sharding.reduce", grads, self.layout.partition)
         return F.reduce_scatter(self._flat(grads), self.layout)
 
-    def start(self, block):
+    def start(self, block: torch.Tensor) -> Any:
         """Begin :meth:`gather`; messages travel until :meth:`wait`."""
-        return F.start(maps.all_gather(self.layout), self._held(block))
+        return F.start(maps.all_gather(self.layout), self.declared(block))
 
-    def wait(self, pending):
+    def wait(self, pending: Any) -> Any:
         """Finish what :meth:`start` began."""
-        return self._tree(F.wait(pending))
+        return self.tree(F.wait(pending))
 
 
-def _refuse_summed(op, tree, R):
+def _refuse_summed(op: str, tree: Any, R: Partition) -> None:
     """Sharding sums gradients over all ranks: not for parameters whose layers do."""
     if any(complete_over(holders(op, tree, P=R), R, op)):
         raise PartitionError(
             "a layer sums these gradients over these ranks itself",
-            op=op,
             partitions=R,
             actual="layers of dd.nn",
             expected="parameters whose gradients are still to be summed",
@@ -137,26 +134,27 @@ def _refuse_summed(op, tree, R):
         )
 
 
-def _gathered_again(layer, tree, whole):
+def _gathered_again(layer: Layer, tree: Callable[[Flats], Any], whole: Callable[[Blocks], Flats]) -> Layer:
     """``layer(tree(flats), x)`` of ``flats = whole(blocks)``, without keeping ``flats``: when a gradient of the result
     comes, on every rank, ``whole`` brings them again for what backward saved of them."""
 
-    def call(blocks, x):
-        flats, again = whole(blocks), []
+    def call(blocks: Blocks, x: Any) -> Any:
+        flats = whole(blocks)
+        again: Flats = []
         if not any(flat.requires_grad and flat.numel() for flat in flats):
             return layer(tree(flats), x)
         memory = {(flat.untyped_storage().data_ptr(), flat.dtype): k for k, flat in enumerate(flats) if flat.numel()}
 
-        def ask(*_):
+        def ask(*_: Any) -> None:
             if not again:
                 with torch.no_grad():
                     again.extend(whole(blocks))
 
-        def pack(t):
+        def pack(t: torch.Tensor) -> Any:
             k = memory.get((t.untyped_storage().data_ptr(), t.dtype))
             return t if k is None else (k, t.size(), t.stride(), t.storage_offset())
 
-        def unpack(kept):
+        def unpack(kept: Any) -> torch.Tensor:
             if isinstance(kept, torch.Tensor):
                 return kept
             ask()
@@ -164,11 +162,11 @@ def _gathered_again(layer, tree, whole):
 
         params = tree(flats)
         # Where a flat vector is cut into parameters: that node's backward comes last, and has all their gradients.
-        cuts = {p.grad_fn.next_functions[0][0] for p in _torch.flatten(params)[0] if p.requires_grad}
+        cuts: set[Any] = {p.grad_fn.next_functions[0][0] for p in _torch.flatten(params)[0] if p.requires_grad}
         numbers = range(len(cuts))
         left = set(numbers)
 
-        def done(k):
+        def done(k: int) -> None:
             left.discard(k)
             if not left:
                 again.clear()
@@ -186,15 +184,21 @@ def _gathered_again(layer, tree, whole):
     return call
 
 
-def _do_nothing(_):
+def _do_nothing(_: Any) -> None:
     pass
 
 
-def _parts(one_or_several) -> tuple:
+def _parts(one_or_several: Any) -> tuple[Any, ...]:
     return one_or_several if isinstance(one_or_several, tuple) else (one_or_several,)
 
 
-def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True):
+def chain(
+    layers: Sequence[Layer],
+    shardings: Sequence[Sharding | tuple[Sharding, ...]],
+    *,
+    remat: bool | str = True,
+    prefetch: bool = True,
+) -> Callable[[Sequence[Any], Any], Any]:
     """A sequence of layers whose parameters are gathered when they are needed: ``run(blocks, x)``.
 
     Args:
@@ -204,8 +208,7 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
         remat: free a layer's parameters and activations after its forward, and gather and compute them again in
             backward (ZeRO-3, FSDP with activation checkpointing). ``"parameters"``: gather these again, and keep the
             activations (FSDP alone); what a layer makes of its parameters, a cast say, counts among these; inside
-            torch.func, which has no hooks for what is
-            saved, as ``True``. ``False``: keep both (ZeRO-2).
+            torch.func, which has no hooks for what is saved, as ``True``. ``False``: keep both (ZeRO-2).
         prefetch: start to gather the next layer's parameters (in backward: the one's before) while this one computes;
             not inside torch.func.
 
@@ -217,7 +220,6 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
     if len(layers) != len(shardings):
         raise DistdlError(
             "one sharding for each layer",
-            op="chain",
             expected=len(layers),
             actual=len(shardings),
             next_step="give lists of equal length",
@@ -225,57 +227,56 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
     if remat not in (True, False, "parameters"):
         raise DistdlError(
             "no such way",
-            op="chain",
             expected='True, False or "parameters"',
             actual=remat,
             next_step="pass one of them as remat=",
         )
 
-    def run(blocks, x):
+    def run(blocks: Sequence[Any], x: Any) -> Any:
         inside = _torch.transforms_active()
-        parts, under_way = [_parts(s) for s in shardings], {}
-        found, planned = ([len(_parts(one)) for one in several] for several in (blocks, shardings))
-        if found != planned:
+        parts = [_parts(s) for s in shardings]
+        under_way: dict[int, list[Any]] = {}
+        given, planned = ([len(_parts(one)) for one in several] for several in (blocks, shardings))
+        if given != planned:
             raise DistdlError(
                 "not this chain's blocks",
-                op="chain",
                 expected=f"{planned} blocks of the layers",
-                actual=found,
+                actual=given,
                 next_step="pass sharding.block(params) of each layer, in tuples where its shardings are one",
             )
 
-        def early(i):
+        def early(i: int) -> None:
             if 0 <= i < len(layers) and i not in under_way:
                 under_way[i] = [s.start(b) for s, b in zip(parts[i], _parts(blocks[i]), strict=True)]
 
         # Inside torch.func a region takes all tensors in its closures as arguments: not the other layers' blocks.
         ahead = early if prefetch and not inside else _do_nothing
 
-        def gathered(i):
+        def gathered(i: int) -> Layer:
             step = 1  # in backward the layers come in reverse
 
-            def whole(mine):
+            def whole(own: Blocks) -> Flats:
                 nonlocal step
                 pending = under_way.pop(i, None)
                 if pending is None:
-                    flats = [F.all_gather(s._held(b), s.layout) for s, b in zip(parts[i], mine, strict=True)]
+                    flats = [F.all_gather(s.declared(b), s.layout) for s, b in zip(parts[i], own, strict=True)]
                 else:
                     flats = [F.wait(p) for p in pending]
                 ahead(i + step)
                 step = -1
                 return flats
 
-            def tree(flats):
-                trees = tuple(s._tree(flat) for s, flat in zip(parts[i], flats))
+            def tree(flats: Flats) -> Any:
+                trees = tuple(s.tree(flat) for s, flat in zip(parts[i], flats))
                 return trees if isinstance(shardings[i], tuple) else trees[0]
 
             if remat == "parameters" and not inside:
                 return _gathered_again(layers[i], tree, whole)
 
-            def begin(mine, x):
-                return tree(whole(mine)), x
+            def begin(own: Blocks, x: Any) -> tuple[Any, Any]:
+                return tree(whole(own)), x
 
-            return _remat(layers[i], begin=begin) if remat else lambda mine, x: layers[i](*begin(mine, x))
+            return recomputed(layers[i], begin=begin) if remat else lambda own, x: layers[i](*begin(own, x))
 
         for i in range(len(layers)):
             x = gathered(i)(_parts(blocks[i]), x)
@@ -284,14 +285,14 @@ def chain(layers, shardings, *, remat: bool | str = True, prefetch: bool = True)
     return run
 
 
-def _norm(g, order):
+def _norm(g: torch.Tensor, order: float) -> torch.Tensor:
     """The norm of a tensor, zero of an empty one; halves in float32."""
     if not g.numel():
         return wide(g.new_zeros(())).abs()
     return torch.linalg.vector_norm(g, order, dtype=wider(g.dtype))
 
 
-def global_norm(grads, P, dims=None, *, of=None, norm_type: float = 2.0):
+def global_norm(grads: Any, P: Place, dims: Dims = None, *, of: Any = None, norm_type: float = 2.0) -> torch.Tensor:
     """The norm of all gradients of all ranks, each element counted once: torch's ``get_total_norm``, of blocks and
     copies.
 
@@ -308,8 +309,7 @@ def global_norm(grads, P, dims=None, *, of=None, norm_type: float = 2.0):
 
     Returns:
         An invariant scalar; float32 where gradients are float16 or bfloat16, whose own range 256 squared leaves. Norms
-        of several
-        groups combine as norms do: ``(a**2 + b**2) ** 0.5``.
+        of several groups combine as norms do: ``(a**2 + b**2) ** 0.5``.
 
     Messages: one all-reduce of one element (``inf``: an all-gather); where some are blocks and others copies, of three
     for each.
@@ -323,36 +323,33 @@ def global_norm(grads, P, dims=None, *, of=None, norm_type: float = 2.0):
     if not leaves:
         raise ShapeError(
             "no gradients",
-            op="global_norm",
-            partitions=P,
             expected="one tensor or more on every rank",
             actual=grads,
             next_step="pass torch.zeros(()), of the other ranks' dtype and device, where a rank has none",
         )
-    found = holders("global_norm", grads, of, P=P)
+    how = holders("global_norm", grads, of, P=P)
     norms = torch.stack([_norm(g, norm_type) for g in leaves])
     line = along(P, dims)
     if math.isinf(norm_type):
         return F.all_gather(norms.max().reshape(1), line, shape=(line.size,)).max()
     powers = norms**norm_type
-    if line.size > 1 and (of is not None or any(found)):
-        if of is None and None in found:
+    if line.size > 1 and (of is not None or any(how)):
+        if of is None and None in how:
             raise PartitionError(
                 "some gradients are of split layers, others of none that is known",
-                op="global_norm",
-                partitions=P,
                 expected="of=",
-                actual=f"{found.count(None)} of {len(found)} unknown",
+                actual=f"{how.count(None)} of {len(how)} unknown",
                 next_step="pass of=list(model.parameters()): what no layer splits is then whole",
             )
-        total = _counted_once(powers.double(), found, line).to(powers.dtype)
+        total = _counted_once(powers.double(), [h or Held(line, ()) for h in how], line).to(powers.dtype)
     else:
         total = F.invariant_sum(powers.sum(), line)
-    return total ** (1 / norm_type)
+    norm: torch.Tensor = total ** (1 / norm_type)
+    return norm
 
 
 @lru_cache(maxsize=4096)
-def _all_blocks_in(how, line) -> bool:
+def _all_blocks_in(how: Held, line: Partition) -> bool:
     """Whether ranks of ``line`` hold all blocks of a parameter, or none."""
     if how.split is None or how.grid.world != line.world:
         return False
@@ -360,31 +357,26 @@ def _all_blocks_in(how, line) -> bool:
     return all(ranks.issuperset(how.grid.along(how.split, r).ranks) for r in ranks.intersection(how.grid.ranks))
 
 
-def _counted_once(powers, found, line):
+def _counted_once(powers: torch.Tensor, holders_of: Sequence[Held], line: Partition) -> torch.Tensor:
     """The sum of ``powers``, one for each tensor on each rank, over all different blocks of all tensors."""
-    me = world_of(line.world).rank
-    found = [how or Held(line, ()) for how in found]
-    for how in found:
+    rank = world_of(line.world).rank
+    for how in holders_of:
         if not _all_blocks_in(how, line):
             raise PartitionError(
                 "a parameter has blocks on other ranks, or unknown ones",
-                op="global_norm",
                 partitions=line,
                 expected="all ranks that hold its blocks",
                 actual=f"dims {how.split} of {how.grid.shape}",
                 next_step="pass a partition of all ranks of the model, and blockwise parametrizations only",
             )
-    holds, blocks = (
-        powers.new_tensor([me in how.grid.ranks for how in found]),
-        powers.new_tensor([how.blocks for how in found]),
-    )
+    holds = powers.new_tensor([rank in how.grid.ranks for how in holders_of])
+    blocks = powers.new_tensor([how.blocks for how in holders_of])
     total, squares, count = F.invariant_sum(torch.stack([powers * holds, powers**2 * holds, holds]), line)
     count = count.clamp(min=1)
     differ = (blocks == 1) & (count * squares - total**2 > 1e-8 * total**2)
     if not _torch.transforms_active() and differ.any():
         raise PartitionError(
             "a gradient that should be equal on all ranks differs",
-            op="global_norm",
             partitions=line,
             expected="sums over the ranks, of parameters that are whole on every rank",
             actual=f"tensors {differ.nonzero().reshape(-1).tolist()} differ",
@@ -394,8 +386,14 @@ def _counted_once(powers, found, line):
 
 
 def clip_grad_norm_(
-    parameters, max_norm: float, P, dims=None, *, norm_type: float = 2.0, error_if_nonfinite: bool = False
-):
+    parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    P: Place,
+    dims: Dims = None,
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
     """:func:`torch.nn.utils.clip_grad_norm_` of a model whose parameters are split, copied or sharded over the ranks,
     in one call.
 
@@ -407,20 +405,18 @@ def clip_grad_norm_(
     Returns:
         The norm before, equal on every rank. ``.grad`` is scaled in place.
     """
-    of = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else
-              [parameters] if isinstance(parameters, torch.Tensor) else parameters)  # fmt: skip
     if isinstance(parameters, torch.nn.Module):
         ask(parameters)
+        of: list[torch.Tensor] = list(parameters.parameters())
+    else:
+        of = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not of:
         return torch.zeros(())
-    norm = global_norm(
-        [torch.zeros_like(p) if p.grad is None else p.grad for p in of], P, dims, of=of, norm_type=norm_type
-    )
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in of]
+    norm = global_norm(grads, P, dims, of=of, norm_type=norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise DistdlError(
             "the gradients' norm is not finite",
-            op="clip_grad_norm_",
-            partitions=P,
             expected="a finite norm",
             actual=float(norm),
             next_step="skip the step, or error_if_nonfinite=False",
@@ -429,7 +425,7 @@ def clip_grad_norm_(
     return norm
 
 
-def clip_by_norm(grads, norm, max_norm: float):
+def clip_by_norm(grads: Tree, norm: torch.Tensor, max_norm: float) -> Tree:
     """Gradients scaled to a global norm of at most ``max_norm``, as :func:`torch.nn.utils.clip_grad_norm_` does, in new
     memory."""
     leaves, tree = _torch.flatten(grads)

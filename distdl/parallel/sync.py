@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from .. import functional as F
+from .._types import Dims, Place
 from ..engine.side_stream import Beside, attend
 from ..errors import DistdlError
-from ..functional.held import ask, complete, held
+from ..held import ask, complete, held
 from .data import LIMITS, bucketed
-from .hooks import all_reduce
+from .hooks import Hook, all_reduce
 from .topology import along
 
 __all__ = ["GradientSync", "ignore_in_ddp"]
 
 
-def ignore_in_ddp(module, P, dims=None) -> list[str]:
+def ignore_in_ddp(module: torch.nn.Module, P: Place, dims: Dims = None) -> list[str]:
     """Tell torch's DistributedDataParallel, *before* it is put around ``module``, what is not its: on its ignore list
     go parameters that are complete over the ranks ``P`` of its process group, as their layers sum them, and buffers of
     these layers.
@@ -62,8 +66,7 @@ class GradientSync:
 
     Buckets start in one order on all ranks, whatever the order in which gradients come. On CUDA all of it, the hook's
     own work too, goes on a stream beside backward's; MPI's all-reduce blocks. The summed gradients of a bucket are
-    views of one vector. Its hooks
-    go with it: keep it as long as gradients are to be summed.
+    views of one vector. Its hooks go with it: keep it as long as gradients are to be summed.
 
     Args:
         params: a module, whose parameters of later are seen too, and named in errors; or leaf tensors
@@ -78,32 +81,42 @@ class GradientSync:
         PartitionError: a parameter whose layer sums over some of these ranks, and not over others.
     """
 
-    def __init__(self, params, P, dims=None, *, hook=None, find_unused: bool = False, limits=LIMITS):
+    def __init__(
+        self,
+        params: torch.nn.Module | Iterable[torch.Tensor],
+        P: Place,
+        dims: Dims = None,
+        *,
+        hook: Hook | None = None,
+        find_unused: bool = False,
+        limits: Sequence[int] = LIMITS,
+    ) -> None:
         self.module = params if isinstance(params, torch.nn.Module) else None
-        self.params: list = [] if self.module is not None else list(params)
+        self.params: list[torch.Tensor] = [] if isinstance(params, torch.nn.Module) else list(params)
         self.P, self.find_unused, self.limits = along(P, dims), find_unused, limits
         self.hook = hook or all_reduce(self.P)
         self.buckets: list[list[int]] = []
-        self.states: list = []
+        self.states: list[Any] = []
         self.syncing = True
-        self._summed: dict = {}  # weak: it keeps no gradient alive
+        self._summed: dict[int, weakref.ref[torch.Tensor]] = {}  # weak: it keeps no gradient alive
         self._bucket_of: dict[int, int] = {}
         self._names: dict[int, str] = {}
-        self._hooks: dict = {}  # by number of the parameter
+        self._hooks: dict[int, Any] = {}  # by number of the parameter
+        self._ours: set[int] = set()  # the parameters of this backward, by number
         weakref.finalize(self, _remove, self._hooks)
         self._look()
         self._begin()
 
-    def _look(self):
+    def _look(self) -> list[int]:
         """What there is now: hook what requires a gradient; returns the numbers of those that are to be summed."""
-        there: set | None = None
+        there: set[int] | None = None
         if self.module is not None:
             ask(self.module)
             now, known = dict(self.module.named_parameters()), {id(p) for p in self.params}
-            for name, p in now.items():
-                if id(p) not in known:
+            for name, parameter in now.items():
+                if id(parameter) not in known:
                     self._names[len(self.params)] = name
-                    self.params.append(p)
+                    self.params.append(parameter)
             there = {id(p) for p in now.values()}  # others have been replaced
         this = weakref.ref(self)  # Python's collector does not see hooks: a cycle through one would never be freed
         ours = []
@@ -112,23 +125,20 @@ class GradientSync:
                 if not complete(held(p), self.P, "GradientSync", self._name(i)):
                     ours.append(i)
                 if i not in self._hooks:
-                    self._hooks[i] = p.register_post_accumulate_grad_hook(
-                        lambda _, i=i: (sync := this()) and sync._arrived(i)
-                    )
+                    self._hooks[i] = p.register_post_accumulate_grad_hook(functools.partial(_tell, this, i))
         return ours
 
-    def _name(self, i) -> str:
+    def _name(self, i: int) -> str:
         return f"parameter {i}" + (f", {self._names[i]}" if i in self._names else "")
 
-    def _begin(self):
-        self._left: list | None = (
-            None  # of each bucket, whose gradients have yet to come: known from the first gradient on
-        )
-        self._under_way: list = []
+    def _begin(self) -> None:
+        # Of each bucket, whose gradients have yet to come: known from the first gradient on.
+        self._left: list[set[int]] | None = None
+        self._under_way: list[tuple[Beside, list[torch.Tensor]]] = []
 
-    def _open(self):
-        """The buckets of this backward. One keeps its parameters for ever, as its hook's state does; new ones get new
-        buckets."""
+    def _open(self) -> list[set[int]]:
+        """The buckets of this backward, and the gradients that each lacks. One keeps its parameters for ever, as its
+        hook's state does; new ones get new buckets."""
         self._ours = set(self._look())
         fresh = sorted(self._ours - self._bucket_of.keys())
         for bucket in bucketed([self.params[i] for i in fresh], self.limits):
@@ -136,15 +146,15 @@ class GradientSync:
             self.buckets.append([fresh[i] for i in bucket])
             self.states.append(None)
         self._left = [self._ours.intersection(bucket) for bucket in self.buckets]
+        return self._left
 
-    def _arrived(self, i):
+    def _arrived(self, i: int) -> None:
         if not self.syncing:
             return
-        if self._left is None:
-            self._open()
+        left = self._open() if self._left is None else self._left
         if i not in self._ours:
             return
-        if i not in self._left[self._bucket_of[i]]:
+        if i not in left[self._bucket_of[i]]:
             raise DistdlError(
                 "a second gradient before finish()",
                 op="GradientSync",
@@ -154,11 +164,11 @@ class GradientSync:
                 partitions=self.P,
             )
         attend(self.params[i].device)  # each gradient comes on the stream on which its parameter was used
-        self._left[self._bucket_of[i]].discard(i)
-        while len(self._under_way) < len(self.buckets) and not self._left[len(self._under_way)]:
+        left[self._bucket_of[i]].discard(i)
+        while len(self._under_way) < len(self.buckets) and not left[len(self._under_way)]:
             self._start()
 
-    def _start(self):
+    def _start(self) -> None:
         number = len(self._under_way)
         grads = []
         for i in self.buckets[number]:
@@ -199,7 +209,7 @@ class GradientSync:
         self._under_way.append((beside, reduced))
 
     @contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
         """Backward passes inside only add to this rank's ``.grad``; the next one outside sums all of it, once."""
         before, self.syncing = self.syncing, False
         try:
@@ -208,7 +218,7 @@ class GradientSync:
             self.syncing = before
 
     @torch.no_grad()
-    def finish(self):
+    def finish(self) -> None:
         """Wait until every gradient is the sum. ``optimizer.register_step_pre_hook(lambda *_: sync.finish())`` calls it
         for you."""
         if self._left is None:
@@ -216,10 +226,10 @@ class GradientSync:
         used = None
         if self.find_unused:
             ours = sorted(self._ours)
-            mine = [self.params[i].grad is not None for i in ours]
+            present = [self.params[i].grad is not None for i in ours]
             device = self.params[ours[0]].device if ours else None
-            found = F.all_sum_reduce(torch.tensor(mine, dtype=torch.int32, device=device), self.P).tolist()
-            used = dict(zip(ours, found))
+            counts = F.all_sum_reduce(torch.tensor(present, dtype=torch.int32, device=device), self.P).tolist()
+            used = dict(zip(ours, counts))
         while len(self._under_way) < len(self.buckets):
             self._start()
         for bucket, (beside, reduced) in zip(self.buckets, self._under_way):
@@ -230,11 +240,17 @@ class GradientSync:
                     self._summed[i] = weakref.ref(g)
         self._begin()
 
-    def remove(self):
+    def remove(self) -> None:
         """Take the hooks off the parameters, as when nothing refers to this any more."""
         _remove(self._hooks)
 
 
-def _remove(handles) -> None:
+def _tell(sync: weakref.ref[GradientSync], i: int, _: torch.Tensor) -> None:
+    listening = sync()
+    if listening is not None:
+        listening._arrived(i)
+
+
+def _remove(handles: Mapping[int, Any]) -> None:
     for handle in handles.values():
         handle.remove()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
 from .. import _torch
 from .. import functional as F
+from .._types import Dims, Place, Tree
 from ..agree import partition_of
 from ..errors import PartitionError
 from ..functional.reduce import wide
@@ -15,7 +18,7 @@ from ..world import world as world_of
 __all__ = ["along", "block_mapping", "cyclic_mapping", "hierarchical_all_reduce"]
 
 
-def along(P, dims=None) -> Partition:
+def along(P: Place, dims: Dims = None) -> Partition:
     """This rank's fibre of ``P`` along partition dims ``dims`` (None: all), as a partition of one dim.
 
     Raises:
@@ -26,8 +29,6 @@ def along(P, dims=None) -> Partition:
     if fibre is None:
         raise PartitionError(
             "this rank is not part of the grid",
-            op="parallel",
-            partitions=P,
             expected=f"one of {where.ranks}",
             actual="another rank",
             next_step="call it on the grid's ranks only",
@@ -35,7 +36,7 @@ def along(P, dims=None) -> Partition:
     return Partition((fibre.size,), fibre.ranks, fibre.world)
 
 
-def block_mapping(processes) -> tuple[int, ...]:
+def block_mapping(processes: Iterable[int]) -> tuple[int, ...]:
     """The node of each rank when nodes are filled one after the other: ``processes[n]`` ranks on node n.
 
     With G ranks on every node this is R = n·G + g.
@@ -43,19 +44,18 @@ def block_mapping(processes) -> tuple[int, ...]:
     return tuple(n for n, count in enumerate(processes) for _ in range(count))
 
 
-def cyclic_mapping(processes) -> tuple[int, ...]:
+def cyclic_mapping(processes: Sequence[int]) -> tuple[int, ...]:
     """The node of each rank when ranks are dealt to the nodes in turn, as ``--map-by node`` does; full nodes are left
     out."""
     return tuple(n for turn in range(max(processes, default=0)) for n, count in enumerate(processes) if turn < count)
 
 
-def hierarchical_all_reduce(x, nodes, *, world: str = "default"):
+def hierarchical_all_reduce(x: Tree, nodes: Iterable[Iterable[int]], *, world: str = "default") -> Tree:
     """The sum of ``x`` over all ranks, on every rank: equal to :func:`distdl.functional.all_sum_reduce`, and its own
     adjoint.
 
     Nodes of equal size G: a reduce-scatter in the node, an all-reduce of 1/G of the data across nodes, an all-gather in
-    the node.
-    Otherwise: a sum on each node's first rank, an all-reduce among these, a broadcast in the node.
+    the node. Otherwise: a sum on each node's first rank, an all-reduce among these, a broadcast in the node.
 
     Args:
         x: a tensor or a pytree, of equal shapes on all ranks.
@@ -65,35 +65,34 @@ def hierarchical_all_reduce(x, nodes, *, world: str = "default"):
     node again. Backward the same. float16 and bfloat16 travel in float32 and are rounded once, as by the flat sum
     (not so in a world with ``half_sums="native"``).
     """
-    nodes = tuple(tuple(ranks) for ranks in nodes)
-    mine = [ranks for ranks in nodes if Partition((len(ranks),), ranks, world).active]
-    if len(mine) != 1:
+    groups = [tuple(ranks) for ranks in nodes]
+    own = [ranks for ranks in groups if Partition((len(ranks),), ranks, world).active]
+    if len(own) != 1:
         raise PartitionError(
             "this rank must be on exactly one node",
-            op="hierarchical_all_reduce",
             expected="one node",
-            actual=mine,
+            actual=own,
             next_step="pass every rank of the sum once: Topology.discover().nodes",
         )
-    node = Partition((len(mine[0]),), mine[0], world)
+    node = Partition((len(own[0]),), own[0], world)
     (place,) = node.index()
     leaves, tree = _torch.flatten(x)
-    summed: list = [None] * len(leaves)
-    once = world_of(world).host.wide and sum(map(len, nodes)) > 2  # round halves once, as the flat sum does
+    summed = list(leaves)
+    once = world_of(world).wide and sum(map(len, groups)) > 2  # round halves once, as the flat sum does
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
-        some = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        flat = torch.cat([(wide(leaves[i]) if once else leaves[i]).reshape(-1) for i in some])
-        if len({len(ranks) for ranks in nodes}) == 1:
-            across = Partition((len(nodes),), tuple(ranks[place] for ranks in nodes), world)
+        numbers = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        flat = torch.cat([(wide(leaves[i]) if once else leaves[i]).reshape(-1) for i in numbers])
+        if len({len(ranks) for ranks in groups}) == 1:
+            across = Partition((len(groups),), tuple(ranks[place] for ranks in groups), world)
             part = F.all_sum_reduce(F.reduce_scatter(flat, node), across)
             flat = F.all_gather(part, node, shape=flat.shape)
         else:
             first = node.take(0, 0, keepdim=True)
-            leaders = Partition((len(nodes),), tuple(ranks[0] for ranks in nodes), world)
+            leaders = Partition((len(groups),), tuple(ranks[0] for ranks in groups), world)
             part = F.sum_reduce(flat, node, first, shape=flat.shape)
             if place == 0:
                 part = F.all_sum_reduce(part, leaders)
             flat = F.broadcast(part, first, node, shape=flat.shape)
-        for i, y in zip(some, flat.split([leaves[i].numel() for i in some])):
+        for i, y in zip(numbers, flat.split([leaves[i].numel() for i in numbers])):
             summed[i] = y.view(leaves[i].shape).to(dtype)
     return _torch.unflatten(summed, tree)

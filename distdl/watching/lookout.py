@@ -17,10 +17,8 @@ import time
 from collections import defaultdict, deque
 from typing import Any
 
-from mpi4py import MPI
-
 from ..calls import called
-from ..engine.transport import Call
+from ..engine.transport import Call, Transport
 from ..errors import AgreementError
 from ..signature import gave_up
 
@@ -28,7 +26,7 @@ _KEPT = 16  # calls remembered for each peer
 
 
 def tag_bits(most: int) -> tuple[int, int, int]:
-    """How many bits of a tag say the era, the number and the plan; ``most``: the largest tag that this MPI has."""
+    """How many bits of a tag say the era, the number and the plan; ``most``: the largest tag that the engine has."""
     total = min(most + 1, 2**30).bit_length() - 1
     plan, era = total // 2, 3 if total >= 20 else 2
     return era, total - plan - era, plan
@@ -42,9 +40,9 @@ class Lookout:
     interval = 0.25  # between two looks at the side channel,
     answer = 3.0  # and for another rank to say what it has called
 
-    def __init__(self, comm, side):
-        self.comm, self.side, self.rank, self.size = comm, side, comm.rank, comm.size
-        eras, counts, plans = tag_bits(comm.Get_attr(MPI.TAG_UB))
+    def __init__(self, host: Transport, side, board):
+        self.host, self.side, self.board, self.rank, self.size = host, side, board, host.rank, host.size
+        eras, counts, plans = tag_bits(host.tags)
         self.step, self.eras, self.shift = 1 << plans, 1 << eras, plans + counts
         self.codes, self.wrap = self.step - 1, (1 << self.shift) - self.step
         self.inbox: list = []  # (rank, kind, era, ...) that nobody has acted upon
@@ -59,8 +57,10 @@ class Lookout:
         self.given_up: dict[int, set] = defaultdict(set)  # movements whose messages nobody takes any more
         self.inbox = [one for one in self.inbox if one[2] >= era]
 
-    def look(self, call: Call, waited: float) -> None:
-        """This rank has waited for ``call``. Raises AgreementError where ranks are in different calls."""
+    def look(self, call: Call, waited: float, missing: list[int]) -> None:
+        """This rank has waited for ``call``, of which messages from the ranks ``missing`` are not here. Raises
+        AgreementError where ranks are in different calls."""
+        self.board.missing = missing
         self._read(call)
         if waited >= self.patience:
             for peer in call.peers:
@@ -127,9 +127,7 @@ class Lookout:
     # ------------------------------------------------------------ messages that should not be there
 
     def _probe(self, peer: int) -> None:
-        status = MPI.Status()
-        while self.comm.Iprobe(peer, MPI.ANY_TAG, status):
-            tag = status.Get_tag()
+        while (tag := self.host.peek(peer)) is not None:
             age = (self.era - (tag >> self.shift)) % self.eras
             number = self.numbers[peer] - ((self.numbers[peer] - (tag & self.wrap)) & self.wrap)
             if age == 0 and number not in self.given_up[peer]:
@@ -138,8 +136,7 @@ class Lookout:
                 return
             if age > self.eras // 2:  # of an era to come: its alarm is on the way
                 return
-            scrap = bytearray(status.Get_count(MPI.BYTE))
-            self.comm.Recv((scrap, MPI.BYTE), peer, tag)
+            self.host.discard(peer, tag)
 
     def _found(self, peer: int, number: int) -> None:
         mine, theirs = self._mine(peer), ()

@@ -1,6 +1,6 @@
 """What only a device shows of dd.parallel: overlap, no wait on the host, memory that passes between streams.
 
-That training on devices equals the sequential program is what tests/mpi/test_parallel_*.py say with ``--engine=cuda``.
+That training on devices equals the sequential program is what tests/mpi/parallel say with ``--engine=cuda``.
 """
 
 import pytest

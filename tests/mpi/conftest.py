@@ -5,6 +5,7 @@ import weakref
 from pathlib import Path
 
 import pytest
+import tiers
 import torch
 from one_report import OneReport
 
@@ -15,66 +16,21 @@ from distdl.engine import dispatch
 from distdl.engine.nccl import NcclTransport
 from distdl.plan import View
 
-# Layers are compositions: 4 ranks show every way of splitting them (uneven, empty, some of the ranks, grids), and one
-# rank none.
-LAYERS = (
-    "convert",
-    "dropout_init",
-    "expert",
-    "fuzz_layers",
-    "interpolate",
-    "local",
-    "networks",
-    "nn",
-    "nn_idioms",
-    "overlap",
-    "parallel_topology",
-    "pool",
-    "reduce",
-    "remat",
-    "sweep",
-    "transition",
-)
-# Those that others are made of, on an odd number too.
-ODD = ("conv", "linear", "loss", "norm", "parallel_sums")
-# Trainings of whole models and their like take long.
-LONG = (
-    "checkpoint",
-    "neon",
-    "parallel_average",
-    "parallel_data",
-    "parallel_grid",
-    "parallel_hooks",
-    "parallel_pipeline",
-    "parallel_precision",
-    "parallel_shard",
-    "rendezvous",
-)
-# What more than 4 ranks would not change: how torch traces and compiles, and differentiates where ranks do not do the
-# same.
-SMALL = ("divergence", "embedding", "ties", "tracing")
-# On how many ranks `make test` runs them; `make test-all` runs them on 1 to 4. All else, the movements, runs on any
-# number.
-WORLDS = (
-    dict.fromkeys(LAYERS, (1, 4))
-    | dict.fromkeys(ODD, (1, 3, 4))
-    | dict.fromkeys(LONG, (4,))
-    | dict.fromkeys(SMALL, (1, 2, 3, 4))
-    | {"checkpoint": (2, 4), "rendezvous": (2, 4)}
-)
-
 
 def pytest_ignore_collect(collection_path, config):
-    name, n = collection_path.stem.removeprefix("test_"), dd.world().size
-    if name not in WORLDS or any(collection_path == config.invocation_params.dir / str(arg) for arg in config.args):
-        return None  # or asked for by name
-    return True if n not in (WORLDS[name] if config.option.markexpr else range(5)) else None
+    tier = tiers.on_ranks(collection_path.stem.removeprefix("test_"), "", dd.world().size)
+    named = any(collection_path == config.invocation_params.dir / str(arg) for arg in config.args)
+    return True if not named and (tier == "never" or (tier == "slow" and config.option.markexpr)) else None
 
 
-@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
+@pytest.hookimpl(tryfirst=True)  # before tests of other tiers are left out
 def pytest_collection_modifyitems(items):
+    n = dd.world().size
     for item in items:
-        if any(dd.world().size not in marker.args for marker in item.iter_markers("worlds")):
+        tier = tiers.on_ranks(item.path.stem.removeprefix("test_"), item.name, n)
+        if tier == "full":
+            item.add_marker(tier)
+        if any(n not in marker.args for marker in item.iter_markers("worlds")):
             item.add_marker("slow")
 
 

@@ -1,0 +1,388 @@
+"""Halos: which window of the global tensor each rank needs, what lies beyond the edge, and the exchange of both.
+
+A boundary condition is one index function: ghost index -> real index. Its ghosts are runs of the wanted side of a plan,
+so corners, halos wider than a neighbour's block, and the adjoint need no code of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import index as as_int
+
+from .._torch import opaque
+from .._types import Tree
+from ..errors import PartitionError
+from ..linear_map import LinearMap, movement
+from ..partition import Layout, Partition, _Value, is_bool, is_int, layout_of
+from ..plan import Axis, Plan, Side
+from .call import by_map, moved, rule
+
+BOUNDARIES = ("none", "zeros", "circular", "reflect", "replicate")
+
+
+def _source(boundary: str, i: int, n: int) -> int:
+    """The real index that ghost index ``i`` of a dim of size ``n`` shows (torch.nn.functional.pad's modes)."""
+    if boundary == "circular":
+        return i % n
+    if boundary == "reflect":
+        return -i if i < 0 else 2 * (n - 1) - i
+    return min(max(i, 0), n - 1)
+
+
+def _runs(lo: int, hi: int, n: int, boundary: str):
+    """The window [lo, hi) as runs (start, stop, place in the window); ghosts that follow each other are one run."""
+    inner = (max(lo, 0), min(hi, n))
+    runs = [(*inner, inner[0] - lo)] if inner[0] < inner[1] else []
+    if boundary not in ("none", "zeros"):
+        for i in (*range(lo, min(hi, 0)), *range(max(lo, n), hi)):
+            real = _source(boundary, i, n)
+            if runs and runs[-1][1] == real and runs[-1][2] + real - runs[-1][0] == i - lo:
+                runs[-1] = (runs[-1][0], real + 1, runs[-1][2])
+            else:
+                runs.append((real, real + 1, i - lo))
+    return tuple(runs)
+
+
+def _range(found, layout):
+    try:
+        lo, hi = map(as_int, found)
+    except (TypeError, ValueError):
+        raise PartitionError(
+            "need() gave no range",
+            op="HaloSpec.needs",
+            expected="two integers (lo, hi)",
+            actual=found,
+            partitions=layout,
+            next_step="return the range of indices that outputs o0 .. o1 - 1 read",
+        ) from None
+    return lo, hi
+
+
+def _moved(runs, before):
+    """The runs, to lie after the ranges ``before``."""
+    by = sum(hi - lo for lo, hi in before)
+    return tuple((start, stop, at + by) for start, stop, at in runs)
+
+
+def plain(value, what: str, op: str):
+    """An option in Python's own numbers and tuples: NumPy's and torch's integers and arrays are as good, and not all
+    hashable."""
+    if is_bool(value):
+        raise PartitionError(
+            f"{what} is a truth value",
+            op=op,
+            expected="numbers",
+            actual=value,
+            next_step="give an int (True would count as 1)",
+        )
+    if is_int(value):
+        return as_int(value)
+    sequence = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "shape", None) != ()
+    return tuple(plain(v, what, op) for v in value) if sequence else value
+
+
+def sizes_of(value, what: str, op: str) -> tuple:
+    """One number, or some, as a tuple of Python's own."""
+    value = plain(value, what, op)
+    return value if isinstance(value, tuple) else (value,)
+
+
+def per_dim(value, n: int, what: str, op: str = "HaloSpec") -> tuple:
+    """``value`` for each of ``n`` dims, in Python's own numbers: repeated when it is a single one.
+
+    Raises:
+        PartitionError: another number of them, or a truth value.
+    """
+    value = plain(value, what, op)
+    values = value if isinstance(value, tuple) else (value,) * n
+    if len(values) != n:
+        raise PartitionError(
+            f"{what} does not fit",
+            op=op,
+            expected=f"one value or {n}",
+            actual=value,
+            next_step="give one value for all dims, or one for each",
+        )
+    return values
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class HaloSpec(_Value):
+    """What each rank's window of a partitioned tensor is, for :func:`distdl.functional.halo_exchange`.
+
+    Args:
+        P, shape: the partition and the global shape, or a Layout (then leave ``shape`` out).
+        left, right: widths, an int or one per dim; ``right`` defaults to ``left``. A rank whose block is empty in a dim
+            wants nothing there.
+        boundary: what lies beyond the edge; one for all dims, or one per dim. ``"none"``: nothing, windows are clipped;
+            ``"zeros"``, ``"circular"``, ``"reflect"`` and ``"replicate"`` as in torch.nn.functional.pad.
+
+    Attributes:
+        in_layout: the layout of the input.
+        out_layout: the layout of what a windowed operation makes of the windows (for plain widths: ``in_layout``).
+        windows: per dim, per coordinate (lo, hi): the range that is wanted, in coordinates that may lie outside the
+            domain.
+        boundary: one per dim.
+
+    Raises:
+        PartitionError: negative widths, an unknown boundary, or a reflection that reaches beyond the tensor.
+    """
+
+    in_layout: Layout
+    out_layout: Layout
+    windows: tuple[tuple[tuple[int, int], ...], ...]
+    boundary: tuple[str, ...]
+
+    __hash__ = _Value.__hash__
+
+    def __init__(self, P: Partition | Layout, shape=None, left=None, right=None, *, boundary="none"):
+        if isinstance(P, Layout) and shape is not None:  # HaloSpec(layout, left, right): the shape is left out
+            if right is not None:
+                raise PartitionError(
+                    "a Layout has a shape already",
+                    op="HaloSpec",
+                    partitions=P,
+                    expected="left and right",
+                    actual=(shape, left, right),
+                    next_step="HaloSpec(layout, left, right), or HaloSpec(partition, shape, left, right)",
+                )
+            left, right, shape = shape, left, None
+        layout = layout_of(P, shape)
+        try:
+            lefts = tuple(as_int(n) for n in per_dim(left, layout.ndim, "left"))
+            rights = tuple(as_int(n) for n in per_dim(left if right is None else right, layout.ndim, "right"))
+        except TypeError:
+            raise PartitionError(
+                "widths must be integers",
+                op="HaloSpec",
+                partitions=layout,
+                expected="integers",
+                actual=(left, right),
+                next_step="give widths as ints, one or one for each dim",
+            ) from None
+        if min((*lefts, *rights, 0)) < 0:
+            raise PartitionError(
+                "halo widths cannot be negative",
+                op="HaloSpec",
+                partitions=layout,
+                expected=">= 0",
+                actual=(lefts, rights),
+                next_step="narrow the tensor itself instead",
+            )
+        self._set(layout, layout, lambda d, start, stop: (start - lefts[d], stop + rights[d]), boundary)
+
+    def _set(self, in_layout, out_layout, need, boundary):
+        boundary = per_dim(boundary, in_layout.ndim, "boundary")
+        unknown = [b for b in boundary if b not in BOUNDARIES]
+        if unknown:
+            raise PartitionError(
+                "no such boundary",
+                op="HaloSpec",
+                expected=BOUNDARIES,
+                actual=unknown,
+                partitions=in_layout,
+                next_step="use one of them, or one for each dim",
+            )
+        windows = []
+        for d, n in enumerate(in_layout.shape):
+            dim = []
+            for start, stop in out_layout.blocks(d):
+                lo, hi = _range(need(d, start, stop), in_layout) if start < stop else (n, n)
+                if boundary[d] == "none":
+                    lo, hi = min(max(lo, 0), n), max(min(hi, n), 0)
+                dim.append((lo, max(lo, hi)))
+            far = max([0] + [max(-lo, hi - n) for lo, hi in dim if lo < hi])
+            limit = {"reflect": n - 1, "circular": far if n else 0, "replicate": far if n else 0}.get(boundary[d], far)
+            if far > limit:
+                raise PartitionError(
+                    f"the {boundary[d]} boundary of dim {d} reaches beyond the tensor",
+                    op="HaloSpec",
+                    partitions=in_layout,
+                    expected=f"at most {max(limit, 0)} ghosts",
+                    actual=far,
+                    next_step="use a smaller halo, or another boundary",
+                )
+            windows.append(tuple(dim))
+        for name, value in zip(
+            ("in_layout", "out_layout", "windows", "boundary"), (in_layout, out_layout, tuple(windows), boundary)
+        ):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def needs(cls, P, shape, out_shape, need, boundary="zeros") -> HaloSpec:
+        """The windows of any local operation.
+
+        Args:
+            P, shape: as for :class:`HaloSpec`; the shape is left out (``None``) with a Layout.
+            out_shape: global shape of the operation's output, or its Layout. Default blocks: the input's splits in dims
+                whose size is unchanged, balanced elsewhere.
+            need: ``need(d, o0, o1) -> (lo, hi)``: the range of dim ``d`` of the input that outputs ``o0 .. o1 - 1``
+                read.
+            boundary: what lies beyond the edge.
+        """
+        in_layout = layout_of(P, shape)
+        out_layout = out_shape if isinstance(out_shape, Layout) else in_layout.with_shape(out_shape)
+        if out_layout.partition != in_layout.partition:
+            raise PartitionError(
+                "the windows belong to the ranks of the input",
+                op="HaloSpec.needs",
+                expected=in_layout.partition,
+                actual=out_layout.partition,
+                partitions=(in_layout, out_layout),
+                next_step="lay the output over the input's partition, then repartition it",
+            )
+        spec = object.__new__(cls)
+        spec._set(in_layout, out_layout, need, boundary)
+        return spec
+
+    @classmethod
+    def window(
+        cls, P, shape, kernel, stride=1, padding=0, dilation=1, boundary="zeros", *, ceil_mode=False
+    ) -> HaloSpec:
+        """The windows of a sliding kernel (convolution, pooling) over the trailing dims.
+
+        Args:
+            kernel: sizes of the trailing dims, an int for all but the first two.
+            stride, dilation: an int, or one per kernel dim.
+            padding: likewise, or pairs (before, after).
+            ceil_mode: as in torch's pooling: a last, partial window counts.
+
+        Raises:
+            PartitionError: sizes that torch would refuse, or a kernel larger than the padded input.
+        """
+        in_layout = layout_of(P, shape)
+        k = plain(kernel, "kernel", "HaloSpec.window")
+        k = k if isinstance(k, tuple) else (k,) * max(in_layout.ndim - 2, 1)
+        first, n = in_layout.ndim - len(k), len(k)
+        s, d = (per_dim(v, n, w, "HaloSpec.window") for v, w in ((stride, "stride"), (dilation, "dilation")))
+        pads = tuple(p if isinstance(p, tuple) else (p, p) for p in per_dim(padding, n, "padding", "HaloSpec.window"))
+        legal = all(map(is_int, (*k, *s, *d, *(v for p in pads for v in p))))
+        if not legal or min((*k, *s, *d, 1)) < 1 or any(len(p) != 2 or min(p) < 0 for p in pads) or first < 0:
+            raise PartitionError(
+                "not a legal window",
+                op="HaloSpec.window",
+                partitions=in_layout,
+                expected="kernel, stride and dilation >= 1, padding >= 0",
+                actual={"kernel": k, "stride": s, "dilation": d, "padding": padding},
+                next_step="give sizes of at least 1 and a padding of at least 0",
+            )
+        out = list(in_layout.shape)
+        for i, (size, step, hole, (lo, hi)) in enumerate(zip(k, s, d, pads), first):
+            free = in_layout.shape[i] + lo + hi - hole * (size - 1) - 1
+            if free < 0 and not (ceil_mode and free > -step):  # ceil_mode: a window that starts inside may end outside
+                raise PartitionError(
+                    f"the kernel is larger than the padded input in dim {i}",
+                    op="HaloSpec.window",
+                    partitions=in_layout,
+                    expected=f"kernel <= {free + size}",
+                    actual=size,
+                    next_step="pad more, or use a smaller kernel or dilation",
+                )
+            out[i] = (math.ceil(free / step) if ceil_mode else free // step) + 1
+            if ceil_mode and (out[i] - 1) * step >= in_layout.shape[i] + lo:
+                out[i] -= 1  # a window must start inside the input or its left padding
+
+        def need(dim, o0, o1):
+            if dim < first:
+                return o0, o1
+            i = dim - first
+            start = o0 * s[i] - pads[i][0]
+            return start, start + (o1 - 1 - o0) * s[i] + d[i] * (k[i] - 1) + 1
+
+        return cls.needs(in_layout, None, out, need, boundary)
+
+    def window_box(self, rank: int | None = None):
+        """((lo, hi), ...) that ``rank`` wants, in coordinates that may lie outside the domain; ``None`` when
+        inactive."""
+        coords = self.in_layout.partition.index(rank)
+        return None if coords is None else tuple(w[c] for w, c in zip(self.windows, coords))
+
+    @property
+    def out_box(self):
+        """:meth:`window_box` of this rank."""
+        return self.window_box()
+
+    def plan(self) -> Plan:
+        """blocks -> windows."""
+        axes = []
+        for d, (dim, n) in enumerate(zip(self.windows, self.in_layout.shape)):
+            runs = tuple(_runs(lo, hi, n, self.boundary[d]) for lo, hi in dim)
+            axes.append(Axis(d, runs, tuple(hi - lo for lo, hi in dim)))
+        return Plan(Side.of(self.in_layout), Side(self.in_layout.partition, tuple(axes)))
+
+    def sides(self, d: int, c: int) -> tuple[int, int, int, int]:
+        """(lo, a, b, hi) of coordinate ``c`` of dim ``d``: the window lo..hi, without zeros beyond the edge, of which
+        the block itself holds a..b."""
+        (lo, hi), (start, stop), n = self.windows[d][c], self.in_layout.blocks(d)[c], self.in_layout.shape[d]
+        if self.boundary[d] == "zeros":
+            lo = min(max(lo, 0), hi)
+            hi = max(min(hi, n), lo)
+        a = min(max(start, lo), hi)
+        return lo, a, min(max(stop, a), hi), hi
+
+    def strips(self) -> dict[int, Plan]:
+        """{dim: blocks -> what of the windows lies beside the blocks in that dim}, for each dim in which some rank
+        lacks something.
+
+        A rank's strip is what lies before its block and what lies after it, side by side. In the dims before it is as
+        wide as the block's part of the window, in the dims after as the window: so the strips and the block make up the
+        window, without zeros.
+        """
+        sides = [[self.sides(d, c) for c in range(len(windows))] for d, windows in enumerate(self.windows)]
+        found = {}
+        for i in range(self.in_layout.ndim):
+            if all(lo == a and b == hi for lo, a, b, hi in sides[i]):
+                continue
+            axes = []
+            for d, (n, boundary) in enumerate(zip(self.in_layout.shape, self.boundary)):
+                ranges = [
+                    [(lo, a), (b, hi)] if d == i else [(a, b)] if d < i else [(lo, hi)] for lo, a, b, hi in sides[d]
+                ]
+                runs = tuple(
+                    tuple(
+                        run for k, (lo, hi) in enumerate(some) for run in _moved(_runs(lo, hi, n, boundary), some[:k])
+                    )
+                    for some in ranges
+                )
+                axes.append(Axis(d, runs, tuple(sum(hi - lo for lo, hi in some) for some in ranges)))
+            found[i] = Plan(Side.of(self.in_layout), Side(self.in_layout.partition, tuple(axes)))
+        return found
+
+    def __repr__(self):
+        return f"HaloSpec({self.in_layout}, windows={self.windows}, boundary={self.boundary})"
+
+
+@rule
+def halo_exchange_map(spec: HaloSpec) -> LinearMap:
+    """Blocks -> windows. Adjoint: ghosts' cotangents are added to their owners."""
+    if not isinstance(spec, HaloSpec):
+        raise PartitionError(
+            "not a HaloSpec",
+            expected="dd.HaloSpec(P, shape, left, right)",
+            actual=spec,
+            next_step="dd.HaloSpec(P, shape, widths), or dd.HaloSpec.window(P, shape, kernel)",
+        )
+    plan = spec.plan()
+    return movement("halo_exchange", plan.held, plan.wanted)
+
+
+@opaque
+def halo_exchange(x: Tree, spec: HaloSpec) -> Tree:
+    """This rank's window of ``x``: its block, grown by what neighbours hold and by the boundary's ghosts.
+
+    Args:
+        x: this rank's block over ``spec.in_layout``.
+        spec: a :class:`distdl.HaloSpec`.
+
+    Returns:
+        The window ``spec.out_box``. Adjoint: ghosts' cotangents are added to their owners.
+    """
+    return moved(*by_map(x, halo_exchange_map(spec)))
+
+
+@rule
+def halo_strips(spec: HaloSpec) -> dict[int, LinearMap]:
+    """{dim: blocks -> what of the windows lies beside them in that dim}, see :meth:`HaloSpec.strips`."""
+    return {d: movement("halo_strips", plan.held, plan.wanted) for d, plan in spec.strips().items()}

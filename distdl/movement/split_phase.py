@@ -1,0 +1,95 @@
+"""Movements in two phases: begin one, work, and finish it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _torch
+from ..autograd import apply
+from ..engine import dispatch, exchange
+from ..engine import transport as traffic
+from ..errors import PartitionError, ShapeError
+from ..linear_map import LinearMap, Move
+from .call import move
+
+
+class _Pending:
+    """What :func:`start` returns: a movement under way."""
+
+    def __init__(self, A, xs, moving):
+        self.map, self.xs, self.moving = A, xs, moving
+
+
+@_torch.opaque
+def start(A: LinearMap | tuple[LinearMap, ...], x: Any) -> _Pending:
+    """Begin ``y = A(x)``; messages travel until :func:`wait`.
+
+    Args:
+        A: a map; or a tuple of maps of one kind over the same ranks, which go as one set of messages.
+        x: this rank's tensor; or as many. Do not change them in between.
+
+    Under torch.func, and for maps that are not a single plan, the whole movement happens in ``wait``. Every rank must
+    start and wait in the same order. On CUDA the adjoint overlaps too: in ``.backward()`` it runs beside what stands
+    between the two calls.
+    """
+    maps, given = (A, tuple(x)) if isinstance(A, tuple) else ((A,), (x,))
+    if not maps or len(given) != len(maps) or not all(isinstance(m, LinearMap) for m in maps):
+        raise PartitionError(
+            "not a linear map, or not one tensor for each",
+            expected="one of dd.maps and a tensor, or a tuple of them and as many tensors",
+            actual=(A, f"{len(given)} x"),
+            next_step="F.start(dd.maps.repartition(L, M), x)",
+        )
+    moving, xs, steps = None, [m.operand(one) for m, one in zip(maps, given)], [step for m in maps for step in m.steps]
+    now = (
+        len(steps) == len(maps)
+        and all(isinstance(step, Move) and not step.is_identity for step in steps)
+        and not _torch.transforms_active()
+        and not _torch.dispatch_modes()
+    )
+    if now:
+        xs = dispatch.checked(steps, xs)
+    if now and all(map(_torch.is_plain, xs)):
+        traffic.begun += 1
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+        engine = dispatch.engine_for(steps, xs, recorded)
+        moving = exchange.start(dispatch.plans_of(steps), [x.detach() for x in xs], engine)
+        engine.pause()
+        if not isinstance(
+            moving, exchange.Pending
+        ):  # on a side stream: its gradient is joined here, after what stands in between
+            xs = [x.view_as(x) for x in xs]
+    return _Pending(A, xs, moving)
+
+
+@_torch.opaque
+def wait(pending: _Pending) -> Any:
+    """Finish what :func:`start` began, and return y; of a tuple of maps a list. Once only."""
+    if not isinstance(pending, _Pending):
+        raise ShapeError(
+            "not a movement under way",
+            expected="what F.start returned",
+            actual=type(pending).__name__,
+            next_step="y = F.wait(F.start(A, x))",
+        )
+    if pending.map is None:
+        raise ShapeError(
+            "this movement was already waited for",
+            next_step="keep the result of the first wait",
+            expected="a movement under way",
+            actual="one that is finished",
+        )
+    A, pending.map = pending.map, None
+    several, moving = isinstance(A, tuple), pending.moving
+    maps = A if several else (A,)
+    if moving is not None:
+        traffic.begun += 1
+        with moving.joining():
+            ys = apply([m.steps[0] for m in maps], pending.xs, pending=moving)[: len(maps)]
+    elif all(len(m.steps) == 1 and isinstance(m.steps[0], Move) for m in maps):
+        ys = move(pending.xs, maps)
+    else:
+        ys = [m(x) for m, x in zip(maps, pending.xs)]
+    return ys if several else ys[0]

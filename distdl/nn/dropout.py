@@ -1,0 +1,65 @@
+"""Dropout as modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+
+from .. import functional as F
+from .._arguments import Checked
+from .._types import Place
+from ..functional import random
+from .layer import agreed_seed, first_line
+
+__all__ = ["Dropout", "FeatureDropout"]
+
+
+class Dropout(Checked, torch.nn.Module):
+    """:func:`distdl.functional.dist_dropout`: the same global mask on any partition, another one at each call.
+
+    Calls are counted, so every rank must call it equally often; the seed comes from torch's generator. A call that a
+    checkpoint runs again has its first mask again. Under vmap ``randomness`` decides, as it does for torch's: "same" is
+    one mask for all examples, "different" one for each, and "error" an error.
+
+    Attributes:
+        seed: with the number of calls it is all that a checkpoint file must remember.
+
+    Raises:
+        DistdlError: a call in backward that is no repetition of one in forward (a checkpoint with
+            preserve_rng_state=False).
+    """
+
+    function: ClassVar[Callable[..., torch.Tensor]] = staticmethod(F.dist_dropout)
+
+    def __init__(self, P: Place, p: float = 0.5) -> None:
+        super().__init__()
+        self.P, self.p = P, p
+        self.seed, self._calls = agreed_seed(P), random.Calls()
+
+    @property
+    def calls(self) -> int:
+        """The number of calls so far."""
+        return self._calls.count
+
+    @calls.setter
+    def calls(self, count: int) -> None:
+        self._calls.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Drop elements in training; x itself in evaluation."""
+        if not self.training:
+            return x
+        call = self._calls.next(type(self).__name__)
+        return type(self).function(x, self.P, self.p, F.fold_in(self.seed, call, *random.examples(x.device)))
+
+    def extra_repr(self) -> str:
+        """The partition and the probability."""
+        return f"{first_line(self.P)}, p={self.p}"
+
+
+class FeatureDropout(Dropout):
+    """:func:`distdl.functional.dist_feature_dropout`: torch.nn.Dropout1d/2d/3d."""
+
+    function = staticmethod(F.dist_feature_dropout)

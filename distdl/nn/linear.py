@@ -1,0 +1,81 @@
+"""Linear layers and embeddings as modules."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from .. import functional as F
+from .. import init
+from .._types import Device, Place
+from ..agree import partition_of
+from ..movement.halo import plain
+from ..partition import Layout
+from .layer import Layer, bias_of, weight
+
+__all__ = ["Embedding", "Linear"]
+
+
+class Linear(Layer):
+    """:func:`distdl.functional.dist_linear`; ``P`` is (*batch, out, in). Takes its ``x_layout`` and so on."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        P: Place,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **layout: Any,
+    ) -> None:
+        super().__init__(P, device, dtype)
+        n, shape = partition_of(P).ndim, (out_features, in_features)
+        self.options = layout
+        self._parameter("weight", shape, (n - 2, n - 1), weight)
+        self._parameter("bias", shape[:1], (n - 2,), bias_of(shape), bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y = x Wᵀ + b."""
+        return F.dist_linear(x, self.weight, self.P, self.bias, params="invariant", **self.options)
+
+
+class Embedding(Layer):
+    """:func:`distdl.functional.dist_embedding`: ``P`` is (*dims of idx, vocabulary, embedding); takes its keyword
+    arguments."""
+
+    weight: torch.Tensor
+
+    def __init__(
+        self,
+        P: Place,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(P, device, dtype)
+        n, padding_idx = partition_of(P).ndim, plain(padding_idx, "padding_idx", "Embedding")
+        self.options = dict(options, padding_idx=padding_idx, num_embeddings=num_embeddings)
+        draw = functools.partial(_rows, padding_idx=padding_idx)
+        self._parameter("weight", (num_embeddings, embedding_dim), (n - 2, n - 1), draw)
+
+    def forward(self, idx: torch.Tensor) -> torch.Tensor:
+        """The rows of ``idx``."""
+        return F.dist_embedding(idx, self.weight, self.P, params="invariant", **self.options)
+
+
+def _rows(layout: Layout, seed: int, padding_idx: int | None, **kind: Any) -> torch.Tensor:
+    block = init.normal(layout, seed, **kind)
+    if padding_idx is not None:
+        row, (first, last) = padding_idx % layout.shape[0], layout.box()[0]
+        if first <= row < last:
+            block[row - first] = 0
+    return block

@@ -1,0 +1,123 @@
+"""Which test runs when: the one place that says so.
+
+``make test`` (five minutes of two cores) runs the first tier: no job but a few, and of MPI the numbers of ranks that
+show most. ``make test-full`` runs what it leaves out, marked ``full``; ``make test-all`` the sweeps too, marked
+``slow`` where they stand. All of pytest's own commands run ``full`` tests as well: ``-m "not slow and not full"`` is
+the first tier.
+"""
+
+from __future__ import annotations
+
+# ---------------------------------------------------------------- in one process
+
+# Of these files the first tier runs only the tests named: most of them start jobs, or go through tables of cases.
+ONLY = {
+    "bench": (),
+    "docs": (
+        "test_blocks_run[first pages-2]",
+        "test_blocks_run[first pages-4]",
+        "test_every_notebook_has_its_script",
+        "test_links_between_pages",
+        "test_only_runnable_fences",
+        "test_reference_renders",
+        "test_tests_that_prove",
+    ),
+    "faults": ("test_exception_on_one_rank[backward]", "test_killed_rank"),
+    "launch": (
+        "test_a_signal_to_any_process_ends_all[run-rank 0-SIGINT]",
+        "test_bad_command_line",
+        "test_results_come_in_rank_order",
+    ),
+}
+
+# ---------------------------------------------------------------- on the ranks of a launch
+
+# On how many ranks each file of tests/mpi runs at all; those that are not named, the movements, on any number.
+LAYERS = (1, 4)  # compositions: 4 ranks show every way of splitting them (uneven, empty, some of the ranks, grids)
+ODD = (1, 3, 4)  # those that others are made of, on an odd number too
+LONG = (4,)  # trainings of whole models and their like
+SMALL = (1, 2, 3, 4)  # how torch traces and compiles, and differentiates where ranks do not do the same
+ANY = (1, 2, 3, 4, 8)
+RANKS = {
+    "checkpoint": (2, 4),
+    "conv": ODD,
+    "convert": LAYERS,
+    "differing_ranks": SMALL,
+    "dropout_init": LAYERS,
+    "embedding": SMALL,
+    "expert": LAYERS,
+    "frozen_messages": (2,),
+    "fuzz_layers": LAYERS,
+    "interpolate": LAYERS,
+    "linear": ODD,
+    "local": LAYERS,
+    "loss": ODD,
+    "neon": LONG,
+    "networks": LAYERS,
+    "nn": LAYERS,
+    "nn_idioms": LAYERS,
+    "norm": ODD,
+    "overlap": LAYERS,
+    "average": LONG,
+    "data": LONG,
+    "grid": LONG,
+    "hooks": LONG,
+    "pipeline": LONG,
+    "precision": LONG,
+    "shard": LONG,
+    "sums": ODD,
+    "topology": LAYERS,
+    "pool": LAYERS,
+    "reduce": LAYERS,
+    "remat": LAYERS,
+    "rendezvous": (2, 4),
+    "sweep": LAYERS,
+    "ties": SMALL,
+    "tracing": SMALL,
+    "transition": LAYERS,
+}
+
+# The first tier is 1 and 2 ranks, and on 4 these files, or of a file the tests named.
+FOUR = {
+    "adjoints": None,
+    "checkpoint": None,
+    "conv": None,
+    "derivatives": None,
+    "embedding": None,
+    "linear": None,
+    "loss": None,
+    "messages": None,
+    "networks": None,
+    "norm": None,
+    "average": ("test_hierarchical", "test_weights"),
+    "data": ("test_one_message_for_a_bucket", "test_unused_parameters"),
+    "grid": ("test_bytes[shape0]", "test_data_tensor_space_negotiates_nothing[split_outputs]"),
+    "hooks": ("test_identity", "test_with_modules"),
+    "pipeline": ("test_a_table_written_by_hand", "test_hessian_vector_products[1f1b]"),
+    "precision": ("test_dtypes", "test_torchs_own_scaler_skips_everywhere"),
+    "shard": ("test_norms_are_torchs[2.0]", "test_under_torch_func[True]"),
+    "sums": ("test_gradient_sync[module-conv]", "test_precision_and_sharding_keep_it"),
+    "topology": ("test_discovered", "test_hierarchical_all_reduce"),
+    "pool": None,
+    "reduce": None,
+    "ties": None,
+    "value": None,
+    "vmap": None,
+}
+
+
+def _among(test: str, names) -> bool:
+    """Whether a test, or the function that it is a case of, is named."""
+    return names is None or test in names or test.partition("[")[0] in names
+
+
+def in_one_process(file: str, test: str) -> str:
+    """The tier of a test without MPI: "", or "full"."""
+    return "" if _among(test, ONLY.get(file)) else "full"
+
+
+def on_ranks(file: str, test: str, n: int) -> str:
+    """The tier of a test on n ranks: "", "full", or "slow" where it has nothing more to show."""
+    if n not in RANKS.get(file, ANY):
+        return "slow" if n in SMALL or file not in RANKS else "never"
+    return "" if n <= 2 or (n == 4 and file in FOUR and _among(test, FOUR[file])) else "full"
