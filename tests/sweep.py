@@ -803,9 +803,9 @@ of_x(
 )
 of_x(
     "dist_ifftn",
-    lambda x, P: _parts(F.dist_ifftn(x, P, (1, -1), s=(3, None), norm="ortho", P_out=P)),
+    lambda x, P: _parts(F.dist_ifftn(x, P, (1, -1), s=(3, None), norm="ortho", P_out=getattr(P, "partition", P))),
     lambda x: _parts(torch.fft.ifftn(x, (3, x.shape[3]), (1, 3), "ortho")),
-    out=lambda L: _twice(L.with_shape((L.shape[0], 3, *L.shape[2:]))),
+    out=lambda L: _twice(dd.Layout(L.partition, (L.shape[0], 3, *L.shape[2:]))),
 )
 of_x(
     "dist_rfftn",
@@ -826,17 +826,22 @@ for _name in ("fft_layout", "fft_stages"):
 def _frequencies(real):
     """Derivatives, as spectral methods take them: the spectrum times its wave numbers."""
     ours, torchs = (F.dist_rfftfreq, torch.fft.rfftfreq) if real else (F.dist_fftfreq, torch.fft.fftfreq)
-    transform, serial = (F.dist_rfftn, torch.fft.rfftn) if real else (F.dist_fftn, torch.fft.fftn)
+
+    def transform(x, P):
+        return F.dist_rfftn(x.real if x.is_complex() else x, P, _SPACE) if real else F.dist_fftn(x, P, _SPACE)
+
+    def serial(x):
+        return torch.fft.rfftn(x.real if x.is_complex() else x, dim=_SPACE) if real else torch.fft.fftn(x, dim=_SPACE)
 
     def build(s):
         L = s.lay(3, "c", 5, 4)
         if not L.ndim:
-            return Call(L, lambda x: transform(x, L, _SPACE), None, [randn()], [L])
+            return Call(L, lambda x: x * ours(L, 0, 3), None, [randn()], [L])
         M, n = F.fft_layout(L, _SPACE, real=real), L.shape[3]
         return Call(
             L,
-            lambda x: _parts(transform(x, s.given(L), _SPACE) * (ours(M, 3, n) if M.active or not s.bare else 1)),
-            lambda x: _parts(serial(x, dim=_SPACE) * torchs(n)),
+            lambda x: _parts(transform(x, s.given(L)) * (ours(M, 3, n) if M.active or not s.bare else 1)),
+            lambda x: _parts(serial(x) * torchs(n)),
             [randn(*L.shape, seed=1)],
             [L],
             lambda: (M, M),
@@ -858,7 +863,7 @@ def serial_spectral(x, w, modes):
     sizes, (low, high), last = x.shape[2:], modes[0], modes[1]
     X = torch.fft.rfftn(x, dim=_SPACE, norm="forward")[..., :last]
     rows = torch.cat([X[:, :, :low], X[:, :, sizes[0] - high :]], 2)
-    y = torch.einsum("bixy,ioxy->boxy", rows, torch.view_as_complex(w))
+    y = torch.einsum("bixy,ioxy->boxy", rows, w[..., 0] + 1j * w[..., 1])
     y = torch.cat([y[:, :, :low], y.new_zeros(*y.shape[:2], sizes[0] - low - high, last), y[:, :, low:]], 2)
     y = torch.cat([y, y.new_zeros(*y.shape[:3], sizes[1] // 2 + 1 - last)], 3)
     return torch.fft.irfftn(y, sizes, _SPACE, norm="forward")
@@ -870,10 +875,9 @@ def _spectral(s):
         return Call(L, lambda x, w: F.dist_spectral_conv(x, w, L, 1), None, [randn(), randn(1, 1, 1)], [L, whole])
     modes = _modes_of(L)
     to = F.spectral_layout(L, modes, L.shape[1], 3)
-    w = lambda w: torch.view_as_complex(w)
     return Call(
         L,
-        lambda x, v: F.dist_spectral_conv(x, w(v), s.given(L), modes, params="invariant"),
+        lambda x, v: F.dist_spectral_conv(x, v[..., 0] + 1j * v[..., 1], s.given(L), modes, params="invariant"),
         lambda x, v: serial_spectral(x, v, modes),
         [randn(*L.shape, seed=1), randn(*to.shape, 2, seed=2)],
         [L, lambda W: W[to.slices()]],

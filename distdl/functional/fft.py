@@ -133,7 +133,7 @@ def _transform(L: Layout, dims, s, keep, real: bool, inverse: bool, out) -> Tran
                 next_step="give s positive sizes; half a spectrum of one wave number needs s",
             )
         sizes.append(n)
-    t = Transform(L, dims, tuple(sizes), (None,) * len(dims), real, inverse, out)
+    t = Transform(L, dims, tuple(sizes), (None,) * len(dims), real, inverse)
     t = t._replace(keep=tuple(_kept(k, wave_numbers(t, i), real and i == last) for i, k in enumerate(keep)))
     for i, d in enumerate(dims):
         if inverse and t.keep[i] and L.shape[d] != spectrum(t, i):
@@ -143,7 +143,18 @@ def _transform(L: Layout, dims, s, keep, real: bool, inverse: bool, out) -> Tran
                 actual=L.shape[d],
                 next_step="pass the keep of the forward transform",
             )
-    return t
+    if out is None:
+        return t
+    out = out if isinstance(out, Layout) else Layout(out, t.shape)
+    if out.shape != t.shape:
+        raise PartitionError(
+            "P_out is the layout of another shape",
+            partitions=out,
+            expected=t.shape,
+            actual=out.shape,
+            next_step="give P_out the sizes of the result, which fft_layout shows, or pass its partition",
+        )
+    return t._replace(out=out)
 
 
 def _asked(P, dims, s, keep):
@@ -185,9 +196,9 @@ def fft_layout(L, dims, *, real=False, inverse=False, s=None, keep=None) -> Layo
     """The layout of a transform's result where ``P_out`` is left out: that of the last stage, so that nothing is moved
     back.
 
-    ``fft_layout(fft_layout(L, ...), ..., inverse=True, s=sizes) == L``, for balanced blocks of ``L`` and more than one
-    dim, wherever one layout only leads there. (From complex to real, a split last dim is moved twice: pass ``P_out=L``,
-    as with explicit splits, which a layout over another dim cannot remember.)
+    ``fft_layout(fft_layout(L, ...), ..., inverse=True, s=sizes)`` is a layout that leads there, the one by the fewest
+    moves: ``L`` where sizes divide and some dim of dims is whole (the last one for ``real``). ``P_out=L`` brings the
+    tensor back to any ``L``, explicit splits too, in as many moves.
     """
     return fft_stages(L, dims, real=real, inverse=inverse, s=s, keep=keep)[-1].result
 
@@ -508,6 +519,8 @@ def dist_spectral_conv(x, w, P, modes, *, norm="forward", params="varying", shap
     (w,) = replicated(params, S, (0, 1), w)
     if L is None:
         return nothing(outside([x], P)[0].shape, x, torch.view_as_real(w) if w.is_complex() else w)
+    space, sizes = tuple(range(2, L.ndim)), L.shape[2:]
+    to = _transform(L, space, sizes, keep, real, False, None)
     wanted = (L.shape[1], w.shape[1] if w.dim() == L.ndim else "out", *_block(S, keep))
     if L.active and (tuple(w.shape) != wanted or w.dtype != x.dtype.to_complex()):
         raise ShapeError(
@@ -517,8 +530,6 @@ def dist_spectral_conv(x, w, P, modes, *, norm="forward", params="varying", shap
             actual=f"{tuple(w.shape)}, {w.dtype}",
             next_step="pass spectral_layout(P, modes, in_channels, out_channels).shard(w)",
         )
-    space, sizes = tuple(range(2, L.ndim)), L.shape[2:]
-    to = _transform(L, space, sizes, keep, real, False, None)
     X = Layout(S, to.shape, (L.splits[0] if L.splits else None, *(None,) * (L.ndim - 1)))
     x = _run(x, to._replace(out=X), norm)
     Y = X.with_shape((L.shape[0], w.shape[1], *X.shape[2:]))

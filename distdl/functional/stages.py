@@ -4,8 +4,8 @@ A dim is transformed where no rank splits it. So a schedule is a list of stages,
 are
 transformed there, and between two stages the tensor is moved: the ranks that split a dim which is still to be
 transformed turn to another dim. Such a move stays among the ranks along that dim (the pencils of mpi4py-fft), and the
-schedule is the cheapest one: of the fewest moves; of these the one in which the busiest rank moves the fewest elements;
-of these the first, dims counted upwards.
+schedule is the cheapest one: of the fewest moves; of these where ranks of two dims meet least; of these the one in
+which the busiest rank moves the fewest elements; of these the first: dims counted upwards, each to the next one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from ..movement.blocks import repartition_map
 from ..errors import PartitionError
 from ..linear_map import LinearMap
+from ..movement.blocks import repartition_map
 from ..partition import Layout, Partition
 
 __all__: list[str] = []
@@ -63,7 +63,7 @@ class Transform(NamedTuple):
     keep: tuple[Keep, ...]
     real: bool = False
     inverse: bool = False
-    out: Partition | Layout | None = None
+    out: Layout | None = None
     free: tuple[int, ...] = ()
 
     def after(self, d: int) -> int:
@@ -108,7 +108,7 @@ class _Search:
     def __init__(self, t: Transform):
         self.t, self.P = t, t.layout.partition
         self.first: Places = tuple((d,) if n > 1 else () for d, n in enumerate(self.P.shape))
-        self.out = t.out if t.out is None or isinstance(t.out, Layout) else Layout(t.out, t.shape)
+        self.out = t.out
         ends = () if self.out is None else self.out.partition.shape
         self.roads = {*t.dims, *(d for d, n in enumerate(ends) if n > 1)}
         if not self.roads - {*t.dims, *t.free} and len(self.roads) < 2:  # one dim only: others make room for it
@@ -147,10 +147,10 @@ class _Search:
     def run(self):
         """([(from which dim, to which) the ranks turn], the last places)."""
         t, everything = self.t, frozenset(self.t.dims)
-        heap: list = [(0, Fraction(0), (), self.first, frozenset(), False)]
+        heap: list = [(0, 0, Fraction(0), (), (), self.first, frozenset(), False)]
         seen = set()
         while heap:
-            moves, cost, path, places, done, home = heapq.heappop(heap)
+            moves, met, cost, tie, path, places, done, home = heapq.heappop(heap)
             if home:
                 return path, places
             if (places, done) in seen:
@@ -160,7 +160,7 @@ class _Search:
                 share = Fraction(0)
                 if self.out is not None and not self.at_home(places):
                     share = Fraction(self.held(places, everything))  # some may go to other ranks: all of it
-                heapq.heappush(heap, (moves + (share > 0), cost + share, path, places, everything, True))
+                heapq.heappush(heap, (moves + (share > 0), met, cost + share, tie, path, places, everything, True))
             for d, axes in enumerate(places):
                 if not axes or (d not in t.free and (d in done or d not in everything)):
                     continue
@@ -171,7 +171,11 @@ class _Search:
                     )
                     p = math.prod(self.P.shape[a] for a in axes)
                     share = max(self.held(places, before), self.held(turned, before)) * Fraction(p - 1, p)
-                    heapq.heappush(heap, (moves + 1, cost + share, (*path, (d, e)), turned, before, False))
+                    order = (*tie, d, (e - d) % len(places))
+                    meets = met + bool(places[e])
+                    heapq.heappush(
+                        heap, (moves + 1, meets, cost + share, order, (*path, (d, e)), turned, before, False)
+                    )
         raise PartitionError(
             "no other dim can be split while this one is transformed",
             partitions=self.P,
@@ -217,7 +221,8 @@ class _Search:
 def schedule(t: Transform) -> tuple[Stage, ...]:
     """The stages of a transform, see the module."""
     if t.inverse and t.out is None:
-        t = t._replace(out=_before(t))
+        before = _before(t)
+        t = t if before is None else t._replace(out=Layout(before, t.shape))
     return _Search(t).stages()
 
 

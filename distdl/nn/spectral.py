@@ -58,7 +58,7 @@ class SpectralConv(Layer):
                 actual=x.dtype,
                 next_step="call F.dist_spectral_conv with a weight of spectral_layout(..., real=False)",
             )
-        w = torch.view_as_complex(self.weight)
+        w = torch.view_as_complex(self.weight.contiguous())
         return F.dist_spectral_conv(x, w, self.P, self.modes, params="invariant")
 
 
