@@ -1,11 +1,11 @@
 """In which order the dims of a partitioned tensor are transformed, and where it lies at each: pure Python, cached.
 
 A dim is transformed where no rank splits it. So a schedule is a list of stages, each with a layout and the dims that
-are
-transformed there, and between two stages the tensor is moved: the ranks that split a dim which is still to be
+are transformed there, and between two stages the tensor is moved: the ranks that split a dim which is still to be
 transformed turn to another dim. Such a move stays among the ranks along that dim (the pencils of mpi4py-fft), and the
 schedule is the cheapest one: of the fewest moves; of these where ranks of two dims meet least; of these the one in
-which the busiest rank moves the fewest elements; of these the first: dims counted upwards, each to the next one.
+which the busiest rank moves the fewest elements; of these the one that turns to the next dims, as different layouts
+then lead to different ones where sizes divide.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class _Search:
                     )
                     p = math.prod(self.P.shape[a] for a in axes)
                     share = max(self.held(places, before), self.held(turned, before)) * Fraction(p - 1, p)
-                    order = (*tie, d, (e - d) % len(places))
+                    order = (*tie, (e - d) % len(places), d)
                     meets = met + bool(places[e])
                     heapq.heappush(
                         heap, (moves + 1, meets, cost + share, order, (*path, (d, e)), turned, before, False)
