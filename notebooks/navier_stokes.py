@@ -110,5 +110,5 @@ def train(P, steps, examples=4, n=16, later=20, rate=1e-2, **options):
         loss = F.dist_mse_loss(model(x), y, L)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses, model
