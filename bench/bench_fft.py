@@ -1,5 +1,5 @@
-"""Fourier transforms of real tensors: slabs and pencils against mpi4py-fft, an all-to-all over gloo by hand, and one rank
-alone; what of it the moves take; and a spectral convolution against its uncut transforms."""
+"""Fourier transforms of real tensors: slabs and pencils against mpi4py-fft, an all-to-all over gloo by hand, and one
+rank alone; what of it the moves take; and a spectral convolution against its uncut transforms."""
 
 import torch
 

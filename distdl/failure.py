@@ -127,7 +127,7 @@ class Job(Protocol):
     def job(self) -> tuple[int, int]:
         """This process's number in the job, and how many there are."""
 
-    def abort(self, code: int = 1) -> None:
+    def abort(self, code: int = 1, cause: str = "") -> None:
         """End every rank of the job."""
 
 
@@ -142,12 +142,12 @@ def end_job(engine: Job, text: str, error: BaseException | None = None) -> NoRet
     that the MPI launcher says; elsewhere this process does, and MPI's own words may follow."""
     rank, size = engine.job()
     if folder := reports():
-        fail(folder, rank, 1, text, error, engine.abort)
+        fail(folder, rank, 1, text, error, lambda code: engine.abort(code, text))
     sys.stderr.write(f"{text}\ndistdl: rank {rank} of {size} failed; ending the job\n")
     sys.stderr.flush()
     time.sleep(0.5)  # other ranks that are stuck may speak too
     try:
-        engine.abort(1)
+        engine.abort(1, text)
     finally:
         os._exit(1)
 

@@ -13,7 +13,7 @@ import torch
 
 from .calls import public
 from .linear_map import LinearMap
-from .movement.halo import HaloSpec, _source
+from .movement.halo import HaloSpec, source_of
 from .partition import Layout, Partition
 from .plan import Plan
 
@@ -77,7 +77,7 @@ def _halo_text(spec: HaloSpec, d: int) -> str:
     for c, ((w0, w1), (b0, b1)) in enumerate(zip(spec.windows[d], L.blocks(d))):
         row = " " * (width + 1) * (w0 - lo)
         for i in range(w0, w1):
-            shown: int | str = "." if boundary == "zeros" else _source(boundary, i, n)
+            shown: int | str = "." if boundary == "zeros" else source_of(boundary, i, n)
             if 0 <= i < n:
                 shown = i
             row += f"{'[' * (i == b0) + str(shown):>{width}}" + ("]" if i == b1 - 1 else " ")

@@ -9,24 +9,37 @@ import os
 import pickle
 import sys
 import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .calls import collective_call, user_line
 from .engine import transport as _transport
 from .engine.local import LocalTransport
-from .engine.nccl import NcclEngines, engines_on
-from .engine.transport import Transport
+from .engine.transport import DeviceEngines, Transport
 from .errors import AgreementError, PartitionError, TransportError
 from .failure import end_on_exceptions, job, moving
+from .signature import disagreement
 from .watching import meeting, watchdog
 from .watching.watch import Watch, watch_of
 
+if TYPE_CHECKING:
+    import torch
+
+    from .partition import Partition
+
 _worlds: dict[str, World] = {}
+CUDA_WAYS = ("nccl", "staged", "mpi")  # how CUDA tensors travel
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by MPI launchers for their ranks
 # How many processes a launcher has started, by whose variables: all of them are set for its processes only. Not
 # SLURM_NTASKS: sbatch sets that for every process.
 _COUNTS = (("OMPI_COMM_WORLD_SIZE",), ("PMI_SIZE",), ("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
 _made: weakref.WeakSet = weakref.WeakSet()  # every world: a fork of this process may move in none
+
+
+def cuda_way() -> str:
+    """How CUDA tensors travel where nobody says otherwise."""
+    return os.environ.get("DISTDL_CUDA", CUDA_WAYS[0])
 
 
 class World:
@@ -55,18 +68,22 @@ class World:
     """
 
     def __init__(
-        self, comm=None, name: str = "default", transport=None, cuda: str | None = None, half_sums: str = "float32"
-    ):
-        self.name, self.cuda = name, cuda or os.environ.get("DISTDL_CUDA", "nccl")
-        if self.cuda not in ("nccl", "staged", "mpi"):
+        self,
+        comm: Any = None,
+        name: str = "default",
+        transport: Transport | None = None,
+        cuda: str | None = None,
+        half_sums: str = "float32",
+    ) -> None:
+        self.name, self.cuda = name, cuda or cuda_way()
+        if self.cuda not in CUDA_WAYS:
             raise TransportError(
                 "no such way for CUDA tensors",
                 op="World",
-                expected="nccl, staged or mpi",
+                expected=f"{', '.join(CUDA_WAYS[:-1])} or {CUDA_WAYS[-1]}",
                 actual=self.cuda,
                 next_step="set DISTDL_CUDA, or World(cuda=...), to one of them",
             )
-        self.host: Transport = _host_transport(comm, name) if transport is None else transport
         if half_sums not in ("float32", "native"):
             raise TransportError(
                 "no such way to sum halves",
@@ -75,11 +92,12 @@ class World:
                 actual=half_sums,
                 next_step="leave it out, or choose one of these",
             )
+        self.host: Transport = _host_transport(comm, name) if transport is None else transport
         self.wide = half_sums == "float32"  # whether sums of more than two halves are taken in float32
         self.watch: Watch | None = watch_of(self.host)
         self.host.serve(self.wide, None if self.watch is None else self.watch.lookout)
         self.rank, self.size = self.host.rank, self.host.size
-        self._engines: NcclEngines | None = None
+        self._engines: DeviceEngines | None = None
         _worlds[name] = self
         if transport is None:
             _made.add(self)
@@ -87,16 +105,15 @@ class World:
             self._move_nothing(self.host)
         elif self.watch is not None:
             watchdog.begin(self.watch)
-        if (
-            comm is None and transport is None and not isinstance(self.host, _Child)
-        ):  # for the processes that this one may start
+        # For the processes that this one may start.
+        if comm is None and transport is None and not isinstance(self.host, _Child):
             os.environ["DISTDL_RANK"] = f"{os.getpid()} {self.rank} {self.size} {job()}"
 
     def _move_nothing(self, child: _Child) -> None:
         self.host, self.watch, self._engines = child, None, None
         vars(self)["transport"] = child.refuse
 
-    def transport(self, x, ranks):
+    def transport(self, x: torch.Tensor, ranks: Sequence[int]) -> Transport:
         """The engine that moves ``x`` among ``ranks`` (sorted). What it cannot read is staged through pinned host
         memory."""
         moving.moves = True
@@ -119,19 +136,19 @@ class World:
         if self.cuda == "mpi":
             return self.host.on_device()
         if self._engines is None:
-            self._engines = engines_on(self, device.index)
-        if device.index != self._engines.device.index:
+            self._engines = self.host.engines_on(self, device.index)
+        if device.index != self._engines.index:
             raise TransportError(
                 "a rank's CUDA tensors live on one device",
                 op="World",
                 rank=self.rank,
                 actual=device,
-                expected=f"cuda:{self._engines.device.index}",
+                expected=f"cuda:{self._engines.index}",
                 next_step="make another dd.World(comm, name) for the second device",
             )
         return self._engines.get(ranks) or self.host
 
-    def check(self, op: str, *partitions) -> None:
+    def check(self, op: str, *partitions: Partition) -> None:
         """Raise PartitionError where a partition is of another world, or names a rank that this one does not have."""
         for P in partitions:
             if P.world != self.name:
@@ -154,7 +171,7 @@ class World:
                     next_step=f"start with -n {max(P.ranks) + 1}",
                 )
 
-    def all_gather(self, value, ranks, purpose: str = "agreement") -> dict:
+    def all_gather(self, value: Any, ranks: Iterable[int], purpose: str = "agreement") -> dict[int, Any]:
         """{rank: its small, picklable value} over ``ranks``, in rising order; one small all-gather. Ranks of one job
         trust each other, so pickles do no harm here. ``purpose`` goes along: ranks that are here for different reasons
         all raise."""
@@ -173,17 +190,8 @@ class World:
             return dict.fromkeys(ranks, value)
         found = {part: pickle.loads(part) for part in set(parts)}
         if any(theirs != purpose for theirs, _ in found.values()):
-            told = "; ".join(
-                f"rank {r}: {getattr(found[part][1], 'op', found[part][0])}" for r, part in zip(ranks, parts)
-            )
-            raise AgreementError(
-                "the ranks disagree in the operator called",
-                op="agreement",
-                rank=self.rank,
-                actual=told,
-                expected="the same on every rank",
-                next_step="call the same operators in the same order",
-            )
+            said = {r: getattr(found[part][1], "op", found[part][0]) for r, part in zip(ranks, parts)}
+            raise AgreementError(**disagreement("the operator called", said), op="agreement", rank=self.rank)
         return {r: found[part][1] for r, part in zip(ranks, parts)}
 
     def close(self) -> None:

@@ -13,11 +13,12 @@ from collections import Counter
 import torch
 
 import distdl as dd
+from distdl.engine.transport import Transport
 from distdl.errors import TransportError
 from distdl.world import _worlds
 
 
-class Recorded:
+class Recorded(Transport):
     """Rank ``rank`` of ``size``: writes to ``now``, reads what the round ``before`` left."""
 
     device_types = ("cpu",)

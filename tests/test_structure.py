@@ -70,7 +70,7 @@ except dd.errors.TransportError as error:
 # siblings.
 ORDER = [set(line.split()) for line in """
     calls
-    errors failure _names
+    errors failure flat _names
     partition
     _arguments _types
     plan
@@ -195,18 +195,18 @@ def test_executor_through_counting_and_null_transports():
     L, M = dd.Layout(dd.Partition((4, 1)), (8, 8)), dd.Layout(dd.Partition((1, 4)), (8, 8))
     plan = Plan(Side.of(L), Side.of(M))
     x = torch.arange(16.0).reshape(2, 8)
-    (y,) = exchange.Pending((plan,), [x], Counting(1, 4)).finish()
+    (y,) = exchange.Exchange((plan,), [x], Counting(1, 4)).finish()
     assert posted == [([(0, 16), (2, 16), (3, 16)], [(0, 16), (2, 16), (3, 16)])]
     assert y.shape == (8, 2) and torch.equal(y[2:4], x[:, 2:4]), "what stays is copied without the transport"
     posted.clear()
-    exchange.Pending((plan,), [torch.stack([x] * 3)], Counting(1, 4)).finish()
+    exchange.Exchange((plan,), [torch.stack([x] * 3)], Counting(1, 4)).finish()
     assert posted[0][0] == [(0, 48), (2, 48), (3, 48)]
     alone = Plan(Side.of(dd.Layout(dd.Partition((1,)), (3,))), Side.of(dd.Layout(dd.Partition((1,)), (3,))))
     posted.clear()
-    exchange.Pending((alone,), [torch.ones(3)], Counting(0, 1)).finish()
+    exchange.Exchange((alone,), [torch.ones(3)], Counting(0, 1)).finish()
     assert not posted
     with pytest.raises(dd.errors.ShapeError):
-        exchange.Pending((plan,), [torch.ones(3, 3)], Counting(1, 4)).finish()
+        exchange.Exchange((plan,), [torch.ones(3, 3)], Counting(1, 4)).finish()
     assert LocalTransport().all_gather(b"x", (0,)) == [b"x"]
 
 

@@ -7,7 +7,8 @@ import torch
 from .. import _torch
 from ..errors import AgreementError, ShapeError
 from . import transport as traffic
-from .exchange import Pending
+from .exchange import Aside, Exchange
+from .exchange import begin as begin_exchange
 from .side_stream import settle
 
 
@@ -72,7 +73,24 @@ def together(steps, xs, recorded=False):
         xs = checked(steps, xs)
     if dispatch_modes() or not (ordinary or all(map(is_plain, xs))):
         return traced(steps, xs)
-    return Pending(plans_of(steps), xs, engine_for(steps, xs, recorded)).finish()
+    return Exchange(plans_of(steps), xs, engine_for(steps, xs, recorded)).finish()
+
+
+def begin(steps, xs):
+    """Start to move tensors ``xs`` by ``steps``, as :func:`together` does, while this rank works: ``(what is under way,
+    the tensors that a graph's node is made of)``. Under way is nothing (``None``) where torch.func, or a tracer, has to
+    see the whole movement at once."""
+    if _torch.transforms_active() or dispatch_modes():
+        return None, xs
+    xs = checked(steps, xs)
+    if not all(map(is_plain, xs)):
+        return None, xs
+    traffic.begun += 1
+    engine = engine_for(steps, xs, torch.is_grad_enabled() and any(x.requires_grad for x in xs))
+    moving = begin_exchange(plans_of(steps), [x.detach() for x in xs], engine)
+    engine.pause()
+    # On a side stream the gradient is joined where the node's inputs are, after what stands in between.
+    return moving, [x.view_as(x) for x in xs] if isinstance(moving, Aside) else xs
 
 
 # ---------------------------------------------------------------- as a torch operator
@@ -112,7 +130,7 @@ def traced(steps, xs):
 def _move_real(xs, movement):
     traffic.begun += 1  # in a graph that was traced the operator stands alone
     steps = _traced[movement]
-    ys = Pending(plans_of(steps), xs, engine_for(steps, xs, False)).finish()
+    ys = Exchange(plans_of(steps), xs, engine_for(steps, xs, False)).finish()
     return [y.contiguous() for y in ys]  # as the tracer was told
 
 

@@ -15,6 +15,7 @@ import torch
 
 from .. import _torch
 from ..errors import ShapeError
+from ..flat import parts_of, vector_of
 from . import transport as traffic
 from .local import LocalTransport
 from .program import NO_SUMS, program_of
@@ -23,7 +24,7 @@ from .side_stream import Beside
 _empty_like, _address = torch.empty_like, torch.Tensor.data_ptr
 
 
-class Pending:
+class Exchange:
     """A movement under way: :meth:`finish` waits for it and returns the outputs."""
 
     __slots__ = ("handle", "home", "program", "staging", "transport", "xs", "ys")
@@ -131,10 +132,10 @@ def _sum(transport, xs, ys, group) -> None:
         if len(some) == 1:
             _sum_of_one(transport, *some[0], group)
             continue
-        flat = torch.cat([x.reshape(-1).to(y.dtype) for x, y in some])
-        _sum_of_one(transport, flat, flat, group)
-        parts = flat.split([y.numel() for _, y in some])
-        _torch.foreach_copy([y for _, y in some], [part.view_as(y) for (_, y), part in zip(some, parts)])
+        ys = [y for _, y in some]
+        vector = vector_of([x for x, _ in some], ys[0].dtype)
+        _sum_of_one(transport, vector, vector, group)
+        _torch.foreach_copy(ys, parts_of(vector, [y.shape for y in ys]))
 
 
 def _sum_of_one(transport, x, y, group) -> None:
@@ -151,7 +152,7 @@ class Aside:
 
     def __init__(self, plans, xs, transport):
         with Beside(xs[0].device, xs) as self.beside:
-            self.ys = Pending(plans, xs, transport).finish()
+            self.ys = Exchange(plans, xs, transport).finish()
 
     @contextmanager
     def joining(self):
@@ -165,10 +166,10 @@ class Aside:
         return self.ys
 
 
-def start(plans, xs, transport) -> Pending | Aside:
+def begin(plans, xs, transport) -> Exchange | Aside:
     """Begin a movement of tensors ``xs`` (each with any leading batch axes) by ``plans``, as one set of messages."""
     aside = xs[0].is_cuda and "cpu" not in transport.device_types
-    return Aside(plans, xs, transport) if aside else Pending(plans, xs, transport)
+    return Aside(plans, xs, transport) if aside else Exchange(plans, xs, transport)
 
 
 def simulate(plan, shards):
@@ -189,6 +190,6 @@ def simulate(plan, shards):
     pending = {}
     for rank in ranks:
         x = mine[rank] if rank in mine else like.new_empty((*lead, *plan.view(rank).in_shape))
-        pending[rank] = Pending((plan,), [x], LocalTransport(rank, max(ranks) + 1, mailboxes))
+        pending[rank] = Exchange((plan,), [x], LocalTransport(rank, max(ranks) + 1, mailboxes))
     done = {rank: p.finish()[0] for rank, p in pending.items()}
     return [done[rank] for rank in wanted]

@@ -38,7 +38,7 @@ class MpiJob:
     def job(self) -> tuple[int, int]:
         return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
-    def abort(self, code: int = 1) -> None:
+    def abort(self, code: int = 1, cause: str = "") -> None:
         if not MPI.Is_finalized():
             MPI.COMM_WORLD.Abort(code)
 

@@ -106,6 +106,11 @@ class NcclEngines:
         self.whole: NcclTransport | None = None
         self.captured = False
 
+    @property
+    def index(self) -> int:
+        """The device's number."""
+        return self.device.index
+
     def get(self, ranks: tuple[int, ...]):
         """The engine for a movement among ``ranks`` (sorted); ``None``: it must be staged through the host."""
         if len(ranks) == self.world.size or self.whole is not None:

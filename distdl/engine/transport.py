@@ -68,6 +68,20 @@ class Channel(Protocol):
         """Give back what it holds; collective where the engine's own close is. What nobody has read is lost."""
 
 
+class DeviceEngines(Protocol):
+    """The engines of a world for the memory of one CUDA device of this process."""
+
+    @property
+    def index(self) -> int:
+        """The device's number."""
+
+    def get(self, ranks: tuple[int, ...]) -> Transport | None:
+        """The engine for a movement among ``ranks`` (sorted); ``None``: it must be staged through the host."""
+
+    def close(self) -> None:
+        """Give back what they hold; collective where that is."""
+
+
 class Transport(Protocol):
     """What the library asks of an engine: :mod:`distdl.engine.exchange` moves by it, :mod:`distdl.world` makes and ends
     it. Addresses must stay valid until :meth:`wait` returns.
@@ -167,6 +181,13 @@ class Transport(Protocol):
             next_step="set DISTDL_CUDA to nccl, or to staged",
         )
 
+    def engines_on(self, world, index: int) -> DeviceEngines:
+        """The engines for CUDA device ``index`` of a world on this engine: NCCL by CuPy, whose ranks meet by this one's
+        small messages."""
+        from .nccl import engines_on
+
+        return engines_on(world, index)
+
     def node(self) -> Hashable:
         """What tells this process's node from others: equal on ranks that can share memory; collective where the
         engine's start is."""
@@ -177,8 +198,8 @@ class Transport(Protocol):
         of them."""
         return self.rank, self.size
 
-    def abort(self, code: int = 1) -> None:
-        """End every rank of the job."""
+    def abort(self, code: int = 1, cause: str = "") -> None:
+        """End every rank of the job; ``cause`` is for those that can still be told."""
         raise SystemExit(code)
 
     @abstractmethod

@@ -19,14 +19,13 @@ from functools import lru_cache
 import torch
 
 from .._arguments import checked
-from ..agree import alike, check_tensor, outside, partition_of, resolve
+from ..agree import alike, check_tensor, resolve
 from ..errors import PartitionError, ShapeError
 from ..movement.halo import plain, sizes_of
-from ..partition import Layout, Partition, is_int
+from ..partition import Layout, Partition, is_int, partition_of
 from ..ties import nothing
 from .autocast import autocast
-from .params import replicated
-from .reduce import check_block
+from .enter import check_block, enter, outside, replicated
 from .stages import Keep, Stage, Transform, schedule, spectrum, wave_numbers
 
 __all__ = [
@@ -82,7 +81,7 @@ def _kept(asked, n: int, half: bool) -> Keep:
     """(low, high): wave numbers 0 .. low-1 and -high .. -1 are kept, of ``n`` there are; ``None``: all."""
     if asked is None:
         return None
-    low, high = sizes_of(asked, "keep", "keep") * 2 if is_int(asked) else sizes_of(asked, "keep", "keep")
+    low, high = sizes_of(asked, "keep") * 2 if is_int(asked) else sizes_of(asked, "keep")
     if half:
         high = 0 if is_int(asked) else high
     if min(low, high) < 0 or not 1 <= low + high <= n or (half and high):
@@ -107,7 +106,7 @@ def _pairs(keep, n: int) -> tuple:
                 actual=one,
                 next_step="give (low, high) for each dim: wave numbers 0 .. low-1 and -high .. -1 are kept",
             )
-    return tuple(None if one is None else plain(one, "keep", "keep") for one in found)
+    return tuple(None if one is None else plain(one, "keep") for one in found)
 
 
 @lru_cache(maxsize=1024)
@@ -159,7 +158,7 @@ def _transform(L: Layout, dims, s, keep, real: bool, inverse: bool, out) -> Tran
 
 def _asked(P, dims, s, keep):
     """(dims, s, keep) in plain numbers, of as many entries."""
-    s = None if s is None else tuple(None if n is None else plain(n, "s", "s") for n in ((s,) if is_int(s) else s))
+    s = None if s is None else tuple(None if n is None else plain(n, "s") for n in ((s,) if is_int(s) else s))
     dims = _dims(P, dims, s)
     return dims, _per_dim(s, len(dims), "s"), _pairs(keep, len(dims))
 
@@ -205,7 +204,7 @@ def fft_layout(L, dims, *, real=False, inverse=False, s=None, keep=None) -> Layo
 
 def _frequencies(L, dim, n, d, keep, dtype, device, half):
     (dim,) = _dims(L, dim, None)
-    (n,) = sizes_of(n, "n", "n")
+    (n,) = sizes_of(n, "n")
     make = torch.fft.rfftfreq if half else torch.fft.fftfreq
     numbers = make(n, d, dtype=dtype, device=device)
     pair = _kept(_pairs(keep if keep is None or is_int(keep) else (keep,), 1)[0], len(numbers), half)
@@ -319,30 +318,25 @@ def _run(x, t: Transform, norm: str):
 # ---------------------------------------------------------------- the transforms
 
 
-def _enter(op, x, P, kinds, shape, others=()):
-    """(x in a dtype that can be transformed, its layout); the layout is ``None`` on a rank that takes no part."""
-    where = partition_of(P)
+def _numbers(op, x, P, kinds):
+    """x in a dtype that can be transformed: on every rank, as those outside pass the dtype that the others have."""
     check_tensor(op, x, P)
-    (x,) = autocast(op, where.ndim, x)
+    (x,) = autocast(op, partition_of(P).ndim, x)
     if not (x.is_floating_point() or x.is_complex()):
         x = x.to(torch.get_default_dtype())
     if x.dtype not in kinds:
         raise ShapeError(
             "such numbers are not transformed",
-            partitions=P,
             expected=" or ".join(str(kind).removeprefix("torch.") for kind in kinds),
             actual=x.dtype,
             next_step="convert the tensor first",
         )
-    xs, layouts = resolve(op, [x], P, shape, others)
-    if layouts is None:
-        return xs[0], None
-    (x,), (L,) = xs, layouts
-    if L.active:
-        check_block(op, x, L)
-    elif x.shape != L.local_shape():
-        x = nothing(L.local_shape(), x)
-    return x, L
+    return x
+
+
+def _result(x, real: bool):
+    """The dtype of a transform of x."""
+    return x.dtype.to_real() if real else x.dtype.to_complex()
 
 
 _REAL, _COMPLEX = (torch.float32, torch.float64), (torch.complex64, torch.complex128)
@@ -358,12 +352,15 @@ def _fft(op, x, P, dims, s, norm, keep, P_out, shape, real, inverse):
             actual=partition_of(P_out).ndim,
             next_step="give P_out one dim for each dim of the tensor",
         )
-    others = () if P_out is None else (P_out,)
-    x, L = _enter(op, x, P, _REAL if real and not inverse else _REAL + _COMPLEX, shape, others)
-    if L is None:
-        (y,) = outside([x], P if P_out is None else P_out)
-        dtype = x.dtype.to_complex()
-        return nothing(y.shape, y, dtype=dtype) if not (real and inverse) else y.real if y.is_complex() else y
+    x = _numbers(op, x, P, _REAL if real and not inverse else _REAL + _COMPLEX)
+    (x,), layouts = resolve(op, [x], P, shape, () if P_out is None else (P_out,))
+    if layouts is None:  # a bare partition, and no rank of this call
+        return outside(x, like=P_out if isinstance(P_out, Layout) else None, dtype=_result(x, real and inverse))
+    (L,) = layouts
+    if L.active:
+        check_block(x, L)
+    elif x.shape != L.local_shape():
+        x = nothing(L.local_shape(), x)
     t = _transform(L, dims, s, keep, real, inverse, P_out)
     stages = schedule(t)
     if len(stages) == 1:
@@ -480,7 +477,7 @@ def spectral_layout(P, modes, in_channels, out_channels, *, real=True) -> Layout
     S, kept = spectral_grid(P, modes, bool(real))
     dims = tuple(range(2, S.ndim))
     fibre = S.along(dims) or S.along(dims, S.ranks[0])
-    return Layout(fibre, (*sizes_of((in_channels, out_channels), "channels", "spectral_layout"), *kept))
+    return Layout(fibre, (*sizes_of((in_channels, out_channels), "channels"), *kept))
 
 
 @checked
@@ -513,16 +510,17 @@ def dist_spectral_conv(x, w, P, modes, *, norm="forward", params="varying", shap
     op = "dist_spectral_conv"
     _check_norm(norm)
     modes, where = _modes(P, modes), partition_of(P)
-    x, L = _enter(op, x, P, _REAL + _COMPLEX, shape)
+    x, L, at = enter(op, _numbers(op, x, P, _REAL + _COMPLEX), P, shape=shape)
     real = not x.is_complex()
     S, keep = _spectral(where, modes, real)
     (w,) = replicated(params, S, (0, 1), w)
-    if L is None:
-        return nothing(outside([x], P)[0].shape, x, torch.view_as_real(w) if w.is_complex() else w)
+    if at is None:
+        like = None if L is None else L.with_shape((L.shape[0], w.shape[1], *L.shape[2:]))
+        return outside(x, w, like=like)
     space, sizes = tuple(range(2, L.ndim)), L.shape[2:]
     to = _transform(L, space, sizes, keep, real, False, None)
     wanted = (L.shape[1], w.shape[1] if w.dim() == L.ndim else "out", *_block(S, keep))
-    if L.active and (tuple(w.shape) != wanted or w.dtype != x.dtype.to_complex()):
+    if tuple(w.shape) != wanted or w.dtype != x.dtype.to_complex():
         raise ShapeError(
             "w is not this rank's block",
             partitions=P,
@@ -533,7 +531,7 @@ def dist_spectral_conv(x, w, P, modes, *, norm="forward", params="varying", shap
     X = Layout(S, to.shape, (L.splits[0] if L.splits else None, *(None,) * (L.ndim - 1)))
     x = _run(x, to._replace(out=X), norm)
     Y = X.with_shape((L.shape[0], w.shape[1], *X.shape[2:]))
-    y = torch.einsum("bi...,io...->bo...", x, w) if L.active else nothing(Y.local_shape(), x, w)
+    y = torch.einsum("bi...,io...->bo...", x, w)
     back = _transform(Y, space, sizes, keep, real, True, L.with_shape((L.shape[0], w.shape[1], *sizes)))
     return _run(y, back, norm)
 

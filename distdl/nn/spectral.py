@@ -11,10 +11,9 @@ from .. import functional as F
 from .. import init
 from .._arguments import Checked
 from .._types import Device, Place
-from ..agree import partition_of
 from ..errors import PartitionError, ShapeError
 from ..functional.fft import spectral_grid
-from ..partition import Layout
+from ..partition import Layout, partition_of
 from .conv import Conv1d, Conv2d, Conv3d
 from .layer import Layer
 

@@ -61,7 +61,7 @@ def enlist(reports: str, size: int) -> tuple[Roll | None, int | None]:
     return roll, rank
 
 
-def start(size: int) -> int:
+def start_mpi(size: int) -> int:
     """This process's rank. MPI starts now, not at first use: only then can a rank that fails early end the others."""
     if size == 1:
         return 0
@@ -169,7 +169,7 @@ def main(reports: str, *argv: str) -> None:
     # Whole lines, also from a job that is killed, and where PYTHONUNBUFFERED would have ranks interleave within a line.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    rank = start(size)
+    rank = start_mpi(size)
     os.environ["DISTDL_RANK"] = (
         f"{pid} {rank} {size} {failure.job()}"  # what a process that this one starts should know
     )

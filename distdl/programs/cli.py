@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from ..engine.fast import paths
 from ..errors import TransportError
+from ..world import CUDA_WAYS, cuda_way
 from .launch import find_launcher, find_mpi, run
 
 
@@ -49,37 +50,21 @@ def info() -> str:
         if d.name.startswith(("cupy", "nvidia-nccl"))
     ]
     rows["CuPy, NCCL"] = ", ".join(sorted(set(gpu))) or "none"
-    rows["strided boxes"] = _strided_way()
-    rows["large pages"] = _pages()
+    rows |= dict(found for path in paths if (found := path.info()) is not None)
     rows["CUDA tensors"] = _cuda_way()
     rows["CUDA devices"] = _devices()
     return "\n".join(f"{name:>13}  {value}" for name, value in rows.items())
 
 
-def _strided_way() -> str:
-    if os.environ.get("DISTDL_MPI_TYPES", "1") == "0":
-        return "copied into staging memory (DISTDL_MPI_TYPES=0)"
-    return "up to 512 KiB packed by MPI while they travel, larger ones copied into staging memory"
-
-
-def _pages() -> str:
-    if os.environ.get("DISTDL_LARGE_PAGES", "1") == "0":
-        return "not asked for (DISTDL_LARGE_PAGES=0)"
-    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if not path.exists() or "[never]" in (says := path.read_text()):
-        return "none: this system has none, or gives none"
-    return f"asked for results of 32 MiB and more; the system says {says.strip()}"
-
-
 def _cuda_way() -> str:
-    way, nccl = os.environ.get("DISTDL_CUDA", "nccl"), importlib.util.find_spec("cupy") is not None
+    way, nccl = cuda_way(), importlib.util.find_spec("cupy") is not None
     if way == "nccl" and not nccl:
         return "staged through pinned host memory and MPI, with a warning: CuPy is missing"
     return {
         "nccl": "by NCCL (import torch before cupy: both then share torch's library)",
         "staged": "staged through pinned host memory and MPI (DISTDL_CUDA)",
         "mpi": "by a CUDA-aware MPI (DISTDL_CUDA)",
-    }.get(way, f"DISTDL_CUDA={way} is none of nccl, staged, mpi")
+    }.get(way, f"DISTDL_CUDA={way} is none of {', '.join(CUDA_WAYS)}")
 
 
 def _version(name: str) -> str:

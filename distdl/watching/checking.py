@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..engine import transport as _transport
@@ -10,7 +11,7 @@ from .observer import Observer, default_timeout
 
 
 @contextmanager
-def checking(timeout: float | None = None):
+def checking(timeout: float | None = None) -> Iterator[None]:
     """Compare, before every movement inside the block, what its ranks are about to do; for all threads of this process.
 
     Every movement (forward, adjoint, tangent, batch) and every negotiation first swaps one small message with each of

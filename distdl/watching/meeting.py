@@ -38,7 +38,7 @@ class Arrival(Protocol):
     def job(self) -> tuple[int, int]:
         """As of an engine."""
 
-    def abort(self, code: int = 1) -> None:
+    def abort(self, code: int = 1, cause: str = "") -> None:
         """As of an engine."""
 
 

@@ -27,6 +27,7 @@ from ..signature import (
     Field,
     call_of,
     differs,
+    disagreement,
     fingerprint,
     first_difference,
     gave_up,
@@ -139,18 +140,14 @@ class Observer:
         if watch is None or len(ranks) < 2:
             return host
         op = f"agreement for {getattr(value, 'op', purpose)}"
-        same = Field("the operator called", "agreement", True, "call the same operators in the same order", op)
-        who = Field("the ranks that agree", str(ranks), True, "pass equal partitions on every rank")
+        same, who = Field("the operator called", "agreement", shown=op), Field("the ranks that agree", str(ranks))
         return self._checked(watch, host, Call(op, f"ranks {ranks}", ranks, ranks, (), True, (same, who)))
 
     def alike(self, watch: Watch | None, op: str, P) -> None:
         """Compare a call that sends no message among the ranks of ``P``; collective over them, where this compares."""
         if self.timeout is not None and watch is not None and P.size > 1 and watch.rank in P.ranks:
             said = called()
-            fields = (
-                Field("the operator called", op, True, "call the same operators in the same order"),
-                *told_of(said),
-            )
+            fields = Field("the operator called", op), *told_of(said)
             self._checked(
                 watch, watch.host, Call(op, str(P).splitlines()[0], P.ranks, P.ranks, (), False, fields), said
             )
@@ -162,9 +159,8 @@ class Observer:
         if self.timeout is None:
             return False
         parts, left = gave_up(side.rank, op, text), f"left by {text[:1000]}"
-        call = Call(
-            op, f"ranks {ranks}", ranks, (), (), True, (Field("the operator called", left, True, parts["next_step"]),)
-        )
+        field = Field("the operator called", left, next_step=parts["next_step"])
+        call = Call(op, f"ranks {ranks}", ranks, (), (), True, (field,))
         for r in ranks:
             if r != side.rank:
                 side.counts[r] += 1
@@ -284,12 +280,9 @@ class Observer:
         said = dict(sorted({rank: call.said(where), **{r: swap.said(r) for r in swap.here()}}.items()))
         field, shown = first_difference(said)
         first = next(iter(said.values()))
-        told = [f"{names(rs)}: {text}" for text, rs in groups(shown).items()] + self._hints(
-            one.op for one in said.values()
-        )
-        return errors.AgreementError, dict(
-            problem=f"the ranks disagree in {field.name}", op=first.op, partitions=first.partitions,
-            expected="the same on every rank", actual="; ".join(told), next_step=field.next_step)  # fmt: skip
+        hints = self._hints(one.op for one in said.values())
+        parts = disagreement(field.name, shown, hints, field.next_step)
+        return errors.AgreementError, dict(op=first.op, partitions=first.partitions, **parts)
 
     def _hints(self, ops):
         """Why some ranks may not come to these adjoints."""

@@ -13,7 +13,7 @@ import torch.nn.functional as tf
 import distdl as dd
 import distdl.functional as F
 from distdl import errors
-from distdl.functional import window
+from distdl.functional import conv, pool
 
 CONVOLUTIONS = [(p, n, k, s, d, pad) for p, n, k, s, d in itertools.product(
     (2, 3, 4), range(1, 21), (1, 2, 3, 4, 5, 7), (1, 2, 3), (1, 2)) for pad in sorted({0, 1, (k - 1) // 2, 3})
@@ -36,7 +36,8 @@ def as_rank(monkeypatch):
             raise Found(spec)
         return windows[errors.rank_of["source"]("default")]
 
-    monkeypatch.setattr(window, "halo_exchange", exchange)
+    monkeypatch.setattr(conv, "halo_exchange", exchange)
+    monkeypatch.setattr(pool, "halo_exchange", exchange)
 
     def become(rank, given=None):
         errors.set_rank_source(lambda name: rank)
