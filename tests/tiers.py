@@ -53,6 +53,8 @@ RANKS = {
     "dropout_init": LAYERS,
     "embedding": SMALL,
     "expert": LAYERS,
+    "fft": LAYERS,
+    "fno": LAYERS,
     "frozen_messages": (2,),
     "fuzz_layers": LAYERS,
     "interop": (2, 4),
