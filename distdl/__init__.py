@@ -13,11 +13,12 @@ from .nodes import Topology
 from .partition import Layout, Partition
 from .programs.launch import launch
 from .remat import remat
+from .timeline import timeline
 from .watching.checking import checking
 from .world import World, world
 
 if TYPE_CHECKING:
-    from . import viz  # imported when first asked for
+    from . import interop, viz  # imported when first asked for
     from .programs import data
 
 __version__ = "0.1.0"
@@ -43,13 +44,17 @@ __all__ = [
     "parallel",
     "checkpoint",
     "data",
+    "interop",
     # running, testing and drawing
     "launch",
     "checking",
+    "timeline",
     "errors",
     "testing",
     "viz",
 ]
 _SUBMODULES = ("agree", "autograd", "engine", "held", "movement", "partition", "plan", "signature", "ties", "watching")
-__getattr__ = only_public(__name__, keep=_SUBMODULES, lazy={"data": "programs.data", "viz": "viz"})
+__getattr__ = only_public(
+    __name__, keep=_SUBMODULES, lazy={"data": "programs.data", "interop": "interop", "viz": "viz"}
+)
 del TYPE_CHECKING, only_public

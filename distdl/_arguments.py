@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Real
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -13,6 +14,7 @@ from .errors import PartitionError, ShapeError
 from .partition import Layout, Partition, is_int
 
 __all__ = ["Checked", "checked"]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _INTEGERS = ("in_features", "out_features", "in_channels", "groups", "num_features", "num_embeddings",
              "embedding_dim", "num_groups", "num_channels", "padding_idx")  # fmt: skip
 _NUMBERS = ("eps", "p", "a", "b", "low", "high", "mean", "std", "gain")
@@ -79,16 +81,16 @@ def check(op: str, known: dict, args, kwargs) -> None:
             )
 
 
-def checked(function):
+def checked(function: _Function) -> _Function:
     """The function, with :func:`check` before it."""
     known = rules(function)
 
     @functools.wraps(function)
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         check(function.__name__, known, args, kwargs)
         return function(*args, **kwargs)
 
-    return call
+    return cast(_Function, call)
 
 
 class Checked:

@@ -10,11 +10,12 @@ import hashlib
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 _DISTDL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+F = TypeVar("F", bound=Callable[..., Any])
 _known: dict[str, bool] = {}
 _names: dict[CodeType, str] = {}  # of public functions, by their code; "" of a constructor: its class says
 _alike: set[CodeType] = set()  # those that get the same plain arguments on all ranks that call them together
@@ -56,7 +57,7 @@ def _name_of(frame: FrameType) -> str:
     return _names[frame.f_code] or type(frame.f_locals["self"]).__name__
 
 
-def has_tree(function):
+def has_tree(function: F) -> F:
     """Mark a function that everything which moves a pytree passes through; its variable ``tree`` says which."""
     _trees.add(function.__code__)
     return function
@@ -68,7 +69,7 @@ def _users(filename: str) -> bool:
     return not filename.startswith(libraries) and not filename.endswith(("contextlib.py", "functools.py"))
 
 
-def _stack():
+def _stack() -> Iterator[tuple[FrameType, bool]]:
     """The frames from the caller's outwards, to the innermost one of the user's (as far as this thread knows it: CUDA
     backward has threads of its own), each with whether it is the user's."""
     frame, known = sys._getframe(2), _known
@@ -83,7 +84,7 @@ def _stack():
         frame = frame.f_back
 
 
-def _line(frame) -> str:
+def _line(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
@@ -122,7 +123,7 @@ def called() -> Called:
     return Called(line, _name_of(outer), _short(", ".join(f"{name}={text}" for name, text in texts if text)), tree)
 
 
-def collective_call():
+def collective_call() -> tuple[FrameType, tuple[int, ...], str] | None:
     """(the frame of the outermost call that concerns several ranks, their numbers, their world); ``None`` outside of
     any."""
     found = None
@@ -150,12 +151,12 @@ def of_error() -> tuple[str | None, Any]:
     return _name_of(outer), places[0] if len(places) == 1 else tuple(places) or None
 
 
-def _arguments(frame):
+def _arguments(frame: FrameType) -> list[tuple[str, Any]]:
     code, values = frame.f_code, frame.f_locals
     return [(name, values.get(name)) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
 
 
-def _places(value: Any) -> list:
+def _places(value: Any) -> list[Any]:
     """The partitions of an argument: a Partition, a Layout, a HaloSpec or a LinearMap, or several."""
     if isinstance(value, (tuple, list)):
         return [place for one in value[:16] for place in _places(one)]

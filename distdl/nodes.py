@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -41,7 +43,9 @@ class Topology:
         return [r for ranks in self.nodes for r in ranks] == list(range(self.world_size))
 
     @classmethod
-    def place(cls, nodes, devices: int | dict = 0, per_process: int | None = None) -> tuple[Topology, ...]:
+    def place(
+        cls, nodes: Sequence[Hashable], devices: int | Mapping[Any, int] = 0, per_process: int | None = None
+    ) -> tuple[Topology, ...]:
         """The topology of every rank, from where each runs: a pure function.
 
         Args:
@@ -53,7 +57,7 @@ class Topology:
         Raises:
             PartitionError: a node has fewer devices than ``per_process`` for each of its processes.
         """
-        ranks_of: dict = {}
+        ranks_of: dict[Hashable, list[int]] = {}
         for rank, name in enumerate(nodes):
             ranks_of.setdefault(name, []).append(rank)
         table = tuple(tuple(ranks) for ranks in ranks_of.values())
@@ -61,7 +65,7 @@ class Topology:
         found = []
         for rank, name in enumerate(nodes):
             peers = ranks_of[name]
-            local, count = peers.index(rank), devices.get(name, 0) if isinstance(devices, dict) else devices
+            local, count = peers.index(rank), devices if isinstance(devices, int) else devices.get(name, 0)
             share = count // len(peers) if per_process is None else per_process
             if share * len(peers) > count:
                 raise PartitionError(

@@ -109,8 +109,11 @@ def assert_copies(tensors: Any, P: Place, dims: Dims = None) -> None:
             if name in have:
                 block, bits, shown = have[name]
                 values.setdefault(block, {}).setdefault((bits, shown), []).append(r)
-        faults += [f"{name}: " + ", ".join(f"{names(rs)} {shown}" for (_, shown), rs in copies.items())
-                   for copies in values.values() if len(copies) > 1]  # fmt: skip
+        faults += [
+            f"{name}: " + ", ".join(f"{names(rs)} {shown}" for (_, shown), rs in copies.items())
+            for copies in values.values()
+            if len(copies) > 1
+        ]
     if faults:
         raise InvariantError(
             "copies of one tensor differ",

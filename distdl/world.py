@@ -9,6 +9,8 @@ import os
 import pickle
 import sys
 import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .calls import collective_call, user_line
@@ -20,6 +22,11 @@ from .failure import end_on_exceptions, job, moving
 from .signature import disagreement
 from .watching import meeting, watchdog
 from .watching.watch import Watch, watch_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from .partition import Partition
 
 _worlds: dict[str, World] = {}
 CUDA_WAYS = ("nccl", "staged", "mpi")  # how CUDA tensors travel
@@ -61,8 +68,13 @@ class World:
     """
 
     def __init__(
-        self, comm=None, name: str = "default", transport=None, cuda: str | None = None, half_sums: str = "float32"
-    ):
+        self,
+        comm: Any = None,
+        name: str = "default",
+        transport: Transport | None = None,
+        cuda: str | None = None,
+        half_sums: str = "float32",
+    ) -> None:
         self.name, self.cuda = name, cuda or cuda_way()
         if self.cuda not in CUDA_WAYS:
             raise TransportError(
@@ -93,16 +105,15 @@ class World:
             self._move_nothing(self.host)
         elif self.watch is not None:
             watchdog.begin(self.watch)
-        if (
-            comm is None and transport is None and not isinstance(self.host, _Child)
-        ):  # for the processes that this one may start
+        # For the processes that this one may start.
+        if comm is None and transport is None and not isinstance(self.host, _Child):
             os.environ["DISTDL_RANK"] = f"{os.getpid()} {self.rank} {self.size} {job()}"
 
     def _move_nothing(self, child: _Child) -> None:
         self.host, self.watch, self._engines = child, None, None
         vars(self)["transport"] = child.refuse
 
-    def transport(self, x, ranks):
+    def transport(self, x: torch.Tensor, ranks: Sequence[int]) -> Transport:
         """The engine that moves ``x`` among ``ranks`` (sorted). What it cannot read is staged through pinned host
         memory."""
         moving.moves = True
@@ -137,7 +148,7 @@ class World:
             )
         return self._engines.get(ranks) or self.host
 
-    def check(self, op: str, *partitions) -> None:
+    def check(self, op: str, *partitions: Partition) -> None:
         """Raise PartitionError where a partition is of another world, or names a rank that this one does not have."""
         for P in partitions:
             if P.world != self.name:
@@ -160,7 +171,7 @@ class World:
                     next_step=f"start with -n {max(P.ranks) + 1}",
                 )
 
-    def all_gather(self, value, ranks, purpose: str = "agreement") -> dict:
+    def all_gather(self, value: Any, ranks: Iterable[int], purpose: str = "agreement") -> dict[int, Any]:
         """{rank: its small, picklable value} over ``ranks``, in rising order; one small all-gather. Ranks of one job
         trust each other, so pickles do no harm here. ``purpose`` goes along: ranks that are here for different reasons
         all raise."""

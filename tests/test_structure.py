@@ -89,7 +89,8 @@ ORDER = [set(line.split()) for line in """
     init
     func testing
     nn
-    viz checkpoint remat
+    timeline_page
+    viz checkpoint remat interop timeline
     parallel
     programs
     __init__

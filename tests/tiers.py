@@ -46,14 +46,18 @@ SMALL = (1, 2, 3, 4)  # how torch traces and compiles, and differentiates where 
 ANY = (1, 2, 3, 4, 8)
 RANKS = {
     "checkpoint": (2, 4),
+    "others": (1, 2, 4),
     "conv": ODD,
     "convert": LAYERS,
     "differing_ranks": SMALL,
     "dropout_init": LAYERS,
     "embedding": SMALL,
     "expert": LAYERS,
+    "fft": LAYERS,
+    "fno": LAYERS,
     "frozen_messages": (2,),
     "fuzz_layers": LAYERS,
+    "interop": (2, 4),
     "interpolate": LAYERS,
     "linear": ODD,
     "local": LAYERS,

@@ -50,12 +50,11 @@ def read(
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ValueError(f"{group.path!r} is no regular file")
-            table, checked = _checksums(fd) if verify else ({}, None)
+            table, checked = checked_sources(fd) if verify else ({}, None)
             with safe_open(group.path, "pt") as file:
                 texts, names = file.metadata() or {}, list(file.keys())
-                # Both keys: another program's copy of a file of ours.
-                if verify and checked is None and len(_KEYS & set(texts)) == 1:
-                    raise ValueError(f"the header is damaged: it lacks {_KEYS - set(texts)}; {_DAMAGED}")
+                if verify and checked is None:
+                    refuse_half(texts)
                 if checked is not None and table != texts:
                     raise ValueError("another save replaced the file while it was opened")
                 metadata.update(json.loads(texts.get("distdl", "{}")))
@@ -95,7 +94,13 @@ def _owned(block: torch.Tensor, source: Any) -> torch.Tensor:
     return block if isinstance(source, _Checked) else block.clone()  # safetensors returns a view of the mapped file
 
 
-def _checksums(fd: int) -> tuple[dict[str, str], dict[str, _Checked] | None]:
+def refuse_half(texts: Mapping[str, str]) -> None:
+    """A header of ours has both keys, and another program's copy of one too; that with one of them is damaged."""
+    if len(_KEYS & set(texts)) == 1:
+        raise ValueError(f"the header is damaged: it lacks {_KEYS - set(texts)}; {_DAMAGED}")
+
+
+def checked_sources(fd: int) -> tuple[dict[str, str], dict[str, _Checked] | None]:
     """The file's metadata, and {name: its checked bytes}; ({}, ``None``) where it has no checksums."""
     start = os.pread(fd, 8 + len(MARK), 0)
     if start[8:] != MARK:

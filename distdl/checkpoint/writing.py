@@ -19,7 +19,7 @@ import stat
 import threading
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -38,9 +38,15 @@ Checksums = tuple[dict[tuple[str, Box], int], dict[str, dict[int, int]]]
 _under_way: dict[str, Any] = {}  # saves of this process that nobody has waited for yet: {temporary file: target}
 
 
-def _describe(
-    path: str, tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], metadata: Any, token: str
+def describe(
+    path: str,
+    tensors: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout],
+    metadata: Any,
+    token: str,
+    any_dtype: bool = False,
 ) -> Report:
+    """This rank's part of a save; ``any_dtype``: also those that safetensors lacks."""
     unknown = sorted(set(layouts) - set(tensors))
     if unknown:
         raise ValueError(f"layouts without a tensor: {unknown}")
@@ -50,7 +56,7 @@ def _describe(
             raise TypeError(f"expected {{name: tensor}}, got {name!r}: {type(x).__name__}")
         if any("\ud800" <= c <= "\udfff" for c in name):
             raise ValueError(f"the name {name!r} is no valid text: it has half of a surrogate pair")
-        if x.dtype not in DTYPES or x.layout is not torch.strided:
+        if (x.dtype not in DTYPES and not any_dtype) or x.layout is not torch.strided:
             raise TypeError(
                 f"safetensors cannot hold {name!r}, {x.dtype}, {x.layout}; save torch.view_as_real(x), or its parts"
             )
@@ -109,6 +115,21 @@ def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
         data, offset = data[n:], offset + n
 
 
+def refuse_differing(group: Group, sums: Mapping[int, Mapping[tuple[str, Box], int]], undo: Callable[[], None]) -> None:
+    """One error on every rank, after ``undo``, where copies of a block differ; ``sums``: checksums by rank."""
+    copies: dict[tuple[str, Box], dict[int, int]] = {}
+    for rank, mine in sums.items():
+        for place, checksum in mine.items():
+            copies.setdefault(place, {})[rank] = checksum
+    differ = {place[0]: sorted(ranks) for place, ranks in copies.items() if len(set(ranks.values())) > 1}
+    if differ:
+        undo()
+        raise group.error(
+            f"copies of one block differ between ranks: {differ}",
+            "make them equal first (broadcast), or save only one rank's; see the cotangent convention",
+        )
+
+
 class Pending:
     """A save under way, as :func:`async_save` returns it."""
 
@@ -124,7 +145,7 @@ class Pending:
         self._waiting = False
         self._group = group = Group("checkpoint.save", path, P)
         token = secrets.token_hex(8)
-        reports = group.step(lambda: _describe(group.path, tensors, layouts or {}, metadata or {}, token))
+        reports = group.step(lambda: describe(group.path, tensors, layouts or {}, metadata or {}, token))
         try:
             self._entries = plan(reports)
             self._token, self._metadata = reports[group.ranks[0]].token, reports[group.ranks[0]].metadata
@@ -171,17 +192,7 @@ class Pending:
 
     def _complete(self) -> None:
         reports: dict[int, Checksums] = self._group.step(self._join, self._remove)
-        copies: dict[tuple[str, Box], dict[int, int]] = {}
-        for rank, (sums, _) in reports.items():
-            for place, checksum in sums.items():
-                copies.setdefault(place, {})[rank] = checksum
-        differ = {place[0]: sorted(sums) for place, sums in copies.items() if len(set(sums.values())) > 1}
-        if differ:
-            self._remove()
-            raise self._group.error(
-                f"copies of one block differ between ranks: {differ}",
-                "make them equal first (broadcast), or save only one rank's; see the cotangent convention",
-            )
+        refuse_differing(self._group, {rank: copies for rank, (copies, _) in reports.items()}, self._remove)
         self._group.step(lambda: self._publish([sums for _, sums in reports.values()]), self._remove)
 
     def _create(self, tensors: Mapping[str, torch.Tensor], boxes: Mapping[str, Box], background: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from .. import _torch
@@ -9,6 +11,7 @@ from ..errors import AgreementError, ShapeError
 from . import transport as traffic
 from .exchange import Aside, Exchange
 from .exchange import begin as begin_exchange
+from .ranges import ranged
 from .side_stream import settle
 
 
@@ -45,7 +48,7 @@ def checked(steps, xs):
 
 
 _strided, _of_torch_func = torch.strided, _torch.of_torch_func
-is_plain, dispatch_modes = _torch.is_plain, _torch.dispatch_modes
+is_plain, dispatch_modes, profiler = _torch.is_plain, _torch.dispatch_modes, _torch.profiler
 
 
 def plans_of(steps):
@@ -73,7 +76,20 @@ def together(steps, xs, recorded=False):
         xs = checked(steps, xs)
     if dispatch_modes() or not (ordinary or all(map(is_plain, xs))):
         return traced(steps, xs)
-    return Exchange(plans_of(steps), xs, engine_for(steps, xs, recorded)).finish()
+    engine = engine_for(steps, xs, recorded)
+    if profiler._is_profiler_enabled or traffic.observer is not None:
+        return _seen(steps, xs, engine)
+    return Exchange(plans_of(steps), xs, engine).finish()
+
+
+def _seen(steps, xs, engine):
+    """The same, while torch's profiler or an observer looks."""
+    plans = plans_of(steps)
+    with ranged(plans, xs, engine) if profiler._is_profiler_enabled else nullcontext():
+        ys = Exchange(plans, xs, engine).finish()
+    if hasattr(engine, "ended"):  # a recorded one
+        engine.ended()
+    return ys
 
 
 def begin(steps, xs):
@@ -130,7 +146,7 @@ def traced(steps, xs):
 def _move_real(xs, movement):
     traffic.begun += 1  # in a graph that was traced the operator stands alone
     steps = _traced[movement]
-    ys = Exchange(plans_of(steps), xs, engine_for(steps, xs, False)).finish()
+    ys = _seen(steps, xs, engine_for(steps, xs, False))
     return [y.contiguous() for y in ys]  # as the tracer was told
 
 

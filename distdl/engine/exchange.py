@@ -19,6 +19,7 @@ from ..flat import parts_of, vector_of
 from . import transport as traffic
 from .local import LocalTransport
 from .program import NO_SUMS, program_of
+from .ranges import label, ranged
 from .side_stream import Beside
 
 _empty_like, _address = torch.empty_like, torch.Tensor.data_ptr
@@ -146,6 +147,20 @@ def _sum_of_one(transport, x, y, group) -> None:
         _collect(transport, "all_reduce", x.data_ptr(), y.data_ptr(), count, y.dtype, group)
 
 
+class Ranged(Exchange):
+    """A movement under way, the end of which is a range of torch's profiler."""
+
+    __slots__ = ("_label",)
+
+    def __init__(self, plans, xs, transport):
+        self._label = label(plans, xs, transport, "wait for ")
+        super().__init__(plans, xs, transport)
+
+    def finish(self):
+        with torch.profiler.record_function(self._label):
+            return super().finish()
+
+
 class Aside:
     """A movement on a side stream of the device: nothing waits on the host, so it is complete but for the device's
     time."""
@@ -169,7 +184,10 @@ class Aside:
 def begin(plans, xs, transport) -> Exchange | Aside:
     """Begin a movement of tensors ``xs`` (each with any leading batch axes) by ``plans``, as one set of messages."""
     aside = xs[0].is_cuda and "cpu" not in transport.device_types
-    return Aside(plans, xs, transport) if aside else Exchange(plans, xs, transport)
+    if not _torch.profiler._is_profiler_enabled:
+        return Aside(plans, xs, transport) if aside else Exchange(plans, xs, transport)
+    with ranged(plans, xs, transport, "start of "):
+        return Aside(plans, xs, transport) if aside else Ranged(plans, xs, transport)
 
 
 def simulate(plan, shards):

@@ -21,6 +21,18 @@ from .dropout import dist_dropout, dist_feature_dropout
 from .embedding import dist_embedding
 from .enter import check_bias, replicated
 from .expert import dist_expert_linear, expert_parallel
+from .fft import (
+    dist_fftfreq,
+    dist_fftn,
+    dist_ifftn,
+    dist_irfftn,
+    dist_rfftfreq,
+    dist_rfftn,
+    dist_spectral_conv,
+    fft_layout,
+    fft_stages,
+    spectral_layout,
+)
 from .interpolate import dist_interpolate, interpolate_layout
 from .linear import dist_linear
 from .loss import (
@@ -105,6 +117,17 @@ __all__ = [
     "dist_adaptive_avg_pool",
     "dist_interpolate",
     "interpolate_layout",
+    # Fourier transforms
+    "dist_fftn",
+    "dist_ifftn",
+    "dist_rfftn",
+    "dist_irfftn",
+    "fft_layout",
+    "fft_stages",
+    "dist_fftfreq",
+    "dist_rfftfreq",
+    "dist_spectral_conv",
+    "spectral_layout",
     # norms
     "dist_batch_norm",
     "dist_group_norm",

@@ -16,7 +16,7 @@ from .call import move
 class _Pending:
     """What :func:`start` returns: a movement under way."""
 
-    def __init__(self, A, xs, moving):
+    def __init__(self, A: Any, xs: list[Any], moving: Any) -> None:
         self.map, self.xs, self.moving = A, xs, moving
 
 

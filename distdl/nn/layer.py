@@ -88,16 +88,24 @@ class Layer(Checked, torch.nn.Module):
         self._kind: dict[str, Any] = {"device": device, "dtype": dtype}
 
     def _parameter(
-        self, name: str, shape: Sequence[int], dims: Sequence[int | None], draw: Draw, wanted: bool = True
+        self,
+        name: str,
+        shape: Sequence[int],
+        dims: Sequence[int | None],
+        draw: Draw,
+        wanted: bool = True,
+        over: Place | None = None,
     ) -> None:
-        """Register a parameter of global ``shape``, dim i split along partition dim ``dims[i]``."""
+        """Register a parameter of global ``shape``, dim i split along dim ``dims[i]`` of ``over``; ``None``: of
+        ``P``."""
+        over = self.P if over is None else over
         if not wanted:
             self.register_parameter(name, None)
             return
         shape = tuple(plain(n, f"a size of {name}") for n in shape)
-        layout = init.parameter_layout(self.P, shape, dims)
+        layout = init.parameter_layout(over, shape, dims)
         self.layouts[name], self._draws[name] = layout, draw
-        self._marks[name] = mark_of(self.P, [d for d in dims if d is not None])
+        self._marks[name] = mark_of(over, [d for d in dims if d is not None])
         self.register_parameter(name, torch.nn.Parameter(self._block(name, **self._kind)))
 
     def _parts(self) -> Iterator[tuple[str, torch.Tensor, bool, bool]]:

@@ -13,7 +13,7 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
         "return Axis(dim, tuple((() if k is None else ((k, k + 1, 0),) for k in keys)), None)": {
             "0 -> 1": "the local tensor lacks the dim: only that the place is the same under every key matters",
         },
-        "programs: dict = field(default_factory=dict, repr=False)": {
+        "programs: dict[Any, Any] = field(default_factory=dict, repr=False)": {
             "False -> True": "wording",
         },
         "if other[0][0] >= box[0][1]:": {
