@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from distdl.launch import run
+from distdl.programs.launch import run
 
 HERE = Path(__file__).parent
 ALWAYS = [

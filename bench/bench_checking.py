@@ -4,9 +4,9 @@ import torch
 
 import distdl as dd
 import distdl.functional as F
-from distdl.bench import cases
-from distdl.bench.table import Result
 from distdl.engine import transport
+from distdl.programs.bench import cases
+from distdl.programs.bench.table import Result
 from distdl.watching.observer import Observer
 
 from .choose import SIZE, choose

@@ -2,7 +2,7 @@
 
 import torch
 
-from distdl.bench import cases
+from distdl.programs.bench import cases
 
 from .choose import SIZE, choose
 

@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 import distdl as dd
 import distdl.functional as F
-from distdl.bench.table import report
+from distdl.programs.bench.table import report
 
 COMM = MPI.COMM_WORLD
 

@@ -27,7 +27,7 @@ from mpi4py import MPI
 import distdl as dd
 import distdl.functional as F
 from distdl import parallel as dp
-from distdl.bench.table import report
+from distdl.programs.bench.table import report
 
 from .trainers import GROUPS, Task
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 import distdl as dd
 import distdl.functional as F
-from distdl.bench.table import report
+from distdl.programs.bench.table import report
 
 from .bench_gpu import measure, rows_of
 from .bench_upstream import load_upstream

@@ -5,8 +5,8 @@ from mpi4py import MPI
 
 import distdl as dd
 import distdl.functional as F
-from distdl.bench import cases
-from distdl.bench.timing import sample
+from distdl.programs.bench import cases
+from distdl.programs.bench.timing import sample
 
 from .choose import SIZE, choose
 

@@ -4,8 +4,8 @@
 import torch
 import torch.nn.functional as local
 
-from distdl.bench import cases
-from distdl.bench.table import Result
+from distdl.programs.bench import cases
+from distdl.programs.bench.table import Result
 
 from .choose import SIZE, choose
 

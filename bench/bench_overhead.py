@@ -13,8 +13,8 @@ from torch.func import grad, jvp, vjp, vmap
 
 import distdl as dd
 import distdl.functional as F
-from distdl.bench.table import report
 from distdl.engine.local import NullTransport
+from distdl.programs.bench.table import report
 
 
 def best(call, calls: int = 10_000, blocks: int = 5) -> float:

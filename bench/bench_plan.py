@@ -2,9 +2,9 @@
 ranks."""
 
 import distdl as dd
-from distdl.bench import cases
-from distdl.bench.table import Result
 from distdl.plan import Plan
+from distdl.programs.bench import cases
+from distdl.programs.bench.table import Result
 
 from .choose import SIZE, choose
 

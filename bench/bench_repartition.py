@@ -3,7 +3,7 @@
 import torch
 
 import distdl as dd
-from distdl.bench import cases
+from distdl.programs.bench import cases
 
 from .choose import SIZE, choose, needs
 

@@ -2,8 +2,8 @@
 report the files together. Launches of different sizes cannot take turns, so these efficiencies are less sure than the
 paired ratios."""
 
-from distdl.bench import cases
-from distdl.bench.table import Result
+from distdl.programs.bench import cases
+from distdl.programs.bench.table import Result
 
 from .choose import SIZE, choose, needs
 

@@ -6,7 +6,7 @@ import torch.nn.functional as local
 
 import distdl as dd
 import distdl.functional as F
-from distdl.bench import cases
+from distdl.programs.bench import cases
 
 from .choose import SIZE, choose, needs
 
@@ -14,7 +14,7 @@ from .choose import SIZE, choose, needs
 def bench_lenet(timed):
     """The demo's network on its 2 x 2 grid."""
     needs(4)
-    from distdl import demo
+    from distdl.programs import demo
 
     n = 32
     params = demo.initial(torch.float32)

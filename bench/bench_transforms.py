@@ -2,8 +2,8 @@
 
 import torch
 
-from distdl.bench import cases
-from distdl.bench.table import Result
+from distdl.programs.bench import cases
+from distdl.programs.bench.table import Result
 
 from .choose import SIZE, choose
 

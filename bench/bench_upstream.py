@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 import distdl as dd
 import distdl.functional as F
-from distdl.bench import cases
+from distdl.programs.bench import cases
 
 from .choose import SIZE, choose
 

@@ -1,4 +1,4 @@
-"""The suite's fixtures: pytest-benchmark collects and writes, ``distdl.bench.timing.sample`` takes the samples.
+"""The suite's fixtures: pytest-benchmark collects and writes, ``distdl.programs.bench.timing`` takes the samples.
 
 pytest-benchmark runs one candidate to its end before the next, and calibrates on each rank by itself. Here all
 candidates of a case take turns, in a fixed number of rounds with a barrier before each, and the slowest rank's time
@@ -11,7 +11,7 @@ from mpi4py import MPI
 from one_report import OneReport
 
 import distdl as dd
-from distdl.bench.timing import environment, sample
+from distdl.programs.bench.timing import environment, sample
 
 from . import peers
 

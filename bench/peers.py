@@ -17,7 +17,8 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import distdl as dd
-from distdl.bench.cases import COLLECTIVES, REDUCING
+from distdl.partition import balanced
+from distdl.programs.bench.cases import COLLECTIVES, REDUCING
 
 COMM = MPI.COMM_WORLD
 PEERS: dict[str, list] = {}
@@ -306,11 +307,56 @@ def pylops(case):
     return lambda: torch.from_numpy(operator.matvec(array).local_array)
 
 
+@peer("mpi4py-fft", "rfftn")
+def mpi4py_fft(case):
+    """Its plan, made once; arrays are its own, and stay."""
+    x, L = (case.operands[k] for k in ("x", "layout"))
+    if MISSING.get("mpi4py-fft") or x.dtype != torch.float64:
+        return None
+    from mpi4py_fft import PFFT, newDistArray
+
+    axes = tuple(range(L.ndim))
+    plan = PFFT(COMM, L.shape, axes=axes, dtype="d", grid=L.partition.shape)
+    u, spectrum = newDistArray(plan, False), newDistArray(plan, True)
+    if u.shape != L.local_shape():
+        return None
+    u[:] = x.numpy()
+    return lambda: torch.from_numpy(plan.forward(u, spectrum, normalize=False).view())
+
+
+@peer("gloo", "rfftn")
+def by_all_to_all(case):
+    """A slab by torch.fft and one all-to-all."""
+    x, L = (case.operands[k] for k in ("x", "layout"))
+    if L.partition.shape[0] != COMM.size:
+        return None
+    halved = x.dim() == 2  # then the dim that ranks turn to is half a spectrum
+    rows, me = L.sizes(0), COMM.rank
+    y_sizes = balanced(L.shape[1] // 2 + 1 if halved else L.shape[1], COMM.size)
+
+    def call():
+        y = torch.fft.rfftn(x, dim=tuple(range(1, x.dim())))
+        sent = torch.cat([torch.view_as_real(part).reshape(-1) for part in y.split(y_sizes, 1)])
+        other = y.shape[2:].numel() * 2
+        out = [rows[me] * c * other for c in y_sizes]
+        back = [r * y_sizes[me] * other for r in rows]
+        got = sent.new_empty(sum(back))
+        dist.all_to_all_single(got, sent, back, out)
+        parts = [
+            torch.view_as_complex(part.reshape(r, y_sizes[me], *y.shape[2:], 2))
+            for part, r in zip(got.split(back), rows)
+        ]
+        return torch.fft.fft(torch.cat(parts), dim=0)
+
+    return call
+
+
 MISSING = {
     name: f"no module {module}: pip install {name}"
-    for name, module in (("pylops-mpi", "pylops_mpi"),)
+    for name, module in (("pylops-mpi", "pylops_mpi"), ("mpi4py-fft", "mpi4py_fft"))
     if importlib.util.find_spec(module) is None
 }
+MISSING["jaxDecomp"] = "its transforms are from complex to complex only, and its wheel needs JAX"
 MISSING["mpi4jax"] = "no wheel; its build needs an MPI compiler and JAX"
 by_hand("mpi4py", Mpi())
 by_hand("gloo", Gloo())

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from distdl.bench.table import Result, cell, rows, text
-from distdl.bench.timing import bootstrapped
+from distdl.programs.bench.table import Result, cell, rows, text
+from distdl.programs.bench.timing import bootstrapped
 
 FACTS = {f.name for f in fields(Result)}
 

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING
 from . import checkpoint, errors, func, functional, init, maps, nn, parallel, testing
 from ._arguments import check_classes, check_functions
 from ._names import only_public
-from .launch import launch
 from .linear_map import LinearMap, linear_map
 from .movement.halo import HaloSpec
+from .nodes import Topology
 from .partition import Layout, Partition
+from .programs.launch import launch
 from .remat import remat
+from .timeline import timeline
 from .watching.checking import checking
-from .world import Topology, World, world
+from .world import World, world
 
 if TYPE_CHECKING:
-    from . import data, viz  # imported when first asked for
+    from . import interop, viz  # imported when first asked for
+    from .programs import data
 
 __version__ = "0.1.0"
 
@@ -42,9 +45,11 @@ __all__ = [
     "parallel",
     "checkpoint",
     "data",
+    "interop",
     # running, testing and drawing
     "launch",
     "checking",
+    "timeline",
     "errors",
     "testing",
     "viz",
@@ -52,5 +57,7 @@ __all__ = [
 check_functions(globals(), ("launch", "linear_map", "remat", "world"))
 check_classes(HaloSpec, Layout, Partition, World)
 _SUBMODULES = ("agree", "autograd", "engine", "held", "movement", "partition", "plan", "signature", "ties", "watching")
-__getattr__ = only_public(__name__, keep=_SUBMODULES, lazy=("data", "viz"))
+__getattr__ = only_public(
+    __name__, keep=_SUBMODULES, lazy={"data": "programs.data", "interop": "interop", "viz": "viz"}
+)
 del TYPE_CHECKING, check_classes, check_functions, only_public

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C import _functorch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import DistdlError
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _Kind = _functorch.TransformType
 # True while any torch.func transform (grad, vjp, jvp, vmap, ...) is being evaluated.
 transforms_active = torch._C._are_functorch_transforms_active
@@ -26,6 +28,8 @@ transforms_active = torch._C._are_functorch_transforms_active
 dispatch_modes = torch._C._len_torch_dispatch_stack
 # Whether torch.autocast is on for some kind of device.
 any_autocast = torch._C._is_any_autocast_enabled
+# Its ``_is_profiler_enabled`` is true while torch.profiler, or emit_nvtx, records: a look at it costs no call.
+profiler = torch.autograd.profiler
 # Context manager: operators called inside skip their Autograd kernels.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -81,11 +85,10 @@ def reduced_by_ddp() -> tuple[tuple[int, ...], frozenset]:
     return tuple(torch.distributed.get_process_group_ranks(ddp.process_group)), _reduced[ddp]
 
 
-def opaque(function):
+def opaque(function: Function) -> Function:
     """Mark a function at which torch.compile shall break its graph, without a look inside: what torch.compiler.disable
     does, but without importing the compiler, and without a wrapper."""
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "a movement of distdl"
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="a movement of distdl")
     frames = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):  # newer torch: nor are functions that it calls compiled on their own
         skip = frames._FrameAction.SKIP

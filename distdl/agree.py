@@ -1,7 +1,7 @@
 """Agreement: how operators called with bare partitions learn the global shape, and find out that ranks disagree.
 
 One small all-gather among the ranks of a call carries each rank's view of it: operator, partitions, shapes, dtype,
-device kind, whether a gradient is wanted, or a local failure. All ranks see the same reports, so all go on, or all
+device kind, whether a gradient is wanted, or a local failure. All ranks see the same of these, so all go on, or all
 raise the same error. :func:`resolve` is the only place where layouts are negotiated; with a Layout, or a shape, nothing
 is.
 """
@@ -19,14 +19,18 @@ from . import _torch
 from .engine import transport as _transport
 from .errors import AgreementError, DistdlError, ShapeError
 from .partition import Layout, Partition, balanced, layout_of, partition_of
+from .signature import disagreement, names
 from .ties import nothing
 from .world import world
 
 
 @dataclass(frozen=True)
-class Report:
-    """What one rank says of a call. ``leaves`` holds (shape, dtype, device kind) of each tensor; ``tree`` their pytree
-    in words, and one like it, of ``None``."""
+class Proposal:
+    """What one rank brings to a call.
+
+    ``leaves``: (shape, dtype, device kind) of each tensor; ``tree``: their pytree in words, and one like it, of
+    ``None``.
+    """
 
     op: str
     partitions: str
@@ -42,7 +46,7 @@ class Report:
     failure: str | None = None
 
 
-def _report(op, xs, active, places, ndim, tree, arguments) -> Report:
+def _proposal(op, xs, active, places, ndim, tree, arguments) -> Proposal:
     failure, leaves, grads, tangents, levels = None, [], [], [], set()
     plain, kinds = not _torch.transforms_active(), dict(_torch.grad_levels())
     for x in xs:
@@ -58,7 +62,7 @@ def _report(op, xs, active, places, ndim, tree, arguments) -> Report:
             levels.add(tuple(f"{kinds[level]} {level}" for level in tracked))
         if active and ndim is not None and x.dim() != ndim:
             failure = failure or f"expected a tensor of {ndim} dims, got shape {tuple(x.shape)}"
-    return Report(
+    return Proposal(
         op,
         " -> ".join(str(p).splitlines()[0] for p in places),
         arguments,
@@ -100,7 +104,7 @@ def negotiate(op: str, xs, P, partitions=(), ndim=None, tree=None, arguments="")
     active = P.index(where.rank) is not None
     if where.rank not in ranks:
         return [x if isinstance(x, torch.Tensor) else torch.empty(0) for x in xs], tree, None
-    mine = _report(op, xs, active, places, ndim, tree, arguments)
+    mine = _proposal(op, xs, active, places, ndim, tree, arguments)
     reports = where.all_gather(mine, ranks, "an operator") if len(ranks) > 1 else {where.rank: mine}
     _compare(op, reports, P, partitions, where.rank)
     return _join(xs, active, reports, P), tree if active else _tree_of(reports[P.ranks[0]], tree), reports
@@ -116,27 +120,13 @@ def _tree_of(holder, tree):
 
 
 def _compare(op, reports, P, partitions, rank) -> None:
-    def disagree(what, values, next_step):
-        groups: dict = {}
-        for r, value in values.items():
-            groups.setdefault(value, []).append(r)
-        if len(groups) > 1:
-            raise AgreementError(
-                f"the ranks disagree in {what}",
-                op=op,
-                partitions=partitions,
-                rank=rank,
-                expected="the same on every rank",
-                next_step=next_step,
-                actual="; ".join(
-                    f"rank{'s' if len(rs) > 1 else ''} {', '.join(map(str, rs))}: {value}"
-                    for value, rs in groups.items()
-                ),
-            )
+    def equal(what, values):
+        if len(set(values.values())) > 1:
+            raise AgreementError(**disagreement(what, values), op=op, partitions=partitions, rank=rank)
 
-    disagree("the operator called", {r: m.op for r, m in reports.items()}, "call the same operators in the same order")
-    disagree("the partitions", {r: m.partitions for r, m in reports.items()}, "pass equal partitions on every rank")
-    disagree("the arguments", {r: m.arguments for r, m in reports.items()}, "pass equal arguments on every rank")
+    equal("the operator called", {r: m.op for r, m in reports.items()})
+    equal("the partitions", {r: m.partitions for r, m in reports.items()})
+    equal("the arguments", {r: m.arguments for r, m in reports.items()})
     failures = {r: m.failure for r, m in reports.items() if m.failure}
     if failures:
         raise AgreementError(
@@ -146,47 +136,22 @@ def _compare(op, reports, P, partitions, rank) -> None:
             rank=rank,
             expected="a block on every rank",
             next_step="pass this rank's block on every rank of the partition",
-            actual="; ".join(f"rank {r}: {text}" for r, text in failures.items()),
+            actual="; ".join(f"{names([r])}: {text}" for r, text in failures.items()),
         )
     holders = {r: reports[r] for r in P.ranks}
-    disagree(
-        "the number of tensors", {r: len(m.leaves) for r, m in holders.items()}, "pass the same pytree on every rank"
-    )
-    disagree(
-        "the pytree",
-        {r: m.tree[0] if m.tree else "a tensor" for r, m in holders.items()},
-        "pass the same pytree on every rank: the same containers, dictionaries with the same keys",
-    )
-    for i, name in ((1, "dtype"), (2, "device kind")):
-        values = {r: ", ".join(leaf[i] for leaf in m.leaves) for r, m in holders.items()}
-        disagree(f"the {name}", values, f"give every rank's tensor the same {name}")
-    disagree(
-        "the number of dims",
-        {r: tuple(len(leaf[0]) for leaf in m.leaves) for r, m in holders.items()},
-        "give every rank a block with as many dims",
-    )
-    disagree(
-        "the batch sizes (vmap)",
-        {r: m.batches for r, m in reports.items()},
-        "call the operator inside the same vmaps, over axes of one size, on all ranks",
-    )
+    equal("the number of tensors", {r: len(m.leaves) for r, m in holders.items()})
+    equal("the pytree", {r: m.tree[0] if m.tree else "a tensor" for r, m in holders.items()})
+    equal("the dtype", {r: ", ".join(leaf[1] for leaf in m.leaves) for r, m in holders.items()})
+    equal("the device kind", {r: ", ".join(leaf[2] for leaf in m.leaves) for r, m in holders.items()})
+    equal("the number of dims", {r: tuple(len(leaf[0]) for leaf in m.leaves) for r, m in holders.items()})
+    equal("the batch sizes (vmap)", {r: m.batches for r, m in reports.items()})
     if any(m.records and any(m.grads) for m in reports.values()):
-        disagree(
-            "whether a graph is recorded",
-            {r: m.records for r, m in reports.items()},
-            "enter torch.no_grad and inference_mode on all ranks or on none: a backward would wait for ever",
-        )
+        equal("whether a graph is recorded", {r: m.records for r, m in reports.items()})
     if any(any(m.tangents) for m in reports.values()):
-        disagree(
-            "whether forward mode is on", {r: m.dual for r, m in reports.items()}, "open the dual_level on all ranks"
-        )
+        equal("whether forward mode is on", {r: m.dual for r, m in reports.items()})
     if any(m.levels not in ((), ((),)) for m in reports.values()):
         # Inside torch.func connections cannot be joined from outside: a rank without one would send nothing back.
-        disagree(
-            "what torch.func differentiates",
-            {r: m.levels for r, m in reports.items() if m.leaves},
-            "make the input depend on the differentiated one on every rank (F.nothing, F.tie)",
-        )
+        equal("what torch.func differentiates", {r: m.levels for r, m in reports.items() if m.leaves})
 
 
 def _join(xs, active, reports, P):
@@ -234,7 +199,7 @@ def resolve_tree(op: str, xs, tree, P, shape=None, others=()):
     ``P`` and ``others`` (the call's other partitions): block sizes add up to the global shape, whatever they are.
     """
     if isinstance(P, Layout) or shape is not None:
-        return xs, tree, [layout_of(P, shape, op)] * len(xs)
+        return xs, tree, [P if shape is None else layout_of(P, shape, op)] * len(xs)
     P = partition_of(P, op)
     xs, tree, reports = negotiate(op, xs, P, others, P.ndim, tree)
     if reports is None:
@@ -279,7 +244,7 @@ def alike(op: str, P) -> None:
     would not notice."""
     if _transport.observer is not None:
         where = partition_of(P, op)
-        _transport.observer.alike(world(where.world).host, op, where)
+        _transport.observer.alike(world(where.world).watch, op, where)
 
 
 def check_tensor(op: str, x, P) -> None:
@@ -314,14 +279,13 @@ def outside(xs, P=None):
 
 __all__ = [
     "DistdlError",
-    "Report",
+    "Proposal",
     "alike",
     "block_sizes",
     "check_tensor",
     "negotiate",
     "outside",
     "outside_shape",
-    "partition_of",
     "resolve",
     "resolve_tree",
 ]

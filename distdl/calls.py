@@ -10,13 +10,12 @@ import hashlib
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-import torch
-
-_DISTDL, _TORCH = (os.path.dirname(os.path.abspath(path)) + os.sep for path in (__file__, torch.__file__))
+_DISTDL = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+F = TypeVar("F", bound=Callable[..., Any])
 _known: dict[str, bool] = {}
 _names: dict[CodeType, str] = {}  # of public functions, by their code; "" of a constructor: its class says
 _alike: set[CodeType] = set()  # those that get the same plain arguments on all ranks that call them together
@@ -51,7 +50,7 @@ def _register(name: str, function: Any, alike: bool) -> None:
     written = [code]
     while written:
         code = written.pop()
-        _names[code] = name
+        _names.setdefault(code, name)  # a class may call a function its own
         written += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
 
 
@@ -70,19 +69,19 @@ def wrapper(code: CodeType) -> None:
     _wrappers.add(code)
 
 
-def has_tree(function):
+def has_tree(function: F) -> F:
     """Mark a function that everything which moves a pytree passes through; its variable ``tree`` says which."""
     _trees.add(function.__code__)
     return function
 
 
 def _users(filename: str) -> bool:
-    return not filename.startswith((_DISTDL, _TORCH, "<frozen")) and not filename.endswith(
-        ("contextlib.py", "functools.py")
-    )
+    torch = sys.modules.get("torch")  # not imported here: a launcher's errors do without
+    libraries = (_DISTDL, "<frozen", *([os.path.dirname(torch.__file__) + os.sep] if torch else []))
+    return not filename.startswith(libraries) and not filename.endswith(("contextlib.py", "functools.py"))
 
 
-def _stack():
+def _stack() -> Iterator[tuple[FrameType, bool]]:
     """The frames from the caller's outwards, to the innermost one of the user's (as far as this thread knows it: CUDA
     backward has threads of its own), each with whether it is the user's."""
     frame, known = sys._getframe(2), _known
@@ -97,7 +96,7 @@ def _stack():
         frame = frame.f_back
 
 
-def _line(frame) -> str:
+def _line(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
@@ -136,7 +135,7 @@ def called() -> Called:
     return Called(line, _name_of(outer), _short(", ".join(f"{name}={text}" for name, text in texts if text)), tree)
 
 
-def collective_call():
+def collective_call() -> tuple[FrameType, tuple[int, ...], str] | None:
     """(the frame of the outermost call that concerns several ranks, their numbers, their world); ``None`` outside of
     any."""
     found = None
@@ -150,11 +149,11 @@ def collective_call():
     return found
 
 
-def _wraps_alike(frame) -> bool:
+def _wraps_alike(frame: FrameType) -> bool:
     return frame.f_code in _wrappers and getattr(frame.f_locals["function"], "__code__", None) in _alike
 
 
-def single_plan():
+def single_plan() -> Any:
     """The plan of the movement whose operand is looked at, where it is the only one of its map; ``None`` elsewhere."""
     found = None
     for frame, users in _stack():
@@ -177,14 +176,14 @@ def of_error() -> tuple[str | None, Any]:
     return _name_of(outer), places[0] if len(places) == 1 else tuple(places) or None
 
 
-def _arguments(frame):
+def _arguments(frame: FrameType) -> list[tuple[str, Any]]:
     code, values = frame.f_code, frame.f_locals
     if code in _wrappers:
         return [("", value) for value in (*values["args"], *values["kwargs"].values())]
     return [(name, values.get(name)) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
 
 
-def _places(value: Any) -> list:
+def _places(value: Any) -> list[Any]:
     """The partitions of an argument: a Partition, a Layout, a HaloSpec or a LinearMap, or several."""
     if isinstance(value, (tuple, list)):
         return [place for one in value[:16] for place in _places(one)]
@@ -203,6 +202,8 @@ def _places(value: Any) -> list:
 def _plain(value: Any) -> str | None:
     """A number, a text, a dtype, or several of these, in words; ``None`` for what may differ by rank: tensors and all
     else."""
+    import torch
+
     if isinstance(value, (bool, str, complex, torch.dtype)):
         return repr(value)
     if isinstance(value, (int, float)):

@@ -3,6 +3,9 @@ do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from .calls import of_error
 
 __all__ = [
@@ -17,16 +20,19 @@ __all__ = [
     "TransportError",
 ]
 
-_rank_of = {"source": lambda: None}  # which rank am I? world.py replaces the answer; None where no world runs
-_heard_by = {"local": lambda error: None}  # who is told of an error that may be this rank's alone: see world.py
+# Which rank am I in the world of that name? And for None: in the default one, or None where that does not run. world.py
+# gives the answer.
+rank_of: dict[str, Callable[[str | None], int | None]] = {"source": lambda world: None}
+# Who is told of an error that may be this rank's alone: see world.py.
+_heard_by: dict[str, Callable[[DistdlError], None]] = {"local": lambda error: None}
 
 
-def set_rank_source(source) -> None:
-    """Set the function that gives this process's rank to errors that do not name one."""
-    _rank_of["source"] = source
+def set_rank_source(source: Callable[[str | None], int | None]) -> None:
+    """Set the function ``world name -> this process's rank``, of partitions and of errors; see :data:`rank_of`."""
+    rank_of["source"] = source
 
 
-def set_listener(listener) -> None:
+def set_listener(listener: Callable[[DistdlError], None]) -> None:
     """Set the function that is told of every error which may be raised on this rank alone, when it is made."""
     _heard_by["local"] = listener
 
@@ -42,14 +48,24 @@ class DistdlError(Exception):
     # whether a rank finds this by itself, while its peers may be on their way into the call that it leaves
     _local = False
 
-    def __init__(self, problem, *, op=None, partitions=None, expected=None, actual=None, rank=None, next_step=None):
+    def __init__(
+        self,
+        problem: str,
+        *,
+        op: str | None = None,
+        partitions: Any = None,
+        expected: Any = None,
+        actual: Any = None,
+        rank: int | None = None,
+        next_step: str | None = None,
+    ) -> None:
         if op is None:  # the public call on the stack, and its partitions
             op, places = of_error()
             partitions = places if partitions is None else partitions
         self.problem, self.op, self.partitions = problem, op, partitions
         self.expected, self.actual, self.rank, self.next_step = expected, actual, rank, next_step
         if rank is None:
-            self.rank = _rank_of["source"]()
+            self.rank = rank_of["source"](None)
         parts = [f"{op}: {problem}" if op else problem]
         if expected is not None or actual is not None:
             parts.append(f"expected {expected}, got {actual}")
@@ -63,19 +79,19 @@ class DistdlError(Exception):
         if self._local:
             _heard_by["local"](self)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions cross processes (dd.launch); the default would call __init__ with the joined message only.
         return _rebuild, (type(self), self.args, self.__dict__.copy())
 
 
-def _one_line(value) -> str:
+def _one_line(value: Any) -> str:
     """A partition without its drawing, or several with arrows."""
     if isinstance(value, (tuple, list)):
         return " -> ".join(map(_one_line, value))
     return str(value).splitlines()[0] if str(value) else ""
 
 
-def _rebuild(cls, args, state):
+def _rebuild(cls: type[DistdlError], args: tuple[Any, ...], state: dict[str, Any]) -> DistdlError:
     error = cls.__new__(cls, *args)
     error.__dict__.update(state)
     return error
@@ -119,7 +135,7 @@ class TransportError(DistdlError, RuntimeError):
 class RankError(DistdlError, RuntimeError):
     """A rank of a launched function failed; the message names it and ends with its traceback."""
 
-    def __init__(self, problem, *, traceback="", **parts):
+    def __init__(self, problem: str, *, traceback: str = "", **parts: Any) -> None:
         super().__init__(problem, **parts)
         if traceback:
             self.args = (f"{self.args[0]}\n\n{traceback}",)

@@ -163,7 +163,7 @@ def inner(x: Any, y: Any, P: Place, dims: Dims = None) -> torch.Tensor:
             next_step="pass two tensors of one shape, this rank's blocks of one layout",
         )
     local = sum((a.conj() * b).sum() for a, b in zip(xs, ys))
-    return invariant_sum(local, partition_of(P, "inner"), dims)
+    return invariant_sum(local, partition_of(P), dims)
 
 
 def linear_transpose(f: Callable[..., Any], x: Any) -> Callable[[Any], Any]:

@@ -1,7 +1,7 @@
 """Who already sums: how the ranks hold a parameter, and over which of them its layer's adjoint sums the gradient.
 
 A layer over a grid ``P`` holds a parameter as a block along some dims of ``P``, ``split``, and as a copy along the
-others, over which its adjoint sums (:func:`distdl.functional.params.replicated`). So within ``P`` the gradient is
+others, over which its adjoint sums (:func:`distdl.functional.replicated`). So within ``P`` the gradient is
 complete as it stands; who reduces gradients over ranks R asks :func:`complete`:
 
     R inside of P               nothing is left to sum
@@ -18,22 +18,23 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from . import _torch
-from .engine import transport as _transport
+from ._types import Dims, Place
+from .engine import transport as traffic
 from .errors import PartitionError
-from .partition import Partition, is_int, partition_of
+from .partition import Partition, partition_of
 from .signature import NAME
 
 _MARK, _MARKED = "_distdl_held", "_distdl_marked"
-_marked: weakref.WeakValueDictionary[int, torch.Tensor] = (
-    weakref.WeakValueDictionary()
-)  # leaf tensors, to find a gradient's
+Mark = tuple[Any, ...]
+T = TypeVar("T", bound=torch.Tensor)
+_marked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # leaves, to find a gradient's
 
 
 class Held(NamedTuple):
@@ -53,14 +54,14 @@ class Held(NamedTuple):
         return math.prod(self.grid.shape[d] for d in self.split or ())
 
 
-def mark_of(P, split) -> tuple:
+def mark_of(P: Place, split: Dims | Iterable[int]) -> Mark:
     """The mark of a parameter that is a block along the partition dims ``split`` of ``P``."""
     where = partition_of(P)
-    cut = None if split is None else tuple(d for d in where.dims(split, "declare") if where.shape[d] > 1)
+    cut = None if split is None else tuple(d for d in where.dims(split) if where.shape[d] > 1)
     return where.world, where.shape, where.ranks, cut
 
 
-def hold(tensor, mark, name=None) -> None:
+def hold(tensor: torch.Tensor, mark: Mark, name: str | None = None) -> None:
     """Mark ``tensor``; a leaf's gradient then has its mark too. ``name``: for errors, where it has none."""
     if getattr(tensor, _MARK, None) != mark:
         setattr(tensor, _MARK, mark)
@@ -72,7 +73,7 @@ def hold(tensor, mark, name=None) -> None:
         _marked[id(tensor)] = tensor
 
 
-def declare(parameter, P, split=()):
+def declare(parameter: T, P: Place, split: int | Sequence[int] = ()) -> T:
     """Say how the ranks hold a parameter of your own module, as the layers of ``dd.nn`` say it of theirs; returns it.
 
     Args:
@@ -88,18 +89,18 @@ def declare(parameter, P, split=()):
 
 
 @lru_cache(maxsize=4096)
-def _held(mark) -> Held:
+def _held(mark: Mark) -> Held:
     world, shape, ranks, split = mark
     return Held(Partition(tuple(shape), tuple(ranks), world), split if split is None else tuple(split))
 
 
-def held(tensor) -> Held | None:
+def held(tensor: Any) -> Held | None:
     """How ranks hold ``tensor``; ``None``: no layer has said."""
     mark = getattr(tensor, _MARK, None)
     return None if mark is None else _held(mark)
 
 
-def keep(new, old):
+def keep(new: T, old: torch.Tensor) -> T:
     """``new``, another form of ``old`` (its cast, say), with its marks."""
     for name in (_MARK, _MARKED):
         if new is not old and (mark := getattr(old, name, None)) is not None:
@@ -107,35 +108,34 @@ def keep(new, old):
     return new
 
 
-def ask(module) -> None:
+def ask(module: torch.nn.Module) -> None:
     """Let the layers of a module mark their parameters, and name all of them."""
     for child in module.modules():
-        if hasattr(child, "hold_parameters"):
-            child.hold_parameters()
+        mark = getattr(child, "hold_parameters", None)
+        if mark is not None:
+            mark()
     for name, p in module.named_parameters():
         setattr(p, NAME, name)
 
 
-def named(tree) -> dict[str, torch.Tensor]:
+def named(tree: Any) -> dict[str, torch.Tensor]:
     """{name: tensor} of a module, with its buffers, or of a pytree; its leaves then have their names in errors."""
     if isinstance(tree, torch.nn.Module):
         ask(tree)
         return dict(tree.named_parameters()) | dict(tree.named_buffers())
     pairs, _ = torch.utils._pytree.tree_flatten_with_path(tree)
-    found = {}
+    leaves: dict[str, torch.Tensor] = {}
     for path, leaf in pairs:
-        name = (
-            ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
-            or "the tensor"
-        )
+        keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+        name = ".".join(keys) or "the tensor"
         if isinstance(leaf, torch.Tensor):
-            found[name] = leaf
+            leaves[name] = leaf
             if not hasattr(leaf, NAME):
                 setattr(leaf, NAME, name)
-    return found
+    return leaves
 
 
-def holders(op, tree, of=None, *, P=None) -> list:
+def holders(tree: Any, of: Any = None) -> list[Held | None]:
     """How ranks hold each leaf of ``tree``: parameters, their gradients, or other tensors that stand for them.
 
     Args:
@@ -149,8 +149,6 @@ def holders(op, tree, of=None, *, P=None) -> list:
         if not isinstance(tree, Mapping) or not known.keys() >= tree.keys():
             raise PartitionError(
                 "tensors without the names of the module's parameters",
-                op=op,
-                partitions=P,
                 expected="a dictionary with names of module.named_parameters()",
                 actual=sorted(map(str, tree.keys() - known.keys())) if isinstance(tree, Mapping) else type(tree),
                 next_step="pass dict(module.named_parameters()), or what belongs to it",
@@ -161,31 +159,25 @@ def holders(op, tree, of=None, *, P=None) -> list:
     if len(sources) != len(leaves):
         raise PartitionError(
             "not as many parameters as tensors",
-            op=op,
-            partitions=P,
             expected=len(leaves),
             actual=len(sources),
             next_step="pass the parameters in a pytree like that of the tensors",
         )
-    found = [held(t) for t in sources]
-    if None in found and len(_marked):
+    marks = [held(t) for t in sources]
+    if None in marks and len(_marked):
         by_gradient = {id(p.grad): p for p in list(_marked.values()) if p.grad is not None}
-        found = [h or held(by_gradient.get(id(t))) for h, t in zip(found, sources)]
-    return found
+        marks = [how or held(by_gradient.get(id(t))) for how, t in zip(marks, sources)]
+    return marks
 
 
-def name_when_checking(tree) -> None:
+def name_when_checking(tree: Any) -> None:
     """Under ``dd.checking()``: name the leaves, so that an error can say which copies differ."""
-    if (
-        _transport.observer is not None
-        and _transport.observer.timeout is not None
-        and not isinstance(tree, torch.Tensor)
-    ):
+    if traffic.observer is not None and traffic.observer.timeout is not None and not isinstance(tree, torch.Tensor):
         named(tree)
 
 
 @lru_cache(maxsize=4096)
-def complete(how: Held | None, R: Partition, op: str, what: str = "a parameter") -> bool:
+def complete(how: Held | None, R: Partition, what: str = "a parameter") -> bool:
     """Whether a gradient is complete over all ranks of ``R`` as its layer leaves it; ``False``: it is still to be
     summed over them.
 
@@ -203,7 +195,6 @@ def complete(how: Held | None, R: Partition, op: str, what: str = "a parameter")
             return True
     raise PartitionError(
         f"the layer of {what} sums its gradient over some of these ranks",
-        op=op,
         partitions=R,
         expected=f"ranks within the layer's, or replicas of it: no two ranks of {how.grid.ranks}",
         actual=f"ranks {R.ranks} of world {R.world!r}, a block along dims {how.split} of {how.grid.shape}",
@@ -211,14 +202,9 @@ def complete(how: Held | None, R: Partition, op: str, what: str = "a parameter")
     )
 
 
-def complete_over(found, R, op) -> list[bool]:
-    """:func:`complete` of each; nothing is, on a rank outside (``R`` is ``None``)."""
-    return [R is not None and complete(how, R, op) for how in found]
-
-
-def whole(found, R, op) -> None:
+def whole(marks: Iterable[Held | None], R: Partition | None) -> None:
     """Raise where ranks of ``R`` hold different blocks of one of these parameters."""
-    for how in found:
+    for how in marks:
         if how is None or R is None or how.blocks == 1:
             continue
         shared = set(R.ranks).intersection(how.grid.ranks)
@@ -226,7 +212,6 @@ def whole(found, R, op) -> None:
         if len(places) > 1:
             raise PartitionError(
                 "these ranks hold different blocks of a parameter",
-                op=op,
                 partitions=R,
                 actual=how.grid.shape,
                 expected="copies of one tensor",
@@ -238,25 +223,28 @@ def whole(found, R, op) -> None:
 # ---------------------------------------------------------------- tensors that F.mark_varying has marked
 
 
-def tag(ys, xs, P, dims=None) -> None:
+def tag(ys: Any, xs: Any, P: Place, dims: Dims = None) -> None:
     """Note that the gradient of ``ys`` is summed along partition dims ``dims`` of ``P`` on its way to ``xs``."""
     where = partition_of(P)
-    mark = where.world, where.shape, where.ranks, dims if dims is None or is_int(dims) else tuple(dims)
+    mark = where.world, where.shape, where.ranks, tuple(dims) if isinstance(dims, Sequence) else dims
     for y, x in zip(_torch.flatten(ys)[0], _torch.flatten(xs)[0]):
         if y is not x:
             setattr(y, _MARKED, (*getattr(x, _MARKED, ()), mark))
 
 
-def unmarked_dims(tensor, P, dims, op="replicated") -> tuple[int, ...]:
+_dims = lru_cache(maxsize=1024)(Partition.dims)
+
+
+def unmarked_dims(tensor: torch.Tensor, P: Partition, dims: int | Iterable[int]) -> tuple[int, ...]:
     """Those of the partition dims ``dims`` of a layer over which the gradient of ``tensor`` is not summed yet.
 
     Raises:
         PartitionError: it was marked over ranks that hold different blocks, or over a part of a dim.
     """
-    left = P.dims(dims, op)
-    if not P.active:
+    left, marks = _dims(P, tuple(dims) if isinstance(dims, Iterable) else dims), getattr(tensor, _MARKED, ())
+    if not marks or P.index() is None:
         return left
-    for world, shape, ranks, along in getattr(tensor, _MARKED, ()):
+    for world, shape, ranks, along in marks:
         fibre = Partition(shape, ranks, world).along(along) if world == P.world else None
         ranks = () if fibre is None else fibre.ranks
         shared = set(ranks).intersection(P.ranks)
@@ -266,7 +254,6 @@ def unmarked_dims(tensor, P, dims, op="replicated") -> tuple[int, ...]:
         if set(P.along(done).ranks) != shared:
             raise PartitionError(
                 "a parameter was marked over other ranks than its layer's copies",
-                op=op,
                 partitions=P,
                 expected=f"ranks of the dims {left}, along which it is a copy",
                 actual=f"ranks {ranks}",

@@ -21,11 +21,10 @@ from torch.nn.init import calculate_gain
 
 from ._arguments import check_functions, checked
 from ._types import Device, Place
-from .agree import partition_of
 from .calls import public
 from .errors import PartitionError
 from .functional import random
-from .partition import Layout, Partition
+from .partition import Layout, Partition, partition_of
 
 __all__ = [
     "zeros",

@@ -2,16 +2,16 @@
 
 A :class:`LinearMap` runs *steps*, one after the other. A step is a :class:`Move`: a plan, and the plan of its adjoint;
 or a :class:`Pair` of a user's own functions. Transposing a map transposes its steps and their order, and that is all
-there is to
-derivatives: :mod:`autograd` has the rules.
+there is to derivatives: :mod:`autograd` has the rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import index as as_int
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from .engine import dispatch
 from .errors import PartitionError, ShapeError
 from .plan import Plan, Side
 from .ties import nothing
-from .world import world
+from .world import World, world
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class Move:
 
     together = staticmethod(dispatch.together)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for plan, transposed in ((self.plan, self.transposed), (self.adjoint, not self.transposed)):
             plan.__dict__.setdefault("name", self.name + (".T" if transposed else ""))
 
     @cached_property
-    def world(self):
+    def world(self) -> World:
         """The world of the step's ranks."""
         return world(self.plan.held.partition.world)
 
@@ -121,7 +121,7 @@ class Move:
         """All ranks that take part, sorted."""
         return self.plan.ranks
 
-    def operand(self, x):
+    def operand(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` as what this rank puts in: checked, or a placeholder where it holds nothing."""
         if not self._fits:
             self.world.check(str(self), self.plan.held.partition, self.plan.wanted.partition)
@@ -150,7 +150,7 @@ class Move:
             x = nothing(self.in_shape, x)
         return x
 
-    def simulate(self, shards):
+    def simulate(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All ranks in this process: blocks in the order of the held partition to blocks in the order of the wanted."""
         return self.plan.simulate(shards)
 
@@ -159,10 +159,10 @@ class Move:
         """Source and destination, for messages."""
         return self.plan.named[1]
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.name + (".T" if self.transposed else "")
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
@@ -170,8 +170,8 @@ class Move:
 class Pair:
     """A step of a user's own functions, see :func:`linear_map`."""
 
-    forward: Callable
-    backward: Callable
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    backward: Callable[[torch.Tensor], torch.Tensor]
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -184,7 +184,7 @@ class Pair:
     is_identity = False
 
     @property
-    def world(self):
+    def world(self) -> World:
         """The world of :attr:`ranks`."""
         return world(self.world_name)
 
@@ -216,7 +216,7 @@ class Pair:
             range=self.domain,
         )
 
-    def operand(self, x):
+    def operand(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, checked."""
         if not isinstance(x, torch.Tensor) or x.shape != self.in_shape:
             raise ShapeError(
@@ -230,11 +230,11 @@ class Pair:
         return x
 
     @staticmethod
-    def together(steps, xs, recorded):
+    def together(steps: Sequence[Pair], xs: Sequence[torch.Tensor], recorded: bool) -> list[torch.Tensor]:
         """Each step on its tensor, of plain memory."""
         return [step.run(x) for step, x in zip(steps, dispatch.checked(steps, xs))]
 
-    def run(self, x):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
         """The pair's forward on a tensor with any number of leading batch axes."""
         lead = x.shape[: x.dim() - len(self.in_shape)]
         if not lead or self.batched:
@@ -255,7 +255,7 @@ class Pair:
             )
         return y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"linear_map({getattr(self.forward, '__name__', 'forward')})"
 
 
@@ -270,9 +270,9 @@ class LinearMap:
         steps: what runs, in order; a movement of :mod:`distdl.maps` is one :class:`Move`.
     """
 
-    steps: tuple
+    steps: tuple[Any, ...]  # Move or Pair
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for a, b in zip(self.steps, self.steps[1:]):
             if a.out_shape != b.in_shape or a.range.kind != b.domain.kind:
                 raise PartitionError(
@@ -285,7 +285,7 @@ class LinearMap:
                     next_step="put a map between them: repartition, or mark_varying for an invariant value",
                 )
 
-    def __call__(self, x):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the map to this rank's tensor. Returns fresh memory, unless the map is the identity on every rank.
 
         Raises:
@@ -304,7 +304,7 @@ class LinearMap:
         other.__dict__["T"] = self
         return other
 
-    def __matmul__(self, other) -> LinearMap:
+    def __matmul__(self, other: LinearMap) -> LinearMap:
         if not isinstance(other, LinearMap):
             raise PartitionError(
                 "not a linear map",
@@ -316,19 +316,50 @@ class LinearMap:
             )
         return LinearMap(other.steps + self.steps)
 
-    in_shape = property(lambda self: self.steps[0].in_shape, doc="Shape of this rank's input.")
-    out_shape = property(lambda self: self.steps[-1].out_shape, doc="Shape of this rank's output.")
-    domain = property(
-        lambda self: self.steps[0].domain, doc="Whether inputs are varying or invariant: a :class:`Space`."
-    )
-    range = property(lambda self: self.steps[-1].range, doc="The same of outputs.")
-    is_identity = property(
-        lambda self: all(step.is_identity for step in self.steps), doc="Whether no rank's tensor changes."
-    )
-    active = property(lambda self: self.steps[0].active, doc="Whether this rank holds some of the input.")
-    world = property(lambda self: self.steps[0].world, doc="The world of the map's ranks.")
-    plan = property(lambda self: self.steps[0].plan, doc="The plan of a single movement.")
-    adjoint = property(lambda self: self.steps[0].adjoint, doc="The plan of a single movement's adjoint.")
+    @property
+    def in_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's input."""
+        return self.steps[0].in_shape
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's output."""
+        return self.steps[-1].out_shape
+
+    @property
+    def domain(self) -> Space:
+        """Whether inputs are varying or invariant."""
+        return self.steps[0].domain
+
+    @property
+    def range(self) -> Space:
+        """Whether outputs are varying or invariant."""
+        return self.steps[-1].range
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether no rank's tensor changes."""
+        return all(step.is_identity for step in self.steps)
+
+    @property
+    def active(self) -> bool:
+        """Whether this rank holds some of the input."""
+        return self.steps[0].active
+
+    @property
+    def world(self) -> World:
+        """The world of the map's ranks."""
+        return self.steps[0].world
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of a single movement."""
+        return self.steps[0].plan
+
+    @property
+    def adjoint(self) -> Plan:
+        """The plan of a single movement's adjoint."""
+        return self.steps[0].adjoint
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -340,24 +371,25 @@ class LinearMap:
         """All ranks that take part, sorted."""
         return tuple(sorted({rank for step in self.steps for rank in step.ranks}))
 
-    def operand(self, x):
+    def operand(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` as what this rank puts in: checked, or a placeholder where it holds nothing."""
         return self.steps[0].operand(x)
 
-    def simulate(self, shards):
+    def simulate(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All ranks in this process, one step after the other: blocks in the order of the first step's held
         partition."""
+        blocks = list(shards)
         for step in self.steps:
-            shards = step.simulate(shards)
-        return shards
+            blocks = step.simulate(blocks)
+        return blocks
 
-    def __str__(self):
+    def __str__(self) -> str:
         return " @ ".join(map(str, reversed(self.steps)))
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"LinearMap({self}: {self.in_shape} -> {self.out_shape}, {self.domain.kind} -> {self.range.kind})"
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {"steps": self.steps}
 
 
@@ -370,7 +402,15 @@ def movement(name: str, held: Side, wanted: Side) -> LinearMap:
     return LinearMap((Move(name, plan, plan.T),))
 
 
-def linear_map(forward, adjoint, in_shape, out_shape, *, ranks=(), batched: bool = False) -> LinearMap:
+def linear_map(
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    adjoint: Callable[[torch.Tensor], torch.Tensor],
+    in_shape: Sequence[int],
+    out_shape: Sequence[int],
+    *,
+    ranks: Iterable[int] = (),
+    batched: bool = False,
+) -> LinearMap:
     """A user's own linear map and its adjoint, with every transform.
 
     Args:

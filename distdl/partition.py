@@ -9,41 +9,37 @@ from __future__ import annotations
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
 from operator import index as as_int
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from .errors import PartitionError, ShapeError
+from .errors import PartitionError, ShapeError, rank_of
 
-_rank_of: dict[str, Callable] = {}  # who am I in a world? world.py gives the answer
-
-
-def set_rank_source(source) -> None:
-    """Set the function ``world name -> this process's rank``, used where ``rank`` is left out."""
-    _rank_of["source"] = source
+if TYPE_CHECKING:
+    import torch
 
 
-class _Value:
+class Value:
     """Hash once: partitions and layouts are dictionary keys on every call, and may hold thousands of ranks."""
 
-    __dataclass_fields__: ClassVar[dict]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @cached_property
-    def _hash(self):
+    def _hash(self) -> int:
         return hash((type(self).__name__, *(getattr(self, name) for name in self.__dataclass_fields__)))
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return self._hash
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(frozen=True, repr=False)
-class Partition(_Value):
+class Partition(Value):
     """A Cartesian grid of ranks.
 
     Args:
@@ -60,7 +56,7 @@ class Partition(_Value):
     ranks: tuple[int, ...] | None = None
     world: str = "default"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         try:
             shape = tuple(as_int(n) for n in self.shape)
             ranks = None if self.ranks is None else tuple(as_int(r) for r in self.ranks)
@@ -102,7 +98,7 @@ class Partition(_Value):
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "ranks", ranks)
 
-    __hash__ = _Value.__hash__
+    __hash__ = Value.__hash__
 
     @property
     def size(self) -> int:
@@ -130,14 +126,14 @@ class Partition(_Value):
             PartitionError: ``rank`` is no integer; so do all methods that take a rank.
         """
         if rank is None:
-            rank = _rank_of["source"](self.world)
+            rank = rank_of["source"](self.world)
         elif type(rank) is not int:
             rank = self._as_rank(rank)
         if rank not in self._coords:
             self._coords[rank] = self._coords_of(rank)
         return self._coords[rank]
 
-    def _as_rank(self, rank) -> int:
+    def _as_rank(self, rank: Any) -> int:
         if is_int(rank) and not isinstance(rank, bool):
             return as_int(rank)
         raise PartitionError(
@@ -153,7 +149,7 @@ class Partition(_Value):
     def _coords(self) -> dict[int, tuple[int, ...] | None]:
         return {}  # of the ranks that were asked for: mostly this process's alone
 
-    def _coords_of(self, rank):
+    def _coords_of(self, rank: int) -> tuple[int, ...] | None:
         place = self._places.get(rank)
         if place is None:
             return None
@@ -163,7 +159,7 @@ class Partition(_Value):
             coords.append(c)
         return tuple(reversed(coords))
 
-    def rank_at(self, coords) -> int:
+    def rank_at(self, coords: Sequence[int]) -> int:
         """The rank at grid coordinates ``coords``; negative ones count from the end.
 
         Raises:
@@ -201,18 +197,19 @@ class Partition(_Value):
             )
         return as_int(dim) % self.ndim
 
-    def dims(self, dims, op: str | None = None) -> tuple[int, ...]:
+    def dims(self, dims: int | Iterable[int] | None, op: str | None = None) -> tuple[int, ...]:
         """``dims`` (``None``: all, an int, or a sequence of distinct ones) as sorted, non-negative grid dims."""
         if dims is None:
             return tuple(range(self.ndim))
-        found = sorted(self.dim(d, op) for d in (dims if isinstance(dims, Iterable) and not is_int(dims) else (dims,)))
+        several: Any = dims if isinstance(dims, Iterable) and not is_int(dims) else (dims,)
+        found = sorted(self.dim(d, op) for d in several)
         if len(set(found)) < len(found):
             raise PartitionError(
                 "a dim is named twice",
                 op=op,
                 partitions=self,
                 expected="distinct dims",
-                actual=tuple(dims),
+                actual=tuple(several),
                 next_step="name each dim once",
             )
         return tuple(found)
@@ -236,7 +233,7 @@ class Partition(_Value):
         kept = (1,) if keepdim else ()
         return Partition(self.shape[:dim] + kept + self.shape[dim + 1 :], ranks, self.world)
 
-    def along(self, dims=None, rank: int | None = None) -> Partition | None:
+    def along(self, dims: int | Iterable[int] | None = None, rank: int | None = None) -> Partition | None:
         """The fibre through ``rank``: fixed in every dim but ``dims`` (``None``: all), which keep their size.
 
         The fixed dims stay, with size 1. ``None`` when the rank is not part of the grid.
@@ -251,19 +248,19 @@ class Partition(_Value):
                 fibre = fibre.take(d, coords[d], keepdim=True)
         return fibre
 
-    def box(self, shape, rank: int | None = None):
+    def box(self, shape: tuple[int, ...], rank: int | None = None) -> tuple[tuple[int, int], ...] | None:
         """:meth:`Layout.box` of ``Layout(self, shape)``."""
         return Layout(self, shape).box(rank)
 
-    def local_shape(self, shape, rank: int | None = None):
+    def local_shape(self, shape: tuple[int, ...], rank: int | None = None) -> tuple[int, ...]:
         """:meth:`Layout.local_shape` of ``Layout(self, shape)``."""
         return Layout(self, shape).local_shape(rank)
 
-    def shard(self, x_global):
+    def shard(self, x_global: torch.Tensor) -> torch.Tensor:
         """:meth:`Layout.shard` of ``Layout(self, x_global.shape)``."""
         return Layout(self, getattr(x_global, "shape", (0,) * self.ndim)).shard(x_global)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         text = f"Partition({self.shape}"
         if self.ranks != tuple(range(self.size)):
             code = zlib.crc32(array("q", self.ranks))  # long lists are cut short, but still told apart
@@ -276,7 +273,7 @@ class Partition(_Value):
         return "\n".join([text, *("  [" + " ".join(f"{r:>{width}}" for r in row) + "]" for row in rows)])
 
 
-def is_int(value) -> bool:
+def is_int(value: Any) -> bool:
     """Whether ``value`` stands for one integer, Python's, NumPy's or torch's; a truth value does not."""
     try:
         as_int(value)
@@ -285,12 +282,12 @@ def is_int(value) -> bool:
     return not is_bool(value)
 
 
-def is_bool(value) -> bool:
+def is_bool(value: Any) -> bool:
     """Whether ``value`` is a truth value, of which Python would make 0 or 1."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
-def partition_of(P, op: str | None = None) -> Partition:
+def partition_of(P: Partition | Layout, op: str | None = None) -> Partition:
     """The partition of a Partition or a Layout."""
     if not isinstance(P, (Partition, Layout)):
         raise PartitionError(
@@ -339,7 +336,7 @@ def row_major(box: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int
 
 
 @dataclass(frozen=True, repr=False)
-class Layout(_Value):
+class Layout(Value):
     """One global shape laid over a partition of the same number of dims.
 
     Args:
@@ -356,7 +353,7 @@ class Layout(_Value):
     shape: tuple[int, ...]
     splits: tuple[tuple[int, ...] | None, ...] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         P = self.partition
         if not isinstance(P, Partition):
             raise PartitionError(
@@ -401,9 +398,9 @@ class Layout(_Value):
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "splits", splits if any(splits) else None)
 
-    __hash__ = _Value.__hash__
+    __hash__ = Value.__hash__
 
-    def _check_split(self, dim, split, n):
+    def _check_split(self, dim: int, split: Any, n: int) -> tuple[int, ...]:
         if split is None:
             return None
         p = self.partition.shape[dim]
@@ -421,7 +418,7 @@ class Layout(_Value):
         return None if split == balanced(n, p) else split  # one spelling for one layout
 
     @cached_property
-    def _blocks(self):
+    def _blocks(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Per dim, per coordinate: (start, stop). An empty block lies at the end, so that blocks never overlap."""
         table = []
         for d, n in enumerate(self.shape):
@@ -473,7 +470,7 @@ class Layout(_Value):
             box = tuple((0, n) for n in self.local_shape(rank)[: self.ndim])
         return tuple(slice(start, stop) for start, stop in box)
 
-    def shard(self, x_global, rank: int | None = None):
+    def shard(self, x_global: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """This rank's block of a tensor that it holds whole: a view, and no message.
 
         Raises:
@@ -493,18 +490,18 @@ class Layout(_Value):
             return x_global.reshape(1)[:0]
         return x_global[self.slices(rank)]
 
-    def with_shape(self, shape) -> Layout:
+    def with_shape(self, shape: Sequence[int]) -> Layout:
         """The layout of another global shape on the same partition: splits stay where the size does, else balanced."""
         splits = self.splits or (None,) * self.ndim
         kept = tuple(s if n == m else None for s, n, m in zip(splits, self.shape, shape))
-        return Layout(self.partition, shape, kept)
+        return Layout(self.partition, tuple(shape), kept)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         splits = f", splits={self.splits}" if self.splits else ""
         return f"Layout({str(self.partition).splitlines()[0]}, {self.shape}{splits})"
 
 
-def layout_of(P: Partition | Layout, shape=None, op: str | None = None) -> Layout:
+def layout_of(P: Partition | Layout, shape: Any = None, op: str | None = None) -> Layout:
     """A Layout as it is, or the one of a partition and a global shape.
 
     Raises:

@@ -16,17 +16,22 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, product
+from typing import TYPE_CHECKING, Any
 
-from .partition import Layout, Partition, _Value
+from .partition import Layout, Partition, Value
+
+if TYPE_CHECKING:
+    import torch
 
 Run = tuple[int, int, int]  # start and stop in the index space, and where that start lies in the local tensor
 
 
 @dataclass(frozen=True)
-class Axis(_Value):
+class Axis(Value):
     """One dim of the index space, as one side sees it.
 
     Args:
@@ -40,14 +45,14 @@ class Axis(_Value):
     runs: tuple[tuple[Run, ...], ...]
     extents: tuple[int, ...] | None
 
-    __hash__ = _Value.__hash__
+    __hash__ = Value.__hash__
 
-    def at(self, coords) -> int:
+    def at(self, coords: Sequence[int] | None) -> int:
         """The entry that a rank with these grid coordinates uses."""
         return 0 if self.dim is None else coords[self.dim]
 
     @cached_property
-    def _sorted(self):
+    def _sorted(self) -> tuple[list[int], list[int], list[int]]:
         """All runs by their starts: the starts, the largest stop so far, and the coordinates."""
         found = sorted((start, stop, c) for c, runs in enumerate(self.runs) for start, stop, _ in runs if start < stop)
         return (
@@ -56,14 +61,14 @@ class Axis(_Value):
             [c for _, _, c in found],
         )
 
-    def near(self, runs) -> set[int]:
+    def near(self, runs: Iterable[Run]) -> set[int]:
         """The coordinates that may have a run that meets one of ``runs``: by bisection, so that a view of a grid of
         thousands looks at its own peers only."""
         starts, stops, coords = self._sorted
         return {c for start, stop, _ in runs for c in coords[bisect_right(stops, start) : bisect_left(starts, stop)]}
 
 
-def split(blocks, dim: int) -> Axis:
+def split(blocks: Iterable[tuple[int, int]], dim: int) -> Axis:
     """A dim cut into (start, stop) blocks along a grid dim."""
     return Axis(dim, tuple(((start, stop, 0),) for start, stop in blocks), tuple(b - a for a, b in blocks))
 
@@ -73,7 +78,7 @@ def whole(n: int) -> Axis:
     return Axis(None, (((0, n, 0),),), (n,))
 
 
-def key(dim: int | None, keys) -> Axis:
+def key(dim: int | None, keys: Iterable[int | None]) -> Axis:
     """A key axis: the rank at coordinate i of a grid dim has key ``keys[i]`` (``None``: it has nothing).
 
     The local tensor lacks the dim, so that whatever arrives under any key arrives at the same place: 0.
@@ -82,13 +87,13 @@ def key(dim: int | None, keys) -> Axis:
 
 
 @dataclass(frozen=True)
-class Side(_Value):
+class Side(Value):
     """What every rank of a grid holds or wants: the product of its axes."""
 
     partition: Partition
     axes: tuple[Axis, ...]
 
-    __hash__ = _Value.__hash__
+    __hash__ = Value.__hash__
 
     @staticmethod
     def of(layout: Layout) -> Side:
@@ -103,13 +108,14 @@ class Side(_Value):
             return (0, *(a.extents[0] for a in local[1:]))
         return tuple(a.extents[a.at(coords)] for a in local)
 
-    def runs(self, rank: int):
+    def runs(self, rank: int) -> list[tuple[Run, ...]] | None:
         """Per axis the runs of ``rank``, or ``None`` outside the grid."""
         coords = self.partition.index(rank)
         return None if coords is None else [a.runs[a.at(coords)] for a in self.axes]
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # starts and sizes, in a local tensor
+Overlaps = list[tuple[int, int, int]]  # of one dim: place in the held tensor, in the wanted tensor, length
 
 
 @dataclass(frozen=True)
@@ -136,17 +142,17 @@ class View:
     received: tuple[Message, ...]
     kept: Message | None
     adds: bool
-    programs: dict = field(default_factory=dict, repr=False)  # the executor's notes, per shape and strides
+    programs: dict[Any, Any] = field(default_factory=dict, repr=False)  # the executor's notes, per shape and strides
 
 
 @dataclass(frozen=True)
-class Plan(_Value):
+class Plan(Value):
     """A data movement: what is held, and what is wanted. ``plan.T`` is its transpose, and ``plan.T.T == plan``."""
 
     held: Side
     wanted: Side
 
-    __hash__ = _Value.__hash__
+    __hash__ = Value.__hash__
 
     @cached_property
     def T(self) -> Plan:
@@ -201,7 +207,7 @@ class Plan(_Value):
         sends.sort(key=lambda m: m.peer)
         return View(in_shape, out_shape, tuple(sends), tuple(received), kept, adds)
 
-    def _meetings(self, rank: int, sending: bool):
+    def _meetings(self, rank: int, sending: bool) -> tuple[list[tuple[int, list[Overlaps]]], bool]:
         """Whose pieces meet this rank's: [(peer, per axis the overlaps)], and whether two of them meet each other
         here."""
         mine, theirs = (self.held, self.wanted) if sending else (self.wanted, self.held)
@@ -209,7 +215,7 @@ class Plan(_Value):
         if runs is None:
             return [], False
 
-        def overlaps(axis: int, coordinate: int):
+        def overlaps(axis: int, coordinate: int) -> Overlaps:
             other = theirs.axes[axis].runs[coordinate]
             return _overlaps(runs[axis], other) if sending else _overlaps(other, runs[axis])
 
@@ -242,7 +248,7 @@ class Plan(_Value):
             meetings.append((grid.rank_at([c for c, _ in combination]), [per_axis[i] for i in range(len(per_axis))]))
         return meetings, collides and bool(meetings)
 
-    def simulate(self, shards):
+    def simulate(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run every rank's part in this process: the held blocks in the order of ``held.partition.ranks`` to the wanted
         ones in the order of ``wanted.partition.ranks``. For tests, and to learn from."""
         from .engine.exchange import simulate  # the executor stands above this file
@@ -258,7 +264,7 @@ class Plan(_Value):
         return sum(m.volume for m in self.view(rank).sends)
 
 
-def fills(runs, n: int) -> bool:
+def fills(runs: Sequence[Run], n: int) -> bool:
     return len(runs) == 1 and runs[0][2] == 0 and runs[0][1] - runs[0][0] == n
 
 
@@ -267,13 +273,13 @@ def full(axis: Axis) -> bool:
     return all(axis.runs if axis.extents is None else map(fills, axis.runs, axis.extents))
 
 
-def alone(P: Partition, axes, dims=()) -> bool:
+def alone(P: Partition, axes: Iterable[Axis], dims: Iterable[int] = ()) -> bool:
     """Whether no two ranks that differ in another grid dim than ``dims`` have a common element."""
     apart = {a.dim for a in axes if not collide([[(s, e)] for runs in a.runs for s, e, _ in runs if s < e])}
     return all(n == 1 or d in apart or d in dims for d, n in enumerate(P.shape))
 
 
-def _overlaps(held, wanted):
+def _overlaps(held: Iterable[Run], wanted: Sequence[Run]) -> Overlaps:
     """Where runs meet: (place in the held tensor, place in the wanted tensor, length), held runs outermost."""
     found = []
     for h0, h1, h_at in held:
@@ -284,12 +290,12 @@ def _overlaps(held, wanted):
     return found
 
 
-def _arrivals(overlaps):
+def _arrivals(overlaps: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
     """The box in the wanted tensor: (start, stop) per dim."""
     return [(w, w + n) for _, w, n in overlaps]
 
 
-def collide(boxes) -> bool:
+def collide(boxes: Sequence[list[tuple[int, int]]]) -> bool:
     """Whether two of these boxes, (start, stop) per dim, have a common element."""
     if boxes and not boxes[0]:
         return len(boxes) > 1  # of no dim, or of a grid dim that no axis uses: copies, all with the same box
@@ -303,7 +309,7 @@ def collide(boxes) -> bool:
     return False
 
 
-def _message(peer: int, per_axis, end: int, side: Side) -> Message:
+def _message(peer: int, per_axis: Sequence[Overlaps], end: int, side: Side) -> Message:
     """The message of one meeting, with the boxes as they lie at one end (0: the held tensor, 1: the wanted one)."""
     local = [found for axis, found in zip(side.axes, per_axis) if axis.extents is not None]
     repeat = math.prod(len(found) for axis, found in zip(side.axes, per_axis) if axis.extents is None)

@@ -1,4 +1,8 @@
-"""Signatures: what a rank is about to do, in a form that others can compare, and what is wrong where they differ."""
+"""Signatures: what must be equal on the ranks of a call, and how a difference is told.
+
+Who compares says only what each rank has: negotiation by one all-gather (:mod:`distdl.agree`), checking point to point
+before every movement (:mod:`distdl.watching.observer`), a world in every small all-gather.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import hashlib
 import io
 import pickle
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,15 +26,48 @@ HEAD = struct.Struct(
 )  # count, digests of the common and of all fields, recorded, hash and norm of an invariant
 
 
+# What must be equal, and what to do where it is not.
+EQUAL = {
+    "the operator called": "call the same operators in the same order",
+    "the function called": "call the same functions in the same order",
+    "the arguments": "pass equal arguments on every rank",
+    "the partitions": "pass equal partitions on every rank",
+    "the ranks that agree": "pass equal partitions on every rank",
+    "the number of tensors": "pass the same pytree on every rank",
+    "the pytree": "pass the same pytree on every rank: the same containers, dictionaries with the same keys",
+    "the dtype": "give every rank's tensor the same dtype",
+    "the device kind": "give every rank's tensor the same device kind",
+    "the number of dims": "give every rank a block with as many dims",
+    "the layouts or shapes": "give every rank the same layouts, or shapes that fit together",
+    "the batch sizes (vmap)": "call the operator inside the same vmaps, over axes of one size, on all ranks",
+    "whether a graph is recorded": "enter torch.no_grad and inference_mode on all ranks or on none: a backward would "
+    "wait for ever",
+    "whether forward mode is on": "open the dual_level on all ranks",
+    "what torch.func differentiates": "make the input depend on the differentiated one on every rank (F.nothing, "
+    "F.tie)",
+}
+
+
+def disagreement(what: str, values: dict[int, Any], more: Iterable[str] = (), next_step: str = "") -> dict[str, Any]:
+    """The parts of the error of ranks that differ in ``what``, of which each has ``values[rank]``; in the same words on
+    every rank."""
+    return dict(
+        problem=f"the ranks disagree in {what}",
+        expected="the same on every rank",
+        actual="; ".join([*(f"{names(ranks)}: {value}" for value, ranks in groups(values).items()), *more]),
+        next_step=next_step or EQUAL[what],
+    )
+
+
 @dataclass(frozen=True)
 class Field:
     """Something that must be equal: on all ranks of the call (``common``), or on those that exchange messages."""
 
-    name: str
+    name: str  # one of EQUAL
     value: str
-    common: bool
-    next_step: str
+    common: bool = True
     shown: str = ""  # for errors, where that says more than the value
+    next_step: str = ""  # where it is not that of EQUAL
 
 
 @dataclass(frozen=True)
@@ -95,23 +133,9 @@ def told_of(called) -> tuple[Field, ...]:
     """What the user called: the same function on all ranks, on those that exchange messages with the same plain
     arguments."""
     return (
-        Field(
-            "the function called",
-            called.name,
-            True,
-            "call the same functions in the same order",
-            called.name or "none of F",
-        ),
-        Field(
-            "the arguments",
-            called.keywords,
-            False,
-            "pass equal arguments on every rank",
-            f"{called.name}({called.keywords})",
-        ),
-        Field(
-            "the pytree", called.tree, False, "pass the same containers on every rank, dictionaries with the same keys"
-        ),
+        Field("the function called", called.name, True, called.name or "none of F"),
+        Field("the arguments", called.keywords, False, f"{called.name}({called.keywords})"),
+        Field("the pytree", called.tree, False),
     )
 
 
@@ -135,19 +159,13 @@ def call_of(maps, leads, xs, rank, called=None) -> Call:
     plans = hashlib.sha256(" ".join(m.plan.digest for m in maps).encode()).hexdigest()[:16]
     local = f"local {each(m.in_shape for m in maps)} -> {each(m.out_shape for m in maps)} by plan {plans}"[:600]
     fields: tuple[Field, ...] = (  # the first difference is the one that is told
-        Field("the operator called", each(maps), True, "call the same operators in the same order"),
-        Field("the partitions", each(m.partitions for m in maps), True, "pass equal partitions on every rank"),
-        Field("the number of tensors", str(len(maps)), True, "pass the same pytree on every rank"),
-        Field("the device kind", xs[0].device.type, True, "give every rank's tensor the same device kind"),
-        Field("the batch sizes (vmap)", each(map(tuple, leads)), False, "map over axes of one size on all ranks"),
-        Field("the dtype", each(x.dtype for x in xs), False, "give every rank's tensor the same dtype"),
-        Field(
-            "the layouts or shapes",
-            plans,
-            False,
-            "give every rank the same layouts, or shapes that fit together",
-            local,
-        ),
+        Field("the operator called", each(maps)),
+        Field("the partitions", each(m.partitions for m in maps)),
+        Field("the number of tensors", str(len(maps))),
+        Field("the device kind", xs[0].device.type),
+        Field("the batch sizes (vmap)", each(map(tuple, leads)), False),
+        Field("the dtype", each(x.dtype for x in xs), False),
+        Field("the layouts or shapes", plans, False, local),
     )
     if called is not None:
         function, arguments, tree = told_of(called)

@@ -11,12 +11,12 @@ from torch.func import jvp, vjp, vmap
 
 from ._arguments import check_functions
 from ._types import Dims, Place
-from .agree import partition_of
 from .calls import public
 from .engine import transport as traffic
 from .errors import InvariantError, PartitionError
 from .held import holders, named
 from .linear_map import LinearMap, Pair
+from .partition import partition_of
 from .signature import fingerprint, names
 from .world import world
 
@@ -101,7 +101,7 @@ def assert_copies(tensors: Any, P: Place, dims: Dims = None) -> None:
         return
     leaves, where = named(tensors), world(R.world)
     own: dict[str, tuple[tuple[int, ...], Any, str]] = {}  # {name: (block, its bits, how it shows)}
-    for (name, t), how in zip(leaves.items(), holders("assert_copies", list(leaves.values()), P=P)):
+    for (name, t), how in zip(leaves.items(), holders(list(leaves.values()))):
         at = () if how is None else how.grid.index(where.rank)
         if at is not None and (how is None or how.split is not None):  # else no copy, or none that is known
             block = () if how is None else tuple(at[d] for d in how.split)
@@ -117,8 +117,11 @@ def assert_copies(tensors: Any, P: Place, dims: Dims = None) -> None:
             if name in have:
                 block, bits, shown = have[name]
                 values.setdefault(block, {}).setdefault((bits, shown), []).append(r)
-        faults += [f"{name}: " + ", ".join(f"{names(rs)} {shown}" for (_, shown), rs in copies.items())
-                   for copies in values.values() if len(copies) > 1]  # fmt: skip
+        faults += [
+            f"{name}: " + ", ".join(f"{names(rs)} {shown}" for (_, shown), rs in copies.items())
+            for copies in values.values()
+            if len(copies) > 1
+        ]
     if faults:
         raise InvariantError(
             "copies of one tensor differ",

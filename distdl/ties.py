@@ -3,23 +3,26 @@ comes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
 import torch
 
 from ._torch import opaque
 from .errors import ShapeError
 
 
-def _flat(t):
+def _flat(t: torch.Tensor) -> torch.Tensor:
     """``t`` in one dim; not ``reshape(-1)``, which cannot tell the size inside a vmap over nothing."""
     return t.reshape(t.numel())
 
 
-def is_smooth(t) -> bool:
+def is_smooth(t: Any) -> bool:
     """Whether ``t`` is a tensor that can have a gradient."""
     return isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex())
 
 
-def _check(op, tensors):
+def _check(op: str, tensors: Iterable[Any]) -> None:
     for t in tensors:
         if not isinstance(t, torch.Tensor):
             raise ShapeError(
@@ -31,7 +34,7 @@ def _check(op, tensors):
             )
 
 
-def _hooks(tensors):
+def _hooks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Empty views of the differentiable ones among ``tensors``, of two dims: torch.cat's gradient for an empty tensor
     of one dim is a constant, which would cut it off in the second derivative."""
     for t in tensors:
@@ -42,7 +45,7 @@ def _hooks(tensors):
 
 
 @opaque
-def nothing(shape, *tensors, dtype=None):
+def nothing(shape: Sequence[int], *tensors: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A tensor without elements that depends on ``tensors``: a placeholder that stays part of the graph.
 
     Args:
@@ -76,7 +79,7 @@ def nothing(shape, *tensors, dtype=None):
 
 
 @opaque
-def tie(value, *tensors):
+def tie(value: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
     """``value``, made to depend on ``tensors`` without changing, not even where they hold NaN.
 
     For outputs that this rank, or only some ranks, do not use: the peers of an operator whose output is dropped wait

@@ -14,7 +14,7 @@ import torch
 from ._arguments import check_functions
 from .calls import public
 from .linear_map import LinearMap
-from .movement.halo import HaloSpec, _source
+from .movement.halo import HaloSpec, source_of
 from .partition import Layout, Partition
 from .plan import Plan
 
@@ -78,7 +78,7 @@ def _halo_text(spec: HaloSpec, d: int) -> str:
     for c, ((w0, w1), (b0, b1)) in enumerate(zip(spec.windows[d], L.blocks(d))):
         row = " " * (width + 1) * (w0 - lo)
         for i in range(w0, w1):
-            shown: int | str = "." if boundary == "zeros" else _source(boundary, i, n)
+            shown: int | str = "." if boundary == "zeros" else source_of(boundary, i, n)
             if 0 <= i < n:
                 shown = i
             row += f"{'[' * (i == b0) + str(shown):>{width}}" + ("]" if i == b1 - 1 else " ")
@@ -138,8 +138,16 @@ def _draw_messages(plan: Plan, ax: Any) -> None:
     t = 1 / (len(plan.ranks) + 1)  # where along its line a number stands: there, the lines of all holders lie apart
     for a, b, n in messages(plan):
         ax.annotate("", (b, 0.1), (a, 0.9), arrowprops={"arrowstyle": "->", "color": f"C{a % 10}", "lw": 1.5})
-        ax.text(a + t * (b - a), 0.9 - 0.8 * t, str(n), ha="center", va="center", color=f"C{a % 10}",
-                bbox={"fc": "white", "ec": "none", "pad": 1}, fontsize=8)  # fmt: skip
+        ax.text(
+            a + t * (b - a),
+            0.9 - 0.8 * t,
+            str(n),
+            ha="center",
+            va="center",
+            color=f"C{a % 10}",
+            bbox={"fc": "white", "ec": "none", "pad": 1},
+            fontsize=8,
+        )
     for side, y in ((plan.held, 0.95), (plan.wanted, 0.05)):
         for r in side.partition.ranks:
             ax.text(r, y, f"rank {r}", ha="center", va="center")

@@ -8,27 +8,38 @@ import multiprocessing
 import os
 import pickle
 import sys
-import threading
-import traceback
 import weakref
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from . import _rank, errors
+from . import errors
 from .calls import collective_call, single_plan, user_line
 from .engine import transport as _transport
 from .engine.local import LocalTransport
-from .engine.nccl import NcclEngines, engines_on
+from .engine.transport import DeviceEngines, Transport
 from .errors import AgreementError, PartitionError, TransportError
-from .partition import set_rank_source
-from .watching.watchdog import end_job, meet, watch
+from .failure import end_on_exceptions, job, moving
+from .signature import disagreement
+from .watching import meeting, watchdog
+from .watching.watch import Watch, watch_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from .partition import Partition
 
 _worlds: dict[str, World] = {}
+CUDA_WAYS = ("nccl", "staged", "mpi")  # how CUDA tensors travel
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by MPI launchers for their ranks
 # How many processes a launcher has started, by whose variables: all of them are set for its processes only. Not
 # SLURM_NTASKS: sbatch sets that for every process.
 _COUNTS = (("OMPI_COMM_WORLD_SIZE",), ("PMI_SIZE",), ("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
-_thread = threading.local()  # .moves: this thread makes movements
 _made: weakref.WeakSet = weakref.WeakSet()  # every world: a fork of this process may move in none
+
+
+def cuda_way() -> str:
+    """How CUDA tensors travel where nobody says otherwise."""
+    return os.environ.get("DISTDL_CUDA", CUDA_WAYS[0])
 
 
 class World:
@@ -57,18 +68,22 @@ class World:
     """
 
     def __init__(
-        self, comm=None, name: str = "default", transport=None, cuda: str | None = None, half_sums: str = "float32"
-    ):
-        self.name, self.cuda = name, cuda or os.environ.get("DISTDL_CUDA", "nccl")
-        if self.cuda not in ("nccl", "staged", "mpi"):
+        self,
+        comm: Any = None,
+        name: str = "default",
+        transport: Transport | None = None,
+        cuda: str | None = None,
+        half_sums: str = "float32",
+    ) -> None:
+        self.name, self.cuda = name, cuda or cuda_way()
+        if self.cuda not in CUDA_WAYS:
             raise TransportError(
                 "no such way for CUDA tensors",
                 op="World",
-                expected="nccl, staged or mpi",
+                expected=f"{', '.join(CUDA_WAYS[:-1])} or {CUDA_WAYS[-1]}",
                 actual=self.cuda,
                 next_step="set DISTDL_CUDA, or World(cuda=...), to one of them",
             )
-        self.host = _host_transport(comm, name) if transport is None else transport
         if half_sums not in ("float32", "native"):
             raise TransportError(
                 "no such way to sum halves",
@@ -77,29 +92,31 @@ class World:
                 actual=half_sums,
                 next_step="leave it out, or choose one of these",
             )
-        self.host.wide = half_sums == "float32"
+        self.host: Transport = _host_transport(comm, name) if transport is None else transport
+        self.wide = half_sums == "float32"  # whether sums of more than two halves are taken in float32
+        self.watch: Watch | None = watch_of(self.host)
+        self.host.serve(self.wide, None if self.watch is None else self.watch.lookout)
         self.rank, self.size = self.host.rank, self.host.size
-        self._engines: NcclEngines | None = None
+        self._engines: DeviceEngines | None = None
         _worlds[name] = self
         if transport is None:
             _made.add(self)
         if isinstance(self.host, _Child):
             self._move_nothing(self.host)
-        elif self.size > 1:
-            watch(self.host)
-        if (
-            comm is None and transport is None and not isinstance(self.host, _Child)
-        ):  # for the processes that this one may start
-            os.environ["DISTDL_RANK"] = f"{os.getpid()} {self.rank} {self.size} {_rank.job()}"
+        elif self.watch is not None:
+            watchdog.begin(self.watch)
+        # For the processes that this one may start.
+        if comm is None and transport is None and not isinstance(self.host, _Child):
+            os.environ["DISTDL_RANK"] = f"{os.getpid()} {self.rank} {self.size} {job()}"
 
     def _move_nothing(self, child: _Child) -> None:
-        self.host, self._engines = child, None
+        self.host, self.watch, self._engines = child, None, None
         vars(self)["transport"] = child.refuse
 
-    def transport(self, x, ranks):
+    def transport(self, x: torch.Tensor, ranks: Sequence[int]) -> Transport:
         """The engine that moves ``x`` among ``ranks`` (sorted). What it cannot read is staged through pinned host
         memory."""
-        _thread.moves = True
+        moving.moves = True
         return self.host if x.is_cpu else self._for_cuda(x.device, ranks)
 
     def _for_cuda(self, device, ranks):
@@ -117,21 +134,21 @@ class World:
         if self.cuda == "staged" or self.size == 1:
             return self.host if self.size > 1 else _Bystander(self.rank, self.size)
         if self.cuda == "mpi":
-            return self.host.cuda_aware
+            return self.host.on_device()
         if self._engines is None:
-            self._engines = engines_on(self, device.index)
-        if device.index != self._engines.device.index:
+            self._engines = self.host.engines_on(self, device.index)
+        if device.index != self._engines.index:
             raise TransportError(
                 "a rank's CUDA tensors live on one device",
                 op="World",
                 rank=self.rank,
                 actual=device,
-                expected=f"cuda:{self._engines.device.index}",
+                expected=f"cuda:{self._engines.index}",
                 next_step="make another dd.World(comm, name) for the second device",
             )
         return self._engines.get(ranks) or self.host
 
-    def check(self, op: str, *partitions) -> None:
+    def check(self, op: str, *partitions: Partition) -> None:
         """Raise PartitionError where a partition is of another world, or names a rank that this one does not have."""
         for P in partitions:
             if P.world != self.name:
@@ -154,14 +171,14 @@ class World:
                     next_step=f"start with -n {max(P.ranks) + 1}",
                 )
 
-    def all_gather(self, value, ranks, purpose: str = "agreement") -> dict:
+    def all_gather(self, value: Any, ranks: Iterable[int], purpose: str = "agreement") -> dict[int, Any]:
         """{rank: its small, picklable value} over ``ranks``, in rising order; one small all-gather. Ranks of one job
         trust each other, so pickles do no harm here. ``purpose`` goes along: ranks that are here for different reasons
         all raise."""
         _transport.begun += 1
-        _thread.moves = True
+        moving.moves = True
         ranks = tuple(sorted(ranks))
-        lookout = getattr(self.host, "lookout", None) if len(ranks) == self.size else None
+        lookout = None if self.watch is None or len(ranks) < self.size else self.watch.lookout
         doubtful = (lookout.era,) if lookout is not None and lookout.doubts else ()
         data = pickle.dumps((purpose, value, *doubtful))
         if _transport.log is not None:
@@ -169,7 +186,7 @@ class World:
         host = (
             self.host
             if _transport.observer is None
-            else _transport.observer.agreement(self.host, value, ranks, purpose)
+            else _transport.observer.agreement(self.watch, self.host, value, ranks, purpose)
         )
         parts = host.all_gather(data, ranks)
         if not doubtful and parts.count(data) == len(parts):  # mostly all say the same
@@ -179,23 +196,16 @@ class World:
         if eras and lookout is not None:
             lookout.align(max(eras) + 1)
         if any(theirs[0] != purpose for theirs in found.values()):
-            told = "; ".join(
-                f"rank {r}: {getattr(found[part][1], 'op', found[part][0])}" for r, part in zip(ranks, parts)
-            )
-            raise AgreementError(
-                "the ranks disagree in the operator called",
-                op="agreement",
-                rank=self.rank,
-                actual=told,
-                expected="the same on every rank",
-                next_step="call the same operators in the same order",
-            )
+            said = {r: getattr(found[part][1], "op", found[part][0]) for r, part in zip(ranks, parts)}
+            raise AgreementError(**disagreement("the operator called", said), op="agreement", rank=self.rank)
         return {r: found[part][1] for r, part in zip(ranks, parts)}
 
     def close(self) -> None:
         """Free communicators; collective. Called at exit."""
         if self._engines is not None:
             self._engines.close()
+        if self.watch is not None:
+            self.watch.close()
         self.host.close()
         _worlds.pop(self.name, None)
 
@@ -209,16 +219,16 @@ def _tell(error) -> None:
     if found is None or found[2] not in _worlds:
         return
     frame, ranks, name = found
-    host, error._told = _worlds[name].host, id(frame)
-    ranks = tuple(r for r in ranks if r < host.size)
-    if getattr(sys.exc_info()[1], "_told", None) == id(frame) or host.rank not in ranks or not hasattr(host, "lookout"):
+    where, error._told = _worlds[name], id(frame)
+    ranks = tuple(r for r in ranks if r < where.size)
+    if getattr(sys.exc_info()[1], "_told", None) == id(frame) or where.rank not in ranks or where.watch is None:
         return  # the first: an error about an error, in one call
     op, text = error.op or frame.f_code.co_name, f"{type(error).__name__}, {error} at {user_line()}"
-    if _transport.observer is None or not _transport.observer.local_error(host, ranks, op, text):
+    if _transport.observer is None or not _transport.observer.local_error(where.watch, ranks, op, text):
         plan = single_plan()
-        view = None if plan is None else plan.view(host.rank)
+        view = None if plan is None else plan.view(where.rank)
         peers = None if view is None else {message.peer for message in (*view.sends, *view.received)}
-        host.lookout.local_error(ranks, op, text, peers)
+        where.watch.lookout.local_error(ranks, op, text, peers)
 
 
 class _Bystander(LocalTransport):
@@ -293,7 +303,7 @@ def _host_transport(comm, name):
         )  # by the process that set it, or by one that it has started
         mine = len(started) < 4 or int(started[0]) == os.getpid()
         child = multiprocessing.parent_process() is not None
-        if not mine and (child or (int(started[2]) > 1 and started[3] == _rank.job())):
+        if not mine and (child or (int(started[2]) > 1 and started[3] == job())):
             return _Child(int(started[1]), int(started[2]))
         if child:
             raise _no_rank(f"process {os.getpid()}, which multiprocessing has started")
@@ -313,14 +323,15 @@ def _host_transport(comm, name):
             return LocalTransport()
         _compare(MPI.COMM_WORLD.size)
         comm = MPI.COMM_WORLD
-    from .engine.mpi import MpiTransport
+    from .engine.mpi import Arrival, MpiTransport
 
-    meet(comm, name)
+    if comm.size > 1:
+        meeting.meet(lambda: Arrival(comm), name)
     transport = MpiTransport(comm)
     atexit.unregister(_close_all)
     atexit.register(_close_all)  # after mpi4py's own handler was registered, so before it runs
     if transport.size > 1:
-        _end_on_exceptions()
+        end_on_exceptions(transport)
     return transport
 
 
@@ -342,139 +353,17 @@ def _compare(size: int) -> None:
             )
 
 
-_ended_on_exceptions: list = []
-
-
-def _end_on_exceptions() -> None:
-    """An exception that nobody catches on one rank ends the job: its peers would wait for messages that never come. In
-    the main thread, at exit, and in a thread that has made movements."""
-    if _ended_on_exceptions:  # hooks stand for the whole process
-        return
-    main, thread, ignored = sys.excepthook, threading.excepthook, sys.unraisablehook
-    _ended_on_exceptions.append(pid := os.getpid())
-
-    def end(kind, value, trace, where=""):
-        text = "".join(traceback.format_exception(kind, value, trace)).rstrip()
-        end_job("interrupted" if issubclass(kind, KeyboardInterrupt) else where + text, value)
-
-    def in_main(kind, value, trace):
-        if os.getpid() == pid:
-            end(kind, value, trace)
-        main(kind, value, trace)
-
-    def in_thread(args):
-        if os.getpid() == pid and getattr(_thread, "moves", False) and not issubclass(args.exc_type, SystemExit):
-            end(
-                args.exc_type,
-                args.exc_value,
-                args.exc_traceback,
-                f"in thread {args.thread.name if args.thread else '?'}:\n",
-            )
-        thread(args)
-
-    def unraisable(args):  # Python only prints these, and exits with 0
-        text, moves = args.err_msg or "", getattr(_thread, "moves", False)
-        at_exit = text.startswith("Exception ignored in atexit callback")
-        if os.getpid() == pid and (at_exit or (moves and text.startswith("Exception ignored in thread"))):
-            end(args.exc_type, args.exc_value, args.exc_traceback, "at exit:\n" if at_exit else "in a thread:\n")
-        ignored(args)
-
-    sys.excepthook, threading.excepthook, sys.unraisablehook = in_main, in_thread, unraisable
-
-
 @atexit.register
 def _close_all() -> None:
     for found in list(_worlds.values())[::-1]:
         found.close()
 
 
-@dataclass(frozen=True)
-class Topology:
-    """Where this process stands: node and device of every rank follow from it.
-
-    Attributes:
-        rank, world_size: in the world.
-        node, num_nodes: number of this process's node, in order of each node's smallest rank.
-        local_rank, local_size: among the processes of this node. Nodes may have different numbers of processes.
-        devices: CUDA devices of this process.
-        nodes: the ranks of each node, in rising order.
-    """
-
-    rank: int
-    world_size: int
-    node: int
-    num_nodes: int
-    local_rank: int
-    local_size: int
-    devices: tuple[int, ...]
-    nodes: tuple[tuple[int, ...], ...]
-
-    @property
-    def is_block_mapped(self) -> bool:
-        """Whether nodes hold consecutive ranks. Only then, on nodes of G processes each, rank = node * G +
-        local_rank."""
-        return [r for ranks in self.nodes for r in ranks] == list(range(self.world_size))
-
-    @classmethod
-    def place(cls, nodes, devices: int | dict = 0, per_process: int | None = None) -> tuple[Topology, ...]:
-        """The topology of every rank, from where each runs: a pure function.
-
-        Args:
-            nodes: the node of each rank, by any name: ``("a", "a", "b", "b")``; see ``dd.parallel.block_mapping``.
-            devices: CUDA devices on each node: a number, or {name: number}.
-            per_process: how many each process drives, in order of local ranks. Default: an even share; where there are
-                fewer devices than processes, processes share them in turn.
-
-        Raises:
-            PartitionError: a node has fewer devices than ``per_process`` for each of its processes.
-        """
-        ranks_of: dict = {}
-        for rank, name in enumerate(nodes):
-            ranks_of.setdefault(name, []).append(rank)
-        table = tuple(tuple(ranks) for ranks in ranks_of.values())
-        numbers = {name: n for n, name in enumerate(ranks_of)}
-        found = []
-        for rank, name in enumerate(nodes):
-            peers = ranks_of[name]
-            local, count = peers.index(rank), devices.get(name, 0) if isinstance(devices, dict) else devices
-            share = count // len(peers) if per_process is None else per_process
-            if share * len(peers) > count:
-                raise PartitionError(
-                    f"node {name} has too few devices",
-                    op="Topology.place",
-                    actual=count,
-                    rank=rank,
-                    expected=f"{share} for each of {len(peers)} processes",
-                    next_step="start fewer processes on a node, or give each fewer devices",
-                )
-            mine = tuple(range(local * share, (local + 1) * share))
-            if not mine and count and per_process is None:
-                mine = (local % count,)
-            found.append(cls(rank, len(nodes), numbers[name], len(table), local, len(peers), mine, table))
-        return tuple(found)
-
-    @classmethod
-    def discover(cls, name: str = "default") -> Topology:
-        """Ask the running world; collective. Ranks are on one node where MPI says that they can share memory.
-
-        A node's devices are shared out evenly, see :meth:`place`; a process whose ``CUDA_VISIBLE_DEVICES`` names none
-        of its neighbours' has all that it names.
-        """
-        import platform
-
-        import torch
-
-        w = world(name)
-        mine = w.host.node() if hasattr(w.host, "node") else platform.node()
-        visible = set(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) - {""}
-        told = w.all_gather((mine, visible), range(w.size), "Topology.discover")
-        count = torch.cuda.device_count()
-        here = cls.place([node for node, _ in told.values()], {mine: count})[w.rank]
-        others = [theirs for r, (_, theirs) in told.items() if r in here.nodes[here.node] and r != w.rank]
-        alone = visible and all(theirs and visible.isdisjoint(theirs) for theirs in others)
-        return replace(here, devices=tuple(range(count))) if alone else here
+def _rank(name: str | None) -> int | None:
+    if name is None:
+        return _worlds["default"].rank if "default" in _worlds else None
+    return world(name).rank
 
 
-set_rank_source(lambda name: world(name).rank)
 errors.set_listener(_tell)
-errors.set_rank_source(lambda: _worlds["default"].rank if "default" in _worlds else None)
+errors.set_rank_source(_rank)

@@ -50,7 +50,7 @@ class Piped(Recorded):
         self.taken[peer] += 1
         return self.taken[peer] - 1
 
-    def post(self, sends, receives, call=None):
+    def post(self, sends, receives, call=None, memory=None):
         for peer, address, nbytes in sends:
             self._send(peer, ctypes.string_at(address, nbytes))
         return [(peer, self._expect(peer), address, nbytes) for peer, address, nbytes in receives]

@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import re
+from functools import wraps
 from pathlib import Path
 
 import torch
@@ -74,15 +75,6 @@ def signature(function) -> str:
     return f"({', '.join(texts)})"
 
 
-def public(module) -> list[str]:
-    """The names of ``__all__``."""
-    if hasattr(module, "__all__"):
-        return list(module.__all__)
-    ours = {n: f for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")}
-    ours |= {n: f for n, f in vars(module).items() if hasattr(f, "cache_info")}
-    return [n for n, f in ours.items() if n != "movement" and f.__annotations__.get("return") == "LinearMap"]
-
-
 def _of_class(cls):
     """name: signature of the public members that are distdl's own."""
     for base in reversed(cls.__mro__):
@@ -108,7 +100,7 @@ def names() -> dict[str, str]:
         module = dd
         for part in filter(None, path.split(".")):
             module = getattr(module, part)
-        for name in public(module):
+        for name in module.__all__:
             value, full = getattr(module, name), f"dd.{path}.{name}".replace("..", ".")
             if inspect.ismodule(value):
                 found[full] = "module"
@@ -151,6 +143,7 @@ class Texts:
         is not frozen yet is not compared."""
         found, init = set(), DistdlError.__init__
 
+        @wraps(init)
         def noted(self, *args, **named):
             init(self, *args, **named)
             found.add(f"{type(self).__name__}: {normal(str(self))}")

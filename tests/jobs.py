@@ -14,7 +14,7 @@ LIGHT = f"""
 import sys, types
 sys.modules["distdl"] = package = types.ModuleType("distdl")
 package.__path__ = {dd.__path__!r}
-from distdl.__main__ import main
+from distdl.programs.cli import main
 sys.exit(main())
 """
 

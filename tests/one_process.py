@@ -13,11 +13,12 @@ from collections import Counter
 import torch
 
 import distdl as dd
+from distdl.engine.transport import Transport
 from distdl.errors import TransportError
 from distdl.world import _worlds
 
 
-class Recorded:
+class Recorded(Transport):
     """Rank ``rank`` of ``size``: writes to ``now``, reads what the round ``before`` left."""
 
     device_types = ("cpu",)
@@ -47,7 +48,7 @@ class Recorded:
         self.count[what] += 1
         return (*what, self.count[what])
 
-    def post(self, sends, receives, call=None):
+    def post(self, sends, receives, call=None, memory=None):
         for peer, address, nbytes in sends:
             self.now[self._key("send", self.rank, peer)] = ctypes.string_at(address, nbytes)
         wanted = [(self._key("send", peer, self.rank), address, nbytes) for peer, address, nbytes in receives]

@@ -783,6 +783,110 @@ for _mode in ("bilinear", "nearest", "area"):
     )
 BUILDERS["interpolate_layout"] = BUILDERS["dist_interpolate/bilinear"]
 
+# ---- Fourier transforms
+
+
+def _parts(y):
+    return y.real, y.imag
+
+
+def _twice(M):
+    return M, M
+
+
+_SPACE = (2, 3)
+of_x(
+    "dist_fftn",
+    lambda x, P: _parts(F.dist_fftn(x, P, _SPACE)),
+    lambda x: _parts(torch.fft.fftn(x, dim=_SPACE)),
+    out=lambda L: _twice(F.fft_layout(L, _SPACE)),
+)
+of_x(
+    "dist_ifftn",
+    lambda x, P: _parts(F.dist_ifftn(x, P, (1, -1), s=(3, None), norm="ortho", P_out=getattr(P, "partition", P))),
+    lambda x: _parts(torch.fft.ifftn(x, (3, x.shape[3]), (1, 3), "ortho")),
+    out=lambda L: _twice(dd.Layout(L.partition, (L.shape[0], 3, *L.shape[2:]))),
+)
+of_x(
+    "dist_rfftn",
+    lambda x, P: _parts(F.dist_rfftn(x, P, _SPACE, norm="forward")),
+    lambda x: _parts(torch.fft.rfftn(x, dim=_SPACE, norm="forward")),
+    out=lambda L: _twice(F.fft_layout(L, _SPACE, real=True)),
+)
+of_x(
+    "dist_irfftn",
+    lambda x, P: F.dist_irfftn(x, P, _SPACE, s=(6, 7)),
+    lambda x: torch.fft.irfftn(x, (6, 7), _SPACE),
+    out=lambda L: F.fft_layout(L, _SPACE, real=True, inverse=True, s=(6, 7)),
+)
+for _name in ("fft_layout", "fft_stages"):
+    BUILDERS[_name] = BUILDERS["dist_fftn"]
+
+
+def _frequencies(real):
+    """Derivatives, as spectral methods take them: the spectrum times its wave numbers."""
+    ours, torchs = (F.dist_rfftfreq, torch.fft.rfftfreq) if real else (F.dist_fftfreq, torch.fft.fftfreq)
+
+    def transform(x, P):
+        return F.dist_rfftn(x.real if x.is_complex() else x, P, _SPACE) if real else F.dist_fftn(x, P, _SPACE)
+
+    def serial(x):
+        return torch.fft.rfftn(x.real if x.is_complex() else x, dim=_SPACE) if real else torch.fft.fftn(x, dim=_SPACE)
+
+    def build(s):
+        L = s.lay(3, "c", 5, 4)
+        if not L.ndim:
+            return Call(L, lambda x: x * ours(L, 0, 3), None, [randn()], [L])
+        M, n = F.fft_layout(L, _SPACE, real=real), L.shape[3]
+        return Call(
+            L,
+            lambda x: _parts(transform(x, s.given(L)) * (ours(M, 3, n) if M.active or not s.bare else 1)),
+            lambda x: _parts(serial(x) * torchs(n)),
+            [randn(*L.shape, seed=1)],
+            [L],
+            lambda: (M, M),
+        )
+
+    return build
+
+
+builder("dist_fftfreq")(_frequencies(False))
+builder("dist_rfftfreq")(_frequencies(True))
+
+
+def _modes_of(L):
+    return ((1, 0), 1) if L.shape[-1] == 1 else ((2, 1), 2)
+
+
+def serial_spectral(x, w, modes):
+    """The equation of dist_spectral_conv for real x: the kept wave numbers one after the other."""
+    sizes, (low, high), last = x.shape[2:], modes[0], modes[1]
+    X = torch.fft.rfftn(x, dim=_SPACE, norm="forward")[..., :last]
+    rows = torch.cat([X[:, :, :low], X[:, :, sizes[0] - high :]], 2)
+    y = torch.einsum("bixy,ioxy->boxy", rows, w[..., 0] + 1j * w[..., 1])
+    y = torch.cat([y[:, :, :low], y.new_zeros(*y.shape[:2], sizes[0] - low - high, last), y[:, :, low:]], 2)
+    y = torch.cat([y, y.new_zeros(*y.shape[:3], sizes[1] // 2 + 1 - last)], 3)
+    return torch.fft.irfftn(y, sizes, _SPACE, norm="forward")
+
+
+def _spectral(s):
+    L = s.lay(3, "c", 5, 4)
+    if not L.ndim:
+        return Call(L, lambda x, w: F.dist_spectral_conv(x, w, L, 1), None, [randn(), randn(1, 1, 1)], [L, whole])
+    modes = _modes_of(L)
+    to = F.spectral_layout(L, modes, L.shape[1], 3)
+    return Call(
+        L,
+        lambda x, v: F.dist_spectral_conv(x, v[..., 0] + 1j * v[..., 1], s.given(L), modes, params="invariant"),
+        lambda x, v: serial_spectral(x, v, modes),
+        [randn(*L.shape, seed=1), randn(*to.shape, 2, seed=2)],
+        [L, lambda W: W[to.slices()]],
+        lambda: L.with_shape((L.shape[0], 3, *L.shape[2:])),
+    )
+
+
+builder("dist_spectral_conv", "spectral_layout")(_spectral)
+
 # ---- between layers
 
 
@@ -1152,6 +1256,42 @@ _module(
     lambda c, L: torch.nn.Embedding(L.shape[1], L.shape[2], **_DOUBLE),
     (5, "c", 4),
     lambda L: ((torch.arange(L.shape[0]) * 3 % L.shape[1], along(L, 0)), _without(L, 1, (L.shape[0], L.shape[2]))),
+)
+
+
+class _Fourier(torch.nn.Module):
+    """A spectral convolution on one rank."""
+
+    def __init__(self, c, L):
+        super().__init__()
+        self.modes = _modes_of(L)
+        self.weight = torch.nn.Parameter(randn(c, 3, sum(self.modes[0]), self.modes[1], 2))
+
+    def forward(self, x):
+        return serial_spectral(x, self.weight, self.modes)
+
+
+class _Block(torch.nn.Module):
+    """A block of a Fourier neural operator on one rank."""
+
+    def __init__(self, c, L):
+        super().__init__()
+        self.spectral, self.pixel = _Fourier(c, L), torch.nn.Conv2d(c, 3, 1, **_DOUBLE)
+
+    def forward(self, x):
+        return torch.tanh(self.spectral(x) + self.pixel(x))
+
+
+_three = lambda L: (L, L.with_shape((L.shape[0], 3, *L.shape[2:])))
+_module(
+    "SpectralConv", lambda P, c: dd.nn.SpectralConv(P, c, 3, _modes_of(P), **_DOUBLE), _Fourier, (3, "c", 5, 4), _three
+)
+_module(
+    "FNOBlock",
+    lambda P, c: dd.nn.FNOBlock(P, c, 3, _modes_of(P), torch.tanh, **_DOUBLE),
+    _Block,
+    (3, "c", 5, 4),
+    _three,
 )
 _module("Movement", lambda P, c: dd.nn.Movement(F.repartition, P, P), lambda c, L: torch.nn.Identity(), (3, "c", 4))
 

@@ -18,6 +18,7 @@ from distdl.errors import (
     ShapeError,
     TransportError,
 )
+from distdl.signature import disagreement
 
 PACKAGE = Path(dd.__file__).parent
 PARTS = ("op", "partitions", "expected", "actual", "rank", "next_step")
@@ -56,7 +57,10 @@ def raised():
                 n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"
             }
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in errors.__all__:
-            yield str(path.relative_to(PACKAGE)), node.lineno, functions, known, {k.arg for k in node.keywords}
+            parts = {k.arg for k in node.keywords}
+            if any(k.arg is None and ast.unparse(k.value).startswith("disagreement(") for k in node.keywords):
+                parts |= set(disagreement("the dtype", {0: "float32", 1: "float64"}))
+            yield str(path.relative_to(PACKAGE)), node.lineno, functions, known, parts
         for child in ast.iter_child_nodes(node):
             yield from walk(child, functions, known)
 

@@ -66,11 +66,11 @@ except dd.errors.TransportError as error:
     assert first == "World(rank 0 of 1, name='default', LocalTransport)" and second.startswith("True pip install")
 
 
-# A module may import those of the lines above its own; inside functional/, nn/, engine/ and watching/ also its
+# A module may import those of the lines above its own; inside a folder also its
 # siblings.
 ORDER = [set(line.split()) for line in """
     calls
-    errors _rank _names
+    errors failure flat _names
     partition
     _types
     plan
@@ -79,6 +79,7 @@ ORDER = [set(line.split()) for line in """
     signature
     watching
     world ties
+    nodes
     autograd
     linear_map
     agree held
@@ -87,15 +88,15 @@ ORDER = [set(line.split()) for line in """
     maps
     functional
     init
-    func testing data
+    func testing
     nn
-    viz checkpoint remat
+    timeline_page
+    viz checkpoint remat interop timeline
     parallel
-    launch demo bench
+    programs
     __init__
     __main__
 """.strip().splitlines()]  # fmt: skip
-UPWARDS = {("engine/mpi.py", "watching")}  # exceptions, which may only become fewer
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 
 
@@ -117,7 +118,7 @@ def test_imports_run_one_way(path):
     assert mine in LEVEL, f"give {mine} a place in ORDER"
     for name in imported(path):
         if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists():
-            above = name == mine or LEVEL[name] < LEVEL[mine] or (str(path.relative_to(PACKAGE)), name) in UPWARDS
+            above = name == mine or LEVEL[name] < LEVEL[mine]
             assert above, f"{mine} imports {name}, which does not stand above it in ORDER"
 
 
@@ -146,7 +147,7 @@ def test_every_name_is_public_or_private():
             - set(module.__all__)
             - set(getattr(module, "_SUBMODULES", ()))
         )
-        others -= {"bench", "demo"}  # programs: a test may have imported them
+        others -= {"programs"}  # programs: a test may have imported them
         assert not others, f"{module.__name__}: {others}"
     for module, name, meant in (
         (F, "linear", "dist_linear"),
@@ -165,8 +166,8 @@ def test_every_name_is_public_or_private():
 def test_modules_are_imported_when_first_asked_for():
     code = """
 import sys, distdl as dd
-assert not {"distdl.data", "distdl.viz"} & set(sys.modules)
-assert dd.data.batches and dd.viz.__all__ and dd.data is sys.modules["distdl.data"]
+assert not {"distdl.programs.data", "distdl.viz"} & set(sys.modules)
+assert dd.data.batches and dd.viz.__all__ and dd.data is sys.modules["distdl.programs.data"]
 import distdl.functional.linear as m
 from distdl.functional import norm
 from distdl import plan
@@ -189,25 +190,25 @@ def test_executor_through_counting_and_null_transports():
     posted = []
 
     class Counting(NullTransport):
-        def post(self, sends, receives, call=None):
+        def post(self, sends, receives, call=None, memory=None):
             posted.append(([(p, n) for p, _, n in sends], [(p, n) for p, _, n in receives]))
             return super().post(sends, receives, call)
 
     L, M = dd.Layout(dd.Partition((4, 1)), (8, 8)), dd.Layout(dd.Partition((1, 4)), (8, 8))
     plan = Plan(Side.of(L), Side.of(M))
     x = torch.arange(16.0).reshape(2, 8)
-    (y,) = exchange.Pending((plan,), [x], Counting(1, 4)).finish()
+    (y,) = exchange.Exchange((plan,), [x], Counting(1, 4)).finish()
     assert posted == [([(0, 16), (2, 16), (3, 16)], [(0, 16), (2, 16), (3, 16)])]
     assert y.shape == (8, 2) and torch.equal(y[2:4], x[:, 2:4]), "what stays is copied without the transport"
     posted.clear()
-    exchange.Pending((plan,), [torch.stack([x] * 3)], Counting(1, 4)).finish()
+    exchange.Exchange((plan,), [torch.stack([x] * 3)], Counting(1, 4)).finish()
     assert posted[0][0] == [(0, 48), (2, 48), (3, 48)]
     alone = Plan(Side.of(dd.Layout(dd.Partition((1,)), (3,))), Side.of(dd.Layout(dd.Partition((1,)), (3,))))
     posted.clear()
-    exchange.Pending((alone,), [torch.ones(3)], Counting(0, 1)).finish()
+    exchange.Exchange((alone,), [torch.ones(3)], Counting(0, 1)).finish()
     assert not posted
     with pytest.raises(dd.errors.ShapeError):
-        exchange.Pending((plan,), [torch.ones(3, 3)], Counting(1, 4)).finish()
+        exchange.Exchange((plan,), [torch.ones(3, 3)], Counting(1, 4)).finish()
     assert LocalTransport().all_gather(b"x", (0,)) == [b"x"]
 
 

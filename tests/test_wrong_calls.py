@@ -23,7 +23,7 @@ from distdl.errors import DistdlError, PartitionError, ShapeError
 P, LINE = dd.Partition((1, 1)), dd.Partition((1,))
 L, SHORT = dd.Layout(P, (2, 3)), dd.Layout(LINE, (3,))
 X = torch.ones(2, 3, dtype=torch.float64)
-MANY = 10**6
+MANY = 4096
 WRONG = (
     None,
     "text",

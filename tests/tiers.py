@@ -12,7 +12,6 @@ from __future__ import annotations
 
 # Of these files the first tier runs only the tests named: most of them start jobs, or go through tables of cases.
 ONLY = {
-    "bench": (),
     "docs": (
         "test_blocks_run[first pages-2]",
         "test_blocks_run[first pages-4]",
@@ -30,6 +29,13 @@ ONLY = {
     ),
 }
 
+# Of all others it leaves out the tests named, which start jobs too.
+LATER = {
+    "bench": ("test_one_operator_on_two_ranks", "test_plots"),
+    "files": ("test_a_save_that_nobody_waits_for", "test_killed_while_saving"),
+    "security": ("test_no_rank_listens_on_a_network", "test_words_are_not_expanded"),
+}
+
 # ---------------------------------------------------------------- on the ranks of a launch
 
 # On how many ranks each file of tests/mpi runs at all; those that are not named, the movements, on any number.
@@ -40,14 +46,18 @@ SMALL = (1, 2, 3, 4)  # how torch traces and compiles, and differentiates where 
 ANY = (1, 2, 3, 4, 8)
 RANKS = {
     "checkpoint": (2, 4),
+    "others": (1, 2, 4),
     "conv": ODD,
     "convert": LAYERS,
     "differing_ranks": SMALL,
     "dropout_init": LAYERS,
     "embedding": SMALL,
     "expert": LAYERS,
+    "fft": LAYERS,
+    "fno": LAYERS,
     "frozen_messages": (2,),
     "fuzz_layers": LAYERS,
+    "interop": (2, 4),
     "interpolate": LAYERS,
     "linear": ODD,
     "local": LAYERS,
@@ -71,13 +81,16 @@ RANKS = {
     "reduce": LAYERS,
     "remat": LAYERS,
     "rendezvous": (2, 4),
+    "reshape": LAYERS,
     "sweep": LAYERS,
     "ties": SMALL,
     "tracing": SMALL,
-    "transition": LAYERS,
+    "without_fast": (2,),
 }
 
-# The first tier is 1 and 2 ranks, and on 4 these files, or of a file the tests named.
+# The first tier is 1 and 2 ranks, of all but these, which run everything again.
+AGAIN = ("without_fast",)
+# And on 4 ranks it is these files, or of a file the tests named.
 FOUR = {
     "adjoints": None,
     "checkpoint": None,
@@ -107,17 +120,19 @@ FOUR = {
 
 
 def _among(test: str, names) -> bool:
-    """Whether a test, or the function that it is a case of, is named."""
-    return names is None or test in names or test.partition("[")[0] in names
+    """Whether a test, or the function that it is a case of, is named; of a file ("") whether any of it is."""
+    return names is None or test in names or test.partition("[")[0] in names or (not test and bool(names))
 
 
 def in_one_process(file: str, test: str) -> str:
     """The tier of a test without MPI: "", or "full"."""
-    return "" if _among(test, ONLY.get(file)) else "full"
+    return "" if _among(test, ONLY.get(file)) and not _among(test, LATER.get(file, ())) else "full"
 
 
 def on_ranks(file: str, test: str, n: int) -> str:
     """The tier of a test on n ranks: "", "full", or "slow" where it has nothing more to show."""
     if n not in RANKS.get(file, ANY):
         return "slow" if n in SMALL or file not in RANKS else "never"
+    if file in AGAIN:
+        return "full"
     return "" if n <= 2 or (n == 4 and file in FOUR and _among(test, FOUR[file])) else "full"

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
 
 from .sums import MARK, PIECE, pieces, sealed
 
-__all__ = ["DTYPES", "Entry", "Report", "header", "plan", "runs", "volume"]
+__all__ = ["DTYPES", "Entry", "Report", "header", "plan", "volume"]
 
 DTYPES = {
     torch.bool: "BOOL",
@@ -155,17 +153,3 @@ def header(entries: dict[str, Entry], metadata: str, token: str, sums: str | Non
             f"the header would have {len(text)} bytes; safetensors reads {_LONGEST}: save less, or two files"
         )
     return sealed(len(text).to_bytes(8, "little") + text)
-
-
-def runs(box: Box, shape: tuple[int, ...]) -> tuple[int, Iterator[int]]:
-    """The block as contiguous runs of the row-major global tensor: (elements of a run, an iterator over their offsets),
-    in the block's own order."""
-    d = len(shape)
-    while d and box[d - 1] == (0, shape[d - 1]):
-        d -= 1
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    if not d:
-        return math.prod(shape), iter((0,))
-    start, stop = box[d - 1]
-    outer = product(*(range(a * s, b * s, s) for (a, b), s in zip(box[: d - 1], strides)))
-    return (stop - start) * strides[d - 1], (sum(at) + start * strides[d - 1] for at in outer)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .._types import Place
-from ..agree import partition_of
 from ..errors import CheckpointError, PartitionError
+from ..partition import partition_of
 from ..world import world
 
 __all__ = ["Group", "Path"]
@@ -19,7 +19,8 @@ class Group:
     """The ranks of a call; ``purpose`` is its name, which goes along with what they exchange."""
 
     def __init__(self, purpose: str, path: Path, P: Place | None) -> None:
-        self.purpose, self.path, self.partitions = purpose, path, P
+        self.purpose, self.partitions = purpose, P
+        self.path: Any = path  # a text, where it is one at all
         self._is_path = isinstance(path, (str, bytes, os.PathLike))
         if self._is_path:
             self.path = os.fsdecode(path)

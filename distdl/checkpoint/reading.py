@@ -7,12 +7,16 @@ import json
 import os
 import stat
 import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .format import DTYPES, runs, volume
-from .group import Group
+from .._types import Device, Place
+from ..partition import Layout, row_major
+from .format import DTYPES, volume
+from .group import Group, Path
 from .sums import MARK, sealed
 from .writing import bytes_of
 
@@ -22,15 +26,22 @@ _KEYS = {"distdl.header", "distdl.crc32"}
 _DAMAGED = "restore it from a copy, or pass verify=False to read what is there"
 
 
-def read(group, layout_of, choose, device=None, verify=True):
+def read(
+    group: Group,
+    layout_of: Callable[[str, tuple[int, ...]], Layout | None],
+    choose: Callable[[list[str]], Sequence[str]],
+    device: Device = None,
+    verify: bool = True,
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], set[str]]:
     """({name: block}, metadata, the names that no rank chose).
 
     ``choose(names of the file)`` are those that this rank wants, ``layout_of(name, global shape)`` is a Layout, or
     ``None``: whole.
     """
-    tensors, metadata = {}, {}
+    tensors: dict[str, torch.Tensor] = {}
+    metadata: dict[str, Any] = {}
 
-    def job():
+    def job() -> tuple[str | None, list[str], set[str]]:
         try:
             from safetensors import safe_open
         except ImportError as error:
@@ -39,16 +50,14 @@ def read(group, layout_of, choose, device=None, verify=True):
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ValueError(f"{group.path!r} is no regular file")
-            table, checked = _checksums(fd) if verify else ({}, None)
+            table, checked = checked_sources(fd) if verify else ({}, None)
             with safe_open(group.path, "pt") as file:
-                told, names = file.metadata() or {}, list(file.keys())
-                if (
-                    verify and checked is None and len(_KEYS & set(told)) == 1
-                ):  # both: another program's copy of a file of ours
-                    raise ValueError(f"the header is damaged: it lacks {_KEYS - set(told)}; {_DAMAGED}")
-                if checked is not None and table != told:
+                texts, names = file.metadata() or {}, list(file.keys())
+                if verify and checked is None:
+                    refuse_half(texts)
+                if checked is not None and table != texts:
                     raise ValueError("another save replaced the file while it was opened")
-                metadata.update(json.loads(told.get("distdl", "{}")))
+                metadata.update(json.loads(texts.get("distdl", "{}")))
                 chosen = choose(names)
                 lacking = sorted(set(chosen) - set(names))
                 if lacking:
@@ -58,17 +67,17 @@ def read(group, layout_of, choose, device=None, verify=True):
                     tensors[name] = _block(source, name, layout_of).to(device or "cpu")
         finally:
             os.close(fd)
-        return told.get("distdl.save"), names, set(names) - set(chosen)
+        return texts.get("distdl.save"), names, set(names) - set(chosen)
 
-    found = group.step(job)
-    if len({(token, *names) for token, names, _ in found.values()}) > 1:
+    reports = group.step(job)
+    if len({(token, *names) for token, names, _ in reports.values()}) > 1:
         raise group.error(
             "the ranks read different files", "read from a file system that all share, while nobody saves to it"
         )
-    return tensors, metadata, set.intersection(*(left for _, _, left in found.values()))
+    return tensors, metadata, set.intersection(*(left for _, _, left in reports.values()))
 
 
-def _block(source, name, layout_of):
+def _block(source: Any, name: str, layout_of: Callable[[str, tuple[int, ...]], Layout | None]) -> torch.Tensor:
     shape = tuple(source.get_shape())
     layout = layout_of(name, shape)
     if layout is None:
@@ -76,15 +85,22 @@ def _block(source, name, layout_of):
     if layout.shape != shape:
         raise ValueError(f"{name!r} has shape {shape} in the file, and {layout.shape} in its layout")
     if layout.box() is None or not volume(layout.box()):
-        return source[tuple(slice(0, 0) for _ in shape)].new_empty(layout.local_shape())
+        empty: torch.Tensor = source[tuple(slice(0, 0) for _ in shape)]
+        return empty.new_empty(layout.local_shape())
     return _owned(source[layout.slices()], source)
 
 
-def _owned(block, source):
+def _owned(block: torch.Tensor, source: Any) -> torch.Tensor:
     return block if isinstance(source, _Checked) else block.clone()  # safetensors returns a view of the mapped file
 
 
-def _checksums(fd):
+def refuse_half(texts: Mapping[str, str]) -> None:
+    """A header of ours has both keys, and another program's copy of one too; that with one of them is damaged."""
+    if len(_KEYS & set(texts)) == 1:
+        raise ValueError(f"the header is damaged: it lacks {_KEYS - set(texts)}; {_DAMAGED}")
+
+
+def checked_sources(fd: int) -> tuple[dict[str, str], dict[str, _Checked] | None]:
     """The file's metadata, and {name: its checked bytes}; ({}, ``None``) where it has no checksums."""
     start = os.pread(fd, 8 + len(MARK), 0)
     if start[8:] != MARK:
@@ -92,17 +108,19 @@ def _checksums(fd):
     head = os.pread(fd, min(8 + int.from_bytes(start[:8], "little"), os.fstat(fd).st_size), 0)
     if head != sealed(head):
         raise ValueError(f"the header is damaged: it has another checksum than when it was saved; {_DAMAGED}")
-    table, checked, at = json.loads(head[8:]), {}, 0
-    metadata = table.pop("__metadata__")
+    table = json.loads(head[8:])
+    metadata: dict[str, str] = table.pop("__metadata__")
     size, _, sums = metadata["distdl.crc32"].partition(":")
-    for name, told in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, end = told["data_offsets"]
+    checked: dict[str, _Checked] = {}
+    at = 0
+    for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
         n = -(-(end - begin) // int(size))
         checked[name] = _Checked(
             fd,
             name,
-            told["dtype"],
-            tuple(told["shape"]),
+            entry["dtype"],
+            tuple(entry["shape"]),
             len(head) + begin,
             end - begin,
             int(size),
@@ -126,10 +144,10 @@ class _Checked:
     size: int
     sums: list[int]
 
-    def get_shape(self):
+    def get_shape(self) -> tuple[int, ...]:
         return self.shape
 
-    def piece(self, number) -> memoryview:
+    def piece(self, number: int) -> memoryview:
         """Its bytes."""
         start, data = number * self.size, b""
         stop = min(start + self.size, self.total)
@@ -144,13 +162,14 @@ class _Checked:
             )
         return memoryview(data)
 
-    def __getitem__(self, slices):
+    def __getitem__(self, slices: Iterable[slice]) -> torch.Tensor:
         box = tuple((s.start, s.stop) for s in slices)
         block = torch.empty([stop - start for start, stop in box], dtype=_DTYPES[self.dtype])
         if not volume(box):
             return block
-        out, item, (number, piece) = bytes_of(block), block.element_size(), (-1, memoryview(b""))
-        size, offsets = runs(box, self.shape)
+        out, item = bytes_of(block), block.element_size()
+        number, piece = -1, memoryview(b"")
+        size, offsets = row_major(box, self.shape)
         for i, offset in enumerate(offsets):
             at, done, stop = offset * item, i * size * item, (i + 1) * size * item
             while done < stop:
@@ -162,7 +181,15 @@ class _Checked:
         return block
 
 
-def load(path, layouts=None, *, names=None, device=None, P=None, verify=True):
+def load(
+    path: Path,
+    layouts: Mapping[str, Layout] | None = None,
+    *,
+    names: Iterable[str] | None = None,
+    device: Device = None,
+    P: Place | None = None,
+    verify: bool = True,
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Read this rank's blocks of a file that :func:`save`, or safetensors, wrote; collective.
 
     Args:
@@ -185,11 +212,11 @@ def load(path, layouts=None, *, names=None, device=None, P=None, verify=True):
             ranks that read different files.
         PartitionError: this rank is not one of ``P``.
     """
-    layouts = layouts or {}
+    known = layouts or {}
 
-    def choose(found):
-        return list(dict.fromkeys([*(found if names is None else names), *layouts]))
+    def choose(in_file: list[str]) -> list[str]:
+        return list(dict.fromkeys([*(in_file if names is None else names), *known]))
 
     group = Group("checkpoint.load", path, P)
-    tensors, metadata, _ = read(group, lambda name, _: layouts.get(name), choose, device, verify)
+    tensors, metadata, _ = read(group, lambda name, _: known.get(name), choose, device, verify)
     return tensors, metadata

@@ -3,18 +3,20 @@ layouts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .._arguments import checked
+from .._types import Place
 from ..errors import ShapeError
 from ..init import parameter_layout
 from ..nn import Dropout
 from ..nn import layouts as layouts_of
-from ..partition import Layout, Partition
+from ..partition import Layout, Partition, partition_of
 from ..world import world
-from .group import Group
+from .group import Group, Path
 from .reading import read
 
 __all__ = ["State", "restore", "state"]
@@ -36,7 +38,15 @@ class State(NamedTuple):
 
 
 @checked
-def state(model, optimizer=None, *, rng=False, layouts=None, P=None, **metadata) -> State:
+def state(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    rng: bool = False,
+    layouts: Mapping[str, Layout] | None = None,
+    P: Place | None = None,
+    **metadata: Any,
+) -> State:
     """What :func:`save` needs to save a training run: ``save(path, *state(model, optimizer, rng=True, step=step))``.
 
     No message; the tensors are the live ones, not copies.
@@ -56,63 +66,62 @@ def state(model, optimizer=None, *, rng=False, layouts=None, P=None, **metadata)
         ShapeError: a state that is no tensor, a parameter that is not the model's, optimizer state of another shape
             than its parameter, or a module named ``optimizer`` or ``rng``.
     """
-    layouts, tensors = layouts_of(model) | (layouts or {}), dict(model.state_dict())
+    known: dict[str, Layout | None] = {**layouts_of(model), **(layouts or {})}
+    tensors: dict[str, torch.Tensor] = dict(model.state_dict())
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor) or name.startswith((_OPTIMIZER, _RNG)):
             raise ShapeError(
                 f"{name!r} cannot be saved under its name",
-                op="checkpoint.state",
                 actual=type(value).__name__,
                 expected="a tensor, not in a module named 'optimizer' or 'rng'",
                 next_step="keep it out of state_dict(), and hand it over as metadata",
-                partitions=P,
             )
     if optimizer is not None:
-        metadata["optimizer"] = [{k: _plain(v) for k, v in g.items() if k not in ("params", "param_names")}
-                                 for g in optimizer.param_groups]  # fmt: skip
+        metadata["optimizer"] = [
+            {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+            for group in optimizer.param_groups
+        ]
         for p, name in _named(model, optimizer).items():
             for key, value in optimizer.state.get(p, {}).items():
                 if value is not None:
                     full = f"{_OPTIMIZER}{name}.{key}"
-                    tensors[full], layouts[full] = value, _beside(layouts.get(name), p, value, full)
+                    tensors[full], known[full] = value, _beside(known.get(name), p, value, full)
     if rng:
         numbers = _dropouts(model)
         ranks = tuple(range(world().size)) if P is None else Group("checkpoint.state", "", P).ranks
-        name = "default" if P is None else getattr(P, "partition", P).world
+        name = "default" if P is None else partition_of(P).world
         for kind, row in _generators().items():
             numbers[kind] = row[None], Layout(Partition((len(ranks), 1), ranks, name), (len(ranks), len(row)))
         tensors |= {name: value for name, (value, _) in numbers.items()}
-        layouts |= {name: layout for name, (_, layout) in numbers.items()}
-    return State(tensors, {name: layouts[name] for name in tensors if layouts.get(name) is not None}, metadata)
+        known |= {name: layout for name, (_, layout) in numbers.items()}
+    return State(tensors, {name: L for name in tensors if (L := known.get(name)) is not None}, metadata)
 
 
-def _plain(value):
+def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def _named(model, optimizer) -> dict:
+def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
     """{parameter: name} of the optimizer's parameters, in its order."""
-    names = {p: name for name, p in model.named_parameters()}
-    found = {p: names.get(p) for group in optimizer.param_groups for p in group["params"]}
-    for p, name in found.items():
-        if name is None:
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in params:
+        if p not in names:
             raise ShapeError(
                 "the optimizer has a parameter that is not the model's",
-                op="checkpoint.state",
                 actual=f"a tensor of shape {tuple(p.shape)}",
                 expected=f"one of {sorted(names.values())}",
                 next_step="give the model that holds it",
             )
-    return found
+    return {p: names[p] for p in params}
 
 
-def _beside(layout, p, value, name):
+def _beside(layout: Layout | None, p: torch.Tensor, value: Any, name: str) -> Layout | None:
     """The layout of optimizer state ``value`` of a parameter ``p`` of ``layout``: the same, or each rank's where it is
     a scalar."""
     if not isinstance(value, torch.Tensor) or value.shape not in (p.shape, ()):
         raise ShapeError(
             f"the state {name!r} has another shape than its parameter",
-            op="checkpoint.state",
             actual=getattr(value, "shape", type(value).__name__),
             expected=f"a tensor of shape {tuple(p.shape)} or ()",
             next_step="save such an optimizer's state yourself: dd.checkpoint.save takes any tensors and layouts",
@@ -124,9 +133,12 @@ def _beside(layout, p, value, name):
     return Layout(Partition((), (world(P.world).rank if layout.active else P.ranks[0],), P.world), ())
 
 
-def _dropouts(model) -> dict:
-    return {f"{_RNG}dropout.{name}": (torch.tensor([m._seed, m.calls]), parameter_layout(m.P, (2,), (None,)))
-            for name, m in model.named_modules() if isinstance(m, Dropout)}  # fmt: skip
+def _dropouts(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, Layout]]:
+    return {
+        f"{_RNG}dropout.{name}": (torch.tensor([m.seed, m.calls]), parameter_layout(m.P, (2,), (None,)))
+        for name, m in model.named_modules()
+        if isinstance(m, Dropout)
+    }
 
 
 def _generators() -> dict[str, torch.Tensor]:
@@ -137,7 +149,16 @@ def _generators() -> dict[str, torch.Tensor]:
 
 
 @checked
-def restore(path, model, optimizer=None, *, rng=False, layouts=None, P=None, verify=True) -> dict[str, Any]:
+def restore(
+    path: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    rng: bool = False,
+    layouts: Mapping[str, Layout] | None = None,
+    P: Place | None = None,
+    verify: bool = True,
+) -> dict[str, Any]:
     """Read what ``save(path, *state(...))`` wrote, by any number of ranks, into a model and an optimizer; collective.
 
     The model may be partitioned in another way, or be the serial one in a single process; the file may also be a serial
@@ -160,22 +181,26 @@ def restore(path, model, optimizer=None, *, rng=False, layouts=None, P=None, ver
             groups, a file without optimizer state, generators that differed on another number of ranks.
     """
     group = Group("checkpoint.restore", path, P)
-    own, layouts = model.state_dict(), layouts_of(model) | (layouts or {})
+    own, known = model.state_dict(), {**layouts_of(model), **(layouts or {})}
     named = {} if optimizer is None else _named(model, optimizer)
     drops = _dropouts(model) if rng else {}
-    mine, kinds = set(named.values()), []
+    optimized = set(named.values())
+    kinds: list[str] = []
+    rows: dict[str, torch.Tensor] = {}
 
-    def choose(names):
+    def choose(names: list[str]) -> list[str]:
         chosen = [*own, *drops]
-        chosen += [n for n in names if n.startswith(_OPTIMIZER) and n[len(_OPTIMIZER) :].rpartition(".")[0] in mine]
+        chosen += [
+            n for n in names if n.startswith(_OPTIMIZER) and n[len(_OPTIMIZER) :].rpartition(".")[0] in optimized
+        ]
         if rng:  # a device's generator where the file has one, whether or not something has run there yet
             kinds.extend([f"{_RNG}cpu", *[f"{_RNG}cuda"] * (f"{_RNG}cuda" in names and torch.cuda.is_available())])
         return [*chosen, *kinds]
 
-    def layout_of(name, shape):
+    def layout_of(name: str, shape: tuple[int, ...]) -> Layout | None:
         if name.startswith(_OPTIMIZER):
-            return layouts.get(name[len(_OPTIMIZER) :].rpartition(".")[0]) if shape else None
-        return layouts.get(name)
+            return known.get(name[len(_OPTIMIZER) :].rpartition(".")[0]) if shape else None
+        return known.get(name)
 
     tensors, metadata, left = read(group, layout_of, choose, verify=verify)
     skipped = () if optimizer is not None else (_OPTIMIZER,)
@@ -184,10 +209,10 @@ def restore(path, model, optimizer=None, *, rng=False, layouts=None, P=None, ver
         raise group.error(
             f"no model has {unknown}", "build the model that was saved, or read parts with dd.checkpoint.load"
         )
-    held = {name for name, x in own.items() if layouts.get(name) is None or layouts[name].active}
+    held = {name for name in own if known.get(name) is None or known[name].active}
     groups = metadata.pop("optimizer", None)
 
-    def check():
+    def check() -> None:
         for name in held:
             if own[name].shape != tensors[name].shape:
                 raise ValueError(
@@ -199,22 +224,21 @@ def restore(path, model, optimizer=None, *, rng=False, layouts=None, P=None, ver
             )
         rows.update({kind: _row(tensors[kind], group) for kind in kinds})
 
-    rows: dict[str, torch.Tensor] = {}
     group.step(check)
     with torch.no_grad():
         for name in held:
             own[name].copy_(tensors[name])
     if optimizer is not None:
-        _restore_optimizer(optimizer, groups, named, layouts, tensors)
+        _restore_optimizer(optimizer, groups, named, known, tensors)
     for name, m in model.named_modules():
-        if f"{_RNG}dropout.{name}" in drops:
-            m._seed, m.calls = tensors[f"{_RNG}dropout.{name}"].tolist()
+        if isinstance(m, Dropout) and f"{_RNG}dropout.{name}" in drops:
+            m.seed, m.calls = tensors[f"{_RNG}dropout.{name}"].tolist()
     for kind, row in rows.items():
         (torch.set_rng_state if kind == f"{_RNG}cpu" else torch.cuda.set_rng_state)(row)
     return metadata
 
 
-def _row(rows, group):
+def _row(rows: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's row of the generators' states."""
     if bool((rows == rows[0]).all()):
         return rows[0]
@@ -226,21 +250,30 @@ def _row(rows, group):
     return rows[group.ranks.index(group.world.rank)].clone()
 
 
-def _restore_optimizer(optimizer, groups, named, layouts, tensors) -> None:
+def _restore_optimizer(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    named: Mapping[torch.Tensor, str],
+    layouts: Mapping[str, Layout],
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
     """By the optimizer's own ``load_state_dict``, which puts everything on the right device."""
-    found: dict[str, dict] = {}
+    states: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in tensors.items():
         if name.startswith(_OPTIMIZER):
             p, _, key = name[len(_OPTIMIZER) :].rpartition(".")
-            found.setdefault(p, {})[key] = value
-    held = {i: found[name] for i, name in enumerate(named.values())
-            if name in found and (layouts.get(name) is None or layouts[name].active)}  # fmt: skip
+            states.setdefault(p, {})[key] = value
+    held = {
+        i: states[name]
+        for i, name in enumerate(named.values())
+        if name in states and (layouts.get(name) is None or layouts[name].active)
+    }
     old = optimizer.state_dict()["param_groups"]
     new = [{**a, **{k: _like(v, a.get(k)) for k, v in b.items()}} for a, b in zip(old, groups)]
     optimizer.load_state_dict({"state": held, "param_groups": new})
 
 
-def _like(value, old):
+def _like(value: Any, old: Any) -> Any:
     """What JSON made of a hyperparameter, as it was."""
     if isinstance(old, torch.Tensor):
         return torch.as_tensor(value, dtype=old.dtype, device=old.device)

@@ -8,6 +8,7 @@ back.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from functools import lru_cache
 
 __all__ = ["MARK", "PIECE", "parts", "pieces", "sealed", "whole"]
@@ -58,30 +59,30 @@ def pieces(size: int) -> int:
     return -(-size // PIECE)
 
 
-def parts(data: memoryview, size: int, offsets, total: int) -> dict[int, int]:
+def parts(data: memoryview, size: int, offsets: Iterable[int], total: int) -> dict[int, int]:
     """{piece: what these bytes add to its checksum}: runs of ``size`` bytes at rising ``offsets`` of a tensor of
     ``total``."""
-    found: dict[int, int] = {}
+    added: dict[int, int] = {}
     piece, register, position = -1, 0, 0
     for i, at in enumerate(offsets):
         run = data[i * size : (i + 1) * size]
         while run:
             if at // PIECE != piece:
                 if piece >= 0:
-                    found[piece] = _shifted(register, (piece + 1) * PIECE - position)
+                    added[piece] = _shifted(register, (piece + 1) * PIECE - position)
                 piece, register, position = at // PIECE, 0, at
             n = min(len(run), (piece + 1) * PIECE - at)
             register = zlib.crc32(run[:n], _shifted(register, at - position) ^ _ONES) ^ _ONES
             run, at, position = run[n:], at + n, at + n
     if piece >= 0:
-        found[piece] = _shifted(register, min((piece + 1) * PIECE, total) - position)
-    return found
+        added[piece] = _shifted(register, min((piece + 1) * PIECE, total) - position)
+    return added
 
 
-def whole(found: list[dict[int, int]], total: int) -> str:
-    """The checksums of all pieces of a tensor of ``total`` bytes, in hexadecimal, from the parts that ranks found."""
+def whole(reports: Iterable[dict[int, int]], total: int) -> str:
+    """The checksums of all pieces of a tensor of ``total`` bytes, in hexadecimal, from the ranks' :func:`parts`."""
     sums = [_of_zeros(min(PIECE, total - start)) for start in range(0, total, PIECE)]
-    for table in found:
+    for table in reports:
         for piece, part in table.items():
             sums[piece] ^= part
     return "".join(f"{value:08x}" for value in sums)

@@ -19,20 +19,34 @@ import stat
 import threading
 import warnings
 import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
+from .._types import Place
 from ..errors import CheckpointError
-from .format import DTYPES, Report, header, plan, runs
-from .group import Group
+from ..partition import Layout, row_major
+from .format import DTYPES, Box, Report, header, plan
+from .group import Group, Path
 from .sums import parts, whole
 
 __all__ = ["Pending", "async_save", "save"]
-_under_way: dict[str, str] = {}  # saves of this process that nobody has waited for yet: {temporary file: target}
+# Of a rank's boxes that others hold too, and {name: {piece: what the rank adds to its checksum}}.
+Checksums = tuple[dict[tuple[str, Box], int], dict[str, dict[int, int]]]
+_under_way: dict[str, Any] = {}  # saves of this process that nobody has waited for yet: {temporary file: target}
 
 
-def _describe(path, tensors, layouts, metadata, token) -> Report:
+def describe(
+    path: str,
+    tensors: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout],
+    metadata: Any,
+    token: str,
+    any_dtype: bool = False,
+) -> Report:
+    """This rank's part of a save; ``any_dtype``: also those that safetensors lacks."""
     unknown = sorted(set(layouts) - set(tensors))
     if unknown:
         raise ValueError(f"layouts without a tensor: {unknown}")
@@ -42,7 +56,7 @@ def _describe(path, tensors, layouts, metadata, token) -> Report:
             raise TypeError(f"expected {{name: tensor}}, got {name!r}: {type(x).__name__}")
         if any("\ud800" <= c <= "\udfff" for c in name):
             raise ValueError(f"the name {name!r} is no valid text: it has half of a surrogate pair")
-        if x.dtype not in DTYPES or x.layout is not torch.strided:
+        if (x.dtype not in DTYPES and not any_dtype) or x.layout is not torch.strided:
             raise TypeError(
                 f"safetensors cannot hold {name!r}, {x.dtype}, {x.layout}; save torch.view_as_real(x), or its parts"
             )
@@ -51,14 +65,14 @@ def _describe(path, tensors, layouts, metadata, token) -> Report:
             raise ValueError(
                 f"{name!r} has shape {tuple(x.shape)}, but its block of {layout} has {layout.local_shape()}"
             )
-        shape, box = (
-            (tuple(x.shape), tuple((0, n) for n in x.shape)) if layout is None else (layout.shape, layout.box())
-        )
+        shape, box = tuple(x.shape), tuple((0, n) for n in x.shape)
+        if layout is not None:
+            shape, box = layout.shape, layout.box()
         table[name] = (str(x.dtype).removeprefix("torch."), shape, box)
     return Report(path, _json(metadata), token, table)
 
 
-def _json(metadata) -> str:
+def _json(metadata: Any) -> str:
     try:
         return json.dumps(metadata)
     except TypeError:
@@ -68,7 +82,7 @@ def _json(metadata) -> str:
         ) from None
 
 
-def _unwritable(value, place):
+def _unwritable(value: Any, place: str) -> Iterator[tuple[str, str]]:
     """Where in the metadata something is that JSON cannot write, and what it is."""
     if isinstance(value, (list, tuple)):
         for i, part in enumerate(value):
@@ -82,36 +96,56 @@ def _unwritable(value, place):
         yield place, f"a {type(value).__name__}"
 
 
-def bytes_of(x) -> memoryview:
+def bytes_of(x: torch.Tensor) -> memoryview:
     """The elements of a tensor in row-major order, on the host."""
     x = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
     x = x.as_strided((x.numel(),), (1,))  # one element may have any stride, and is called contiguous
-    return memoryview(x.view(torch.uint8).numpy())
+    data: memoryview = x.view(torch.uint8).numpy().data
+    return data
 
 
-def copied(x):
+def copied(x: torch.Tensor) -> torch.Tensor:
     """A copy on the host."""
     return x.detach().to("cpu", copy=True)
 
 
-def _write_all(fd, data, offset) -> None:
+def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     while data:
         n = os.pwrite(fd, data, offset)  # may write less than asked
         data, offset = data[n:], offset + n
 
 
+def refuse_differing(group: Group, sums: Mapping[int, Mapping[tuple[str, Box], int]], undo: Callable[[], None]) -> None:
+    """One error on every rank, after ``undo``, where copies of a block differ; ``sums``: checksums by rank."""
+    copies: dict[tuple[str, Box], dict[int, int]] = {}
+    for rank, mine in sums.items():
+        for place, checksum in mine.items():
+            copies.setdefault(place, {})[rank] = checksum
+    differ = {place[0]: sorted(ranks) for place, ranks in copies.items() if len(set(ranks.values())) > 1}
+    if differ:
+        undo()
+        raise group.error(
+            f"copies of one block differ between ranks: {differ}",
+            "make them equal first (broadcast), or save only one rank's; see the cotangent convention",
+        )
+
+
 class Pending:
-    """A save under way, as :func:`async_save` returns it.
+    """A save under way, as :func:`async_save` returns it."""
 
-    Attributes:
-        done: whether this rank has written its part (or failed to).
-    """
-
-    def __init__(self, path, tensors, layouts, metadata, P, background):
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, torch.Tensor],
+        layouts: Mapping[str, Layout] | None,
+        metadata: Any,
+        P: Place | None,
+        background: bool,
+    ) -> None:
         self._waiting = False
         self._group = group = Group("checkpoint.save", path, P)
-        metadata, mine = metadata or {}, secrets.token_hex(8)
-        reports = group.step(lambda: _describe(group.path, tensors, layouts or {}, metadata, mine))
+        token = secrets.token_hex(8)
+        reports = group.step(lambda: describe(group.path, tensors, layouts or {}, metadata or {}, token))
         try:
             self._entries = plan(reports)
             self._token, self._metadata = reports[group.ranks[0]].token, reports[group.ranks[0]].metadata
@@ -123,20 +157,23 @@ class Pending:
         self._folder, self._name = os.path.split(group.path)
         self._temporary = os.path.join(self._folder, f".{self._name}.{self._token}.saving")
         boxes = {name: box for name, (_, _, box) in reports[group.world.rank].tensors.items()}
-        self._mine: list[tuple] = []
+        self._blocks: list[tuple[str, Box, torch.Tensor]] = []  # that this rank holds
         group.step(lambda: self._create(tensors, boxes, background), self._remove)
-        self._found, self._failure, self._thread = ({}, {}), None, None
+        self._checksums: Checksums = ({}, {})
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
         self._waiting = True
         if background:
             if not _under_way:
                 atexit.unregister(_lost)
                 atexit.register(_lost)  # now: so that it runs while the world can still end the job
             _under_way[self._temporary] = group.path
-            self._thread = threading.Thread(target=self._write_here, name=f"save {group.path}")
+            self._thread = threading.Thread(target=self._write_beside, name=f"save {group.path}")
             self._thread.start()
 
     @property
     def done(self) -> bool:
+        """Whether this rank has written its part (or failed to)."""
         return not self._waiting or self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -154,23 +191,14 @@ class Pending:
             _under_way.pop(self._temporary, None)
 
     def _complete(self) -> None:
-        found = self._group.step(self._join, self._remove)
-        copies: dict = {}
-        for rank, (sums, _) in found.items():
-            for place, checksum in sums.items():
-                copies.setdefault(place, {})[rank] = checksum
-        differ = {place[0]: sorted(told) for place, told in copies.items() if len(set(told.values())) > 1}
-        if differ:
-            self._remove()
-            raise self._group.error(
-                f"copies of one block differ between ranks: {differ}",
-                "make them equal first (broadcast), or save only one rank's; see the cotangent convention",
-            )
-        self._group.step(lambda: self._publish([told for _, told in found.values()]), self._remove)
+        reports: dict[int, Checksums] = self._group.step(self._join, self._remove)
+        refuse_differing(self._group, {rank: copies for rank, (copies, _) in reports.items()}, self._remove)
+        self._group.step(lambda: self._publish([sums for _, sums in reports.values()]), self._remove)
 
-    def _create(self, tensors, boxes, background) -> None:
-        self._mine += [(name, boxes[name], copied(x) if background else x) for name, x in tensors.items()
-                       if boxes[name] in self._entries[name].holders]  # fmt: skip
+    def _create(self, tensors: Mapping[str, torch.Tensor], boxes: Mapping[str, Box], background: bool) -> None:
+        for name, x in tensors.items():
+            if boxes[name] in self._entries[name].holders:
+                self._blocks.append((name, boxes[name], copied(x) if background else x))
         if not self._group.leads:
             return
         with suppress(FileNotFoundError):
@@ -188,20 +216,22 @@ class Pending:
         finally:
             os.close(fd)
 
-    def _write(self) -> tuple[dict, dict]:
+    def _write(self) -> Checksums:
         """Write this rank's boxes; checksums of those that other ranks hold too, and what it adds to those of the
         file's pieces."""
-        rank, copies, sums = self._group.world.rank, {}, {}
+        rank = self._group.world.rank
+        copies: dict[tuple[str, Box], int] = {}
+        sums: dict[str, dict[int, int]] = {}
         fd = os.open(self._temporary, os.O_WRONLY)
         try:
-            for name, box, x in self._mine:
+            for name, box, x in self._blocks:
                 entry, data, item = self._entries[name], bytes_of(x), x.element_size()
                 if len(entry.holders[box]) > 1:
                     copies[name, box] = zlib.crc32(data)
                 if entry.writers[box] == rank:
-                    size, offsets = runs(box, entry.shape)
-                    size, offsets, total = size * item, [offset * item for offset in offsets], entry.end - entry.begin
-                    sums[name] = parts(data, size, offsets, total)
+                    elements, starts = row_major(box, entry.shape)
+                    size, offsets = elements * item, [start * item for start in starts]
+                    sums[name] = parts(data, size, offsets, entry.end - entry.begin)
                     for i, offset in enumerate(offsets):
                         _write_all(fd, data[i * size : (i + 1) * size], self._start + entry.begin + offset)
             os.fsync(fd)
@@ -209,25 +239,25 @@ class Pending:
             os.close(fd)
         return copies, sums
 
-    def _write_here(self) -> None:
+    def _write_beside(self) -> None:
         try:
-            self._found = self._write()
+            self._checksums = self._write()
         except Exception as error:  # raised by wait
             self._failure = error
 
-    def _join(self) -> tuple[dict, dict]:
+    def _join(self) -> Checksums:
         if self._thread is None:
             return self._write()
         self._thread.join()
         if self._failure is not None:
             raise self._failure
-        return self._found
+        return self._checksums
 
-    def _publish(self, sums) -> None:
+    def _publish(self, sums: Sequence[Mapping[str, dict[int, int]]]) -> None:
         if not self._group.leads:
             return
         text = "".join(
-            whole([told[name] for told in sums if name in told], e.end - e.begin) for name, e in self._entries.items()
+            whole([own[name] for own in sums if name in own], e.end - e.begin) for name, e in self._entries.items()
         )
         fd = os.open(self._temporary, os.O_WRONLY)
         try:
@@ -247,7 +277,7 @@ class Pending:
             with suppress(FileNotFoundError):
                 os.unlink(self._temporary)
 
-    def __del__(self):
+    def __del__(self) -> None:
         if self._waiting:
             text = f"nobody waited for the save to {self._group.path!r}: the file was not made"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -266,7 +296,14 @@ def _lost() -> None:
         )
 
 
-def save(path, tensors, layouts=None, metadata=None, *, P=None) -> None:
+def save(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout] | None = None,
+    metadata: Any = None,
+    *,
+    P: Place | None = None,
+) -> None:
     """Write global tensors to one safetensors file; collective.
 
     Args:
@@ -293,7 +330,14 @@ def save(path, tensors, layouts=None, metadata=None, *, P=None) -> None:
     Pending(path, tensors, layouts, metadata, P, background=False).wait()
 
 
-def async_save(path, tensors, layouts=None, metadata=None, *, P=None) -> Pending:
+def async_save(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout] | None = None,
+    metadata: Any = None,
+    *,
+    P: Place | None = None,
+) -> Pending:
     """:func:`save`, written by a thread from a copy in host memory; returns a :class:`Pending` as soon as the copy is
     made.
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from .. import _torch
 from ..errors import AgreementError, ShapeError
 from . import transport as traffic
-from .exchange import Pending
+from .exchange import Aside, Exchange
+from .exchange import begin as begin_exchange
+from .ranges import ranged
 from .side_stream import settle
 
 
@@ -44,7 +48,7 @@ def checked(steps, xs):
 
 
 _strided, _of_torch_func = torch.strided, _torch.of_torch_func
-is_plain, dispatch_modes = _torch.is_plain, _torch.dispatch_modes
+is_plain, dispatch_modes, profiler = _torch.is_plain, _torch.dispatch_modes, _torch.profiler
 
 
 def plans_of(steps):
@@ -60,7 +64,7 @@ def engine_for(steps, xs, recorded):
         settle(x.device)
     engine = first.world.transport(x, first.ranks)
     observer = traffic.observer
-    return engine if observer is None else observer.movement(first.world.host, engine, steps, xs, recorded)
+    return engine if observer is None else observer.movement(first.world.watch, engine, steps, xs, recorded)
 
 
 def together(steps, xs, recorded=False):
@@ -72,7 +76,37 @@ def together(steps, xs, recorded=False):
         xs = checked(steps, xs)
     if dispatch_modes() or not (ordinary or all(map(is_plain, xs))):
         return traced(steps, xs)
-    return Pending(plans_of(steps), xs, engine_for(steps, xs, recorded)).finish()
+    engine = engine_for(steps, xs, recorded)
+    if profiler._is_profiler_enabled or traffic.observer is not None:
+        return _seen(steps, xs, engine)
+    return Exchange(plans_of(steps), xs, engine).finish()
+
+
+def _seen(steps, xs, engine):
+    """The same, while torch's profiler or an observer looks."""
+    plans = plans_of(steps)
+    with ranged(plans, xs, engine) if profiler._is_profiler_enabled else nullcontext():
+        ys = Exchange(plans, xs, engine).finish()
+    if hasattr(engine, "ended"):  # a recorded one
+        engine.ended()
+    return ys
+
+
+def begin(steps, xs):
+    """Start to move tensors ``xs`` by ``steps``, as :func:`together` does, while this rank works: ``(what is under way,
+    the tensors that a graph's node is made of)``. Under way is nothing (``None``) where torch.func, or a tracer, has to
+    see the whole movement at once."""
+    if _torch.transforms_active() or dispatch_modes():
+        return None, xs
+    xs = checked(steps, xs)
+    if not all(map(is_plain, xs)):
+        return None, xs
+    traffic.begun += 1
+    engine = engine_for(steps, xs, torch.is_grad_enabled() and any(x.requires_grad for x in xs))
+    moving = begin_exchange(plans_of(steps), [x.detach() for x in xs], engine)
+    engine.pause()
+    # On a side stream the gradient is joined where the node's inputs are, after what stands in between.
+    return moving, [x.view_as(x) for x in xs] if isinstance(moving, Aside) else xs
 
 
 # ---------------------------------------------------------------- as a torch operator
@@ -112,7 +146,7 @@ def traced(steps, xs):
 def _move_real(xs, movement):
     traffic.begun += 1  # in a graph that was traced the operator stands alone
     steps = _traced[movement]
-    ys = Pending(plans_of(steps), xs, engine_for(steps, xs, False)).finish()
+    ys = _seen(steps, xs, engine_for(steps, xs, False))
     return [y.contiguous() for y in ys]  # as the tracer was told
 
 

@@ -15,15 +15,17 @@ import torch
 
 from .. import _torch
 from ..errors import ShapeError
+from ..flat import parts_of, vector_of
 from . import transport as traffic
 from .local import LocalTransport
 from .program import NO_SUMS, program_of
+from .ranges import label, ranged
 from .side_stream import Beside
 
 _empty_like, _address = torch.empty_like, torch.Tensor.data_ptr
 
 
-class Pending:
+class Exchange:
     """A movement under way: :meth:`finish` waits for it and returns the outputs."""
 
     __slots__ = ("handle", "home", "program", "staging", "transport", "xs", "ys")
@@ -76,7 +78,7 @@ class Pending:
                 return
             if traffic.log is not None:
                 traffic.log.extend(("send", peer, index(nbytes)) for peer, _, nbytes in sends)
-            self.handle = transport.post(sends, receives, program.call)
+            self.handle = transport.post(sends, receives, program.call, (xs, ys, self.staging))
 
     def finish(self):
         program, ys = self.program, self.ys
@@ -131,10 +133,10 @@ def _sum(transport, xs, ys, group) -> None:
         if len(some) == 1:
             _sum_of_one(transport, *some[0], group)
             continue
-        flat = torch.cat([x.reshape(-1).to(y.dtype) for x, y in some])
-        _sum_of_one(transport, flat, flat, group)
-        parts = flat.split([y.numel() for _, y in some])
-        _torch.foreach_copy([y for _, y in some], [part.view_as(y) for (_, y), part in zip(some, parts)])
+        ys = [y for _, y in some]
+        vector = vector_of([x for x, _ in some], ys[0].dtype)
+        _sum_of_one(transport, vector, vector, group)
+        _torch.foreach_copy(ys, parts_of(vector, [y.shape for y in ys]))
 
 
 def _sum_of_one(transport, x, y, group) -> None:
@@ -145,13 +147,27 @@ def _sum_of_one(transport, x, y, group) -> None:
         _collect(transport, "all_reduce", x.data_ptr(), y.data_ptr(), count, y.dtype, group)
 
 
+class Ranged(Exchange):
+    """A movement under way, the end of which is a range of torch's profiler."""
+
+    __slots__ = ("_label",)
+
+    def __init__(self, plans, xs, transport):
+        self._label = label(plans, xs, transport, "wait for ")
+        super().__init__(plans, xs, transport)
+
+    def finish(self):
+        with torch.profiler.record_function(self._label):
+            return super().finish()
+
+
 class Aside:
     """A movement on a side stream of the device: nothing waits on the host, so it is complete but for the device's
     time."""
 
     def __init__(self, plans, xs, transport):
         with Beside(xs[0].device, xs) as self.beside:
-            self.ys = Pending(plans, xs, transport).finish()
+            self.ys = Exchange(plans, xs, transport).finish()
 
     @contextmanager
     def joining(self):
@@ -165,10 +181,13 @@ class Aside:
         return self.ys
 
 
-def start(plans, xs, transport) -> Pending | Aside:
+def begin(plans, xs, transport) -> Exchange | Aside:
     """Begin a movement of tensors ``xs`` (each with any leading batch axes) by ``plans``, as one set of messages."""
     aside = xs[0].is_cuda and "cpu" not in transport.device_types
-    return Aside(plans, xs, transport) if aside else Pending(plans, xs, transport)
+    if not _torch.profiler._is_profiler_enabled:
+        return Aside(plans, xs, transport) if aside else Exchange(plans, xs, transport)
+    with ranged(plans, xs, transport, "start of "):
+        return Aside(plans, xs, transport) if aside else Ranged(plans, xs, transport)
 
 
 def simulate(plan, shards):
@@ -189,6 +208,6 @@ def simulate(plan, shards):
     pending = {}
     for rank in ranks:
         x = mine[rank] if rank in mine else like.new_empty((*lead, *plan.view(rank).in_shape))
-        pending[rank] = Pending((plan,), [x], LocalTransport(rank, max(ranks) + 1, mailboxes))
+        pending[rank] = Exchange((plan,), [x], LocalTransport(rank, max(ranks) + 1, mailboxes))
     done = {rank: p.finish()[0] for rank, p in pending.items()}
     return [done[rank] for rank in wanted]

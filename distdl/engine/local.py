@@ -6,9 +6,10 @@ import ctypes
 from collections import defaultdict, deque
 
 from ..errors import TransportError
+from .transport import Transport
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """Rank ``rank`` of ``size`` ranks of this process that share ``mailboxes``; alone, a world of one rank."""
 
     device_types: tuple[str, ...] = ("cpu",)
@@ -16,13 +17,14 @@ class LocalTransport:
     sums: frozenset = frozenset()
     takes_types = False
     chunk = 2**62
+    tags = 0
     wide = True
 
     def __init__(self, rank: int = 0, size: int = 1, mailboxes=None):
         self.rank, self.size = rank, size
         self.mailboxes = defaultdict(deque) if mailboxes is None else mailboxes
 
-    def post(self, sends, receives, call=None):
+    def post(self, sends, receives, call=None, memory=None):
         for peer, address, nbytes in sends:
             self.mailboxes[self.rank, peer].append((address, nbytes))
         return receives
@@ -82,7 +84,7 @@ class NullTransport(LocalTransport):
 
     collectives = ("all_reduce",)
 
-    def post(self, sends, receives, call=None):
+    def post(self, sends, receives, call=None, memory=None):
         return None
 
     def wait(self, receives):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import os
 import time
@@ -13,15 +12,13 @@ import torch
 from mpi4py import MPI
 
 from ..errors import DistdlError, TransportError
-from ..watching.board import Board
-from ..watching.lookout import Lookout
-from ..watching.side import SideChannel
-from .transport import Call
+from .transport import Call, Transport, Unwatched, Waiting
 
 _TAGS = 32768  # every MPI offers at least this many
 _SPINS = 50  # polls before a rank that waits lets others run
 _SLOT = 1024  # bytes per rank of one small all-gather
 _MAX_GROUPS = 4096
+_KEPT = 64  # small messages whose memory is kept before somebody asks whether they have gone
 _SUM_TYPES = {
     torch.uint8: MPI.UINT8_T, torch.int8: MPI.INT8_T, torch.int16: MPI.INT16_T, torch.int32: MPI.INT32_T,
     torch.int64: MPI.INT64_T, torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE,
@@ -35,9 +32,64 @@ def _reads_devices() -> bool | None:
     return None if ask is None else bool(ask())
 
 
-class MpiTransport:
-    """Box plans go point-to-point on a duplicate of ``comm``, tagged with a count per pair of ranks and bits of the
-    plan: messages of different calls never meet, and a rank that waits in vain finds out why (:mod:`lookout`).
+class MpiJob:
+    """The job that MPI's launcher has started."""
+
+    def job(self) -> tuple[int, int]:
+        return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+    def abort(self, code: int = 1, cause: str = "") -> None:
+        if not MPI.Is_finalized():
+            MPI.COMM_WORLD.Abort(code)
+
+
+class Arrival(MpiJob):
+    """The start of an engine on ``comm``: its ranks come to it one by one. ``places``: their numbers in the job; -1
+    elsewhere."""
+
+    def __init__(self, comm):
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.places = MPI.Group.Translate_ranks(comm.group, list(range(comm.size)), MPI.COMM_WORLD.group)
+        self.request = comm.Ibarrier()
+
+    def complete(self) -> bool:
+        """Whether all are here."""
+        return self.request.Test()
+
+
+class MpiChannel:
+    """Small messages, on a communicator of their own."""
+
+    def __init__(self, comm):
+        self.comm, self.messages = comm.Dup(), []
+
+    def send(self, peer: int, kind: int, data: bytes):
+        if len(self.messages) > _KEPT:
+            self.messages = [message for message in self.messages if not message.Test()]
+        self.messages.append(self.comm.Isend((data, MPI.BYTE), peer, kind))
+        return self.messages[-1]
+
+    def sent(self, messages) -> bool:
+        return MPI.Request.Testall(messages)
+
+    def arrived(self):
+        status, found = MPI.Status(), []
+        while self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            data, source, kind = bytearray(status.Get_count(MPI.BYTE)), status.Get_source(), status.Get_tag()
+            self.comm.Recv((data, MPI.BYTE), source, kind)
+            found.append((source, kind, bytes(data)))
+        return found
+
+    def close(self):
+        for message in self.messages:
+            if not message.Test():
+                message.Free()
+        self.comm.Free()
+
+
+class MpiTransport(MpiJob, Transport):
+    """Box plans go point-to-point on a duplicate of ``comm``. Tags say a count per pair of ranks and bits of the plan:
+    messages of different calls never meet, and a rank that waits in vain can find out why.
 
     Communicators of subgroups serve collectives only. They are made in program order by their members alone, are never
     evicted (an eviction that differs between ranks would hang), and are freed at exit in the order in which they were
@@ -56,49 +108,52 @@ class MpiTransport:
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.size = self.comm.rank, self.comm.size
         self.groups = {tuple(range(self.size)): self.comm}
-        # Made now, while all ranks are here: who checks or watches later need not ask the others.
-        self.side, self.board = SideChannel(self.comm), Board.shared(self.comm)
-        self.lookout = Lookout(self.comm, self.side)
+        self.tags = self.comm.Get_attr(MPI.TAG_UB)
+        self.waiting: Waiting = Unwatched()
+        self.notices: list[bytes] = []
         self._abandoned: list = []  # (requests, memory) that nobody waits for
 
+    def serve(self, wide, waiting):
+        self.wide = wide
+        if waiting is not None:
+            self.waiting = waiting
+
+    def channel(self):
+        return MpiChannel(self.comm)
+
+    def publish(self, notice):
+        self.notices = self.all_gather(notice, tuple(range(self.size)))
+
+    def notice(self, rank):
+        return self.notices[rank] if self.notices else None
+
+    def peek(self, peer):
+        status = MPI.Status()
+        return status.Get_tag() if self.comm.Iprobe(peer, MPI.ANY_TAG, status) else None
+
+    def discard(self, peer, tag):
+        status = MPI.Status()
+        self.comm.Probe(peer, tag, status)
+        self.comm.Recv((bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE), peer, tag)
+
+    def on_device(self):
+        return self._on_device
+
     @cached_property
-    def cuda_aware(self) -> MpiTransport:
-        """The same engine for an MPI that reads device memory by itself. MPI knows no streams: what it sends must be
-        complete.
-
-        Raises:
-            TransportError: the MPI library says that it cannot; it would read device addresses as its own.
-        """
-        if _reads_devices() is False:
-            raise TransportError(
-                "this MPI cannot read CUDA memory",
-                op="World(cuda='mpi')",
-                rank=self.rank,
-                expected="an MPI library built with CUDA support",
-                actual=MPI.Get_library_version().split("\0")[0],
-                next_step="set DISTDL_CUDA to nccl, or to staged",
-            )
-        engine = copy.copy(self)
-        engine.device_types = ("cpu", "cuda")
-        engine.takes_types = False  # MPI copies what lies on a device piece by piece
-        return engine
-
-    def _ready(self) -> None:
-        if "cuda" in self.device_types:
-            torch.cuda.current_stream().synchronize()
+    def _on_device(self) -> OnDevice:
+        return OnDevice(self)
 
     def abandon(self, handle, memory):
         self._abandoned.append((handle[0], memory))
 
-    def post(self, sends, receives, call=None):
-        self._ready()
+    def post(self, sends, receives, call=None, memory=None):
         if self._abandoned:
             self._abandoned = [one for one in self._abandoned if not MPI.Request.Testall(one[0])]
         if call is None:
             call = Call(0, tuple({peer for peer, _, _ in (*sends, *receives)}))
-        comm, lookout, requests = self.comm, self.lookout, []
-        numbers, recent, step, wrap, mark = lookout.numbers, lookout.recent, lookout.step, lookout.wrap, lookout.mark
-        mark |= call.code & lookout.codes
+        comm, waiting, requests = self.comm, self.waiting, []
+        numbers, recent, step, wrap, mark = waiting.numbers, waiting.recent, waiting.step, waiting.wrap, waiting.mark
+        mark |= call.code & waiting.codes
         for peer in call.peers:
             numbers[peer] += step
             recent[peer].append(call)
@@ -108,7 +163,7 @@ class MpiTransport:
         for peer, address, nbytes in sends:
             for part in self._parts(address, nbytes):
                 requests.append(comm.Isend(part, peer, numbers[peer] & wrap | mark))
-        return requests, receives, call, lookout.era
+        return requests, receives, call, mark
 
     def _parts(self, address, nbytes):
         """The messages of MPI that carry these bytes."""
@@ -123,14 +178,14 @@ class MpiTransport:
             return [index(nbytes)]
         return [min(self.chunk, nbytes - start) for start in range(0, nbytes, self.chunk)]
 
-    def wait(self, handle, board=None):
+    def wait(self, handle):
         if handle is None:  # a collective, which is done
             return
-        requests, receives, call, era = handle
+        requests, receives, call, mark = handle
         statuses = [MPI.Status() for _ in requests]
         try:
             if not MPI.Request.Testall(requests, statuses):
-                self._patiently(requests, statuses, receives, call, era, board)
+                self._patiently(requests, statuses, receives, call, mark)
         except MPI.Exception as error:
             raise TransportError(
                 f"MPI failed: {error}",
@@ -155,8 +210,8 @@ class MpiTransport:
         """(rank, bytes) of each message of MPI."""
         return [(p, size) for p, _, n in receives for size in self._lengths(n)]
 
-    def _patiently(self, requests, statuses, receives, call, era, board):
-        """Wait for all messages; ``board.missing`` tells who has not sent yet, and the lookout looks why."""
+    def _patiently(self, requests, statuses, receives, call, mark):
+        """Wait for all messages; :attr:`waiting` hears who has not sent yet, and looks why."""
         for _ in range(_SPINS):
             if MPI.Request.Testall(requests, statuses):
                 return
@@ -166,19 +221,15 @@ class MpiTransport:
             now = time.monotonic()
             if now < due:
                 continue
-            due = now + self.lookout.interval
+            due = now + self.waiting.interval
             peers = [peer for peer, _ in self._expected(receives)]
-            missing = {p for p, request in zip(peers, requests) if not request.Get_status()}
-            if board is not None:
-                board.missing = sorted(missing)
+            missing = sorted({p for p, request in zip(peers, requests) if not request.Get_status()})
             try:
-                self.lookout.look(call, era, now - began, missing)
+                self.waiting.look(call, mark, now - began, missing)
             except DistdlError:
                 for request in requests[: len(peers)]:
                     request.Cancel()
                 raise
-        if board is not None:
-            board.missing = None
 
     def group(self, ranks):
         """The communicator of ``ranks`` (sorted), made by its members on first use."""
@@ -203,7 +254,6 @@ class MpiTransport:
         return comm
 
     def collective(self, kind, source, target, count, dtype, ranks):
-        self._ready()
         comm, mpi_type = self.group(ranks), _SUM_TYPES.get(dtype)
         if mpi_type is None:
             raise TransportError(
@@ -251,15 +301,59 @@ class MpiTransport:
         return gathered
 
     def node(self) -> int:
-        """The smallest rank of this process's node: of those that can share memory, as the board found."""
-        return min(self.board.places)
-
-    def abort(self, code: int = 1):
-        """End every rank of the job."""
-        self.comm.Abort(code)
+        """The smallest rank of this process's node: of those that MPI says can share memory."""
+        comm = self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        try:
+            return comm.bcast(self.rank)
+        finally:
+            comm.Free()
 
     def close(self):
-        self.board.close()
-        self.side.close()
         for ranks in list(self.groups)[::-1]:  # the same order on all members: program order, backwards
             self.groups.pop(ranks).Free()
+
+
+class OnDevice(Transport):
+    """The engine ``inner`` for an MPI that reads device memory by itself. MPI knows no streams: what it sends must be
+    complete.
+
+    Raises:
+        TransportError: the MPI library says that it cannot; it would read device addresses as its own.
+    """
+
+    device_types = ("cpu", "cuda")
+    takes_types = False  # MPI copies what lies on a device piece by piece
+
+    def __init__(self, inner: MpiTransport):
+        if _reads_devices() is False:
+            raise TransportError(
+                "this MPI cannot read CUDA memory",
+                op="World(cuda='mpi')",
+                rank=inner.rank,
+                expected="an MPI library built with CUDA support",
+                actual=MPI.Get_library_version().split("\0")[0],
+                next_step="set DISTDL_CUDA to nccl, or to staged",
+            )
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.collectives, self.sums, self.wide = inner.collectives, inner.sums, inner.wide
+        self.chunk, self.tags = inner.chunk, inner.tags
+
+    def post(self, sends, receives, call=None, memory=None):
+        torch.cuda.current_stream().synchronize()
+        return self.inner.post(sends, receives, call, memory)
+
+    def wait(self, handle):
+        self.inner.wait(handle)
+
+    def abandon(self, handle, memory):
+        self.inner.abandon(handle, memory)
+
+    def collective(self, kind, source, target, count, dtype, ranks):
+        torch.cuda.current_stream().synchronize()
+        return self.inner.collective(kind, source, target, count, dtype, ranks)
+
+    def all_gather(self, data, ranks):
+        return self.inner.all_gather(data, ranks)
+
+    def close(self):
+        """Nothing: it is the inner engine's."""

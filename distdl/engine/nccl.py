@@ -16,6 +16,7 @@ import torch
 
 from .. import _torch
 from ..errors import TransportError
+from .transport import Transport
 
 _MAX_GROUPS = 256  # each holds memory on the device
 # NCCL's names of what it can sum; the second number says how many of them one element is.
@@ -105,6 +106,11 @@ class NcclEngines:
         self.whole: NcclTransport | None = None
         self.captured = False
 
+    @property
+    def index(self) -> int:
+        """The device's number."""
+        return self.device.index
+
     def get(self, ranks: tuple[int, ...]):
         """The engine for a movement among ``ranks`` (sorted); ``None``: it must be staged through the host."""
         if len(ranks) == self.world.size or self.whole is not None:
@@ -179,7 +185,7 @@ class NcclEngines:
                 comm.destroy()
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """One communicator. ``ranks[i]`` is the world rank of NCCL's rank i."""
 
     device_types: tuple[str, ...] = ("cuda",)
@@ -187,15 +193,16 @@ class NcclTransport:
     sums = frozenset(_SUM_TYPES)
     takes_types = False
     chunk = 2**62
+    tags = 0
 
     def __init__(self, engines: NcclEngines, comm, ranks):
         self.engines, self.comm, self.nccl, self.device = engines, comm, engines.nccl, engines.device
         self.rank, self.size = engines.world.rank, engines.world.size
         self.places = {r: i for i, r in enumerate(ranks)}
-        self.wide = engines.world.host.wide
+        self.wide = engines.world.wide
         self._byte = self.nccl.NCCL_UINT8
 
-    def post(self, sends, receives, call=None):
+    def post(self, sends, receives, call=None, memory=None):
         nccl, comm, places, byte, device = self.nccl, self.comm, self.places, self._byte, self.device
         self._notice_capture()
         with device.here():

@@ -220,7 +220,7 @@ def _by_address(pairs, transport):
     return moves, pairs
 
 
-def _joined(parts):
+def _stacks(parts):
     """Equal boxes that follow one another at equal steps, in the tensor and in the staging memory, as one box with one
     more
     axis: one copy instead of many."""
@@ -298,7 +298,7 @@ def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> Program:
             for part in parts:
                 part.place, end = end, end + n
             end = -(-end // _ALIGN) * _ALIGN
-    staged_small, staged_blocks = ([] if at[0] == 0 else _joined(parts) for at, parts in zip(ends, (small, blocks)))
+    staged_small, staged_blocks = ([] if at[0] == 0 else _stacks(parts) for at, parts in zip(ends, (small, blocks)))
     sends, receives = [[(rank, *at, n)] for at in (ends if kind == "all_gather" else ends[::-1])]
     packs, unpacks = (staged_small, staged_blocks) if kind == "all_gather" else (staged_blocks, staged_small)
     late: list[tuple[Part, Part | None]] = [(to, None) for to in unpacks]
@@ -340,13 +340,13 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
         return _gathering(plans[0], rank, leads[0], strides[0], dtypes[0], kind, group, likes)
     send_messages, end = _messages(sends, 0, transport)
     receive_messages, end = _messages(receives, end, transport)
-    packs = _joined(
+    packs = _stacks(
         sorted((part for parts in sends.values() for part in parts if not part.direct), key=lambda part: part.place)
     )
     late = [(to, source) for to, source in late if source is not None or not to.direct]
     sums = any(to.add for to, _ in late)
     if not sums:  # the order does not matter then
-        late = [(to, None) for to in _joined(sorted((to for to, _ in late), key=lambda part: part.place))]
+        late = [(to, None) for to in _stacks(sorted((to for to, _ in late), key=lambda part: part.place))]
     moves, arrivals = [], []
     if device.type == "cpu":
         moves, kept = _by_address(kept, transport)
@@ -385,7 +385,8 @@ def _place(x):
 
 def program_of(plans, xs, transport):
     """The program for these tensors, and the tensors as plain memory."""
-    rank, engine = transport.rank, (transport.collectives, transport.wide)
+    rank = transport.rank
+    engine = transport.collectives, transport.sums, transport.takes_types, transport.wide  # all that a program asks
     cache = plans[0].view(rank).programs
     x = xs[0]
     if len(xs) == 1:

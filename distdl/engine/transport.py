@@ -1,8 +1,20 @@
-"""Transports: what carries flat buffers between ranks. One small protocol; everything else is above it."""
+"""Transports: what carries flat buffers between ranks. One protocol; everything else is above it, and a new engine is
+one file.
+
+An engine knows no board, no lookout and no watchdog: a world makes these (:mod:`distdl.watching.watch`) on what the
+engine offers, a :class:`Channel` for small messages and a look at messages that nobody expects, and gives it a
+:class:`Waiting`.
+"""
 
 from __future__ import annotations
 
+import platform
+from abc import abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol, SupportsIndex
+
+from ..errors import TransportError
 
 log: list | None = None  # distdl.testing.count_messages puts a list here: (kind, peer or ranks, bytes)
 observer: Any = None  # distdl.watching.observer.Observer while ranks check each other, or are watched
@@ -23,8 +35,59 @@ class Call(NamedTuple):
     partitions: str = ""
 
 
+class Waiting(Protocol):
+    """Who is asked while an engine waits, and what its tags say: for each movement ``numbers[peer]`` goes up by
+    ``step``, ``recent[peer]`` gets the :class:`Call`, and a tag is ``number & wrap | mark | code & codes``."""
+
+    interval: float  # seconds of waiting from one look to the next
+    numbers: Any  # {peer: number}
+    recent: Any  # {peer: deque of calls}
+    step: int
+    wrap: int
+    mark: int
+    codes: int
+
+    def look(self, call: Call, mark: int, waited: float, missing: list[int]) -> None:
+        """A rank has waited so long for ``call``, and messages of the ranks ``missing`` are not here; ``mark`` was in
+        their tags. Raises what ends the wait."""
+
+
+class Channel(Protocol):
+    """Small messages beside those of movements, to any rank at any time, in order between two ranks."""
+
+    def send(self, peer: int, kind: int, data: bytes) -> Any:
+        """Send a message, and go on; for :meth:`sent`."""
+
+    def sent(self, messages: list) -> bool:
+        """Whether the other ends have, or certainly get, these messages (what :meth:`send` returned)."""
+
+    def arrived(self) -> list[tuple[int, int, bytes]]:
+        """(rank, kind, data) of every message that has come since."""
+
+    def close(self) -> None:
+        """Give back what it holds; collective where the engine's own close is. What nobody has read is lost."""
+
+
+class DeviceEngines(Protocol):
+    """The engines of a world for the memory of one CUDA device of this process."""
+
+    @property
+    def index(self) -> int:
+        """The device's number."""
+
+    def get(self, ranks: tuple[int, ...]) -> Transport | None:
+        """The engine for a movement among ``ranks`` (sorted); ``None``: it must be staged through the host."""
+
+    def close(self) -> None:
+        """Give back what they hold; collective where that is."""
+
+
 class Transport(Protocol):
-    """What :mod:`distdl.engine.exchange` asks of an engine. Addresses must stay valid until :meth:`wait` returns."""
+    """What the library asks of an engine: :mod:`distdl.engine.exchange` moves by it, :mod:`distdl.world` makes and ends
+    it. Addresses must stay valid until :meth:`wait` returns.
+
+    Of what need not be overridden, the default is that of an engine that has nothing of the kind.
+    """
 
     rank: int
     size: int
@@ -35,18 +98,35 @@ class Transport(Protocol):
         bool  # whether :meth:`post` takes an MPI type (fast.by_address.Strided) where it takes a number of bytes
     )
     chunk: int  # bytes of a message, at most: a longer one is cut into several, on both ends
-    wide: bool  # whether sums of more than two float16 or bfloat16 are taken in float32
+    tags: int  # the largest one that a message can have; 0: it has none
+    wide: bool  # whether sums of more than two float16 or bfloat16 are taken in float32; see :meth:`serve`
 
-    def post(self, sends: list[Buffer], receives: list[Buffer], call: Call | None = None) -> Any:
-        """Start sending and receiving; messages between two ranks keep their order. ``call``, the same on both ends,
-        tells movements apart, see :class:`Call`."""
+    # ------------------------------------------------------------ movements
 
-    def wait(self, handle) -> None:
+    @abstractmethod
+    def post(self, sends: list[Buffer], receives: list[Buffer], call: Call | None = None, memory: Any = None) -> Any:
+        """Start sending and receiving; messages between two ranks keep their order.
+
+        Args:
+            call: the same on both ends; tells movements apart.
+            memory: the tensors in which these addresses lie, (inputs, outputs, staging memory or ``None``): for an
+                engine that needs tensors rather than addresses.
+        """
+
+    @abstractmethod
+    def wait(self, handle: Any) -> None:
         """Finish what :meth:`post` started. Raises TransportError when a message had another length than planned."""
 
-    def abandon(self, handle, memory) -> None:
-        """Nobody will wait for ``handle``: keep ``memory`` until the engine has done with it."""
+    def pause(self) -> None:
+        """This rank does something else between :meth:`post` and :meth:`wait`."""
+        return
 
+    @abstractmethod
+    def abandon(self, handle: Any, memory: Any) -> None:
+        """Nobody will wait for ``handle``, or a wait for it has failed: keep ``memory`` until the engine has done with
+        it."""
+
+    @abstractmethod
     def collective(self, kind: str, source: int, target: int, count: int, dtype, ranks: tuple[int, ...]) -> Any:
         """Start one of :attr:`collectives` on contiguous memory, over ``ranks`` in this order; for :meth:`wait`.
 
@@ -55,8 +135,87 @@ class Transport(Protocol):
         "reduce_scatter" sums ``len(ranks)`` shares, and each rank gets its own.
         """
 
+    @abstractmethod
     def all_gather(self, data: bytes, ranks: tuple[int, ...]) -> list[bytes]:
         """Every rank's small message, in the order of ``ranks`` (sorted)."""
 
+    # ------------------------------------------------------------ what a world asks
+
+    def serve(self, wide: bool, waiting: Waiting | None) -> None:
+        """Once, before the first movement: how sums of halves are taken, and who is asked while this rank waits
+        (``None``: nobody)."""
+        self.wide = wide
+
+    def channel(self) -> Channel | None:
+        """A channel to all ranks, made now; ``None``: this engine has none, and its ranks can neither check nor watch
+        each other."""
+        return None
+
+    def publish(self, notice: bytes) -> None:
+        """Let the other ranks read this, from now on or from when they ask; collective only where the engine's start
+        is."""
+        return
+
+    def notice(self, rank: int) -> bytes | None:
+        """What ``rank`` has published; ``None``: nothing, so far."""
+        return None
+
+    def peek(self, peer: int) -> int | None:
+        """The tag of the next message from ``peer`` that nobody here has asked for; ``None``: there is none, or this
+        engine cannot know."""
+        return None
+
+    def discard(self, peer: int, tag: int) -> None:
+        """Take the message that :meth:`peek` has shown, and forget it."""
+        return
+
+    def on_device(self) -> Transport:
+        """The same engine for memory of CUDA devices, which it reads by itself. Raises TransportError where it
+        cannot."""
+        raise TransportError(
+            "this engine cannot read CUDA memory",
+            op="World(cuda='mpi')",
+            rank=self.rank,
+            expected="an MPI library built with CUDA support",
+            actual=type(self).__name__,
+            next_step="set DISTDL_CUDA to nccl, or to staged",
+        )
+
+    def engines_on(self, world, index: int) -> DeviceEngines:
+        """The engines for CUDA device ``index`` of a world on this engine: NCCL by CuPy, whose ranks meet by this one's
+        small messages."""
+        from .nccl import engines_on
+
+        return engines_on(world, index)
+
+    def node(self) -> Hashable:
+        """What tells this process's node from others: equal on ranks that can share memory; collective where the
+        engine's start is."""
+        return platform.node()
+
+    def job(self) -> tuple[int, int]:
+        """This process's number among all that the launcher has started, and how many these are; the world may be some
+        of them."""
+        return self.rank, self.size
+
+    def abort(self, code: int = 1, cause: str = "") -> None:
+        """End every rank of the job; ``cause`` is for those that can still be told."""
+        raise SystemExit(code)
+
+    @abstractmethod
     def close(self) -> None:
         """Give back what the engine holds; collective where the engine's own is."""
+
+
+class Unwatched:
+    """A :class:`Waiting` where nobody watches: tags count the movements of each pair, and a wait has no end."""
+
+    interval = float("inf")
+    step, wrap, mark, codes = 1, 2**15 - 1, 0, 0  # every MPI offers at least these tags
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = defaultdict(int)
+        self.recent: dict[int, deque] = defaultdict(lambda: deque(maxlen=0))
+
+    def look(self, call: Call, mark: int, waited: float, missing: list[int]) -> None:
+        return None

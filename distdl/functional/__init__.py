@@ -20,10 +20,22 @@ from ..ties import nothing, tie
 from .conv import conv_layout, conv_transpose_layout, dist_conv, dist_conv_transpose
 from .dropout import dist_dropout, dist_feature_dropout
 from .embedding import dist_embedding
+from .enter import check_bias, replicated
 from .expert import dist_expert_linear, expert_parallel
+from .fft import (
+    dist_fftfreq,
+    dist_fftn,
+    dist_ifftn,
+    dist_irfftn,
+    dist_rfftfreq,
+    dist_rfftn,
+    dist_spectral_conv,
+    fft_layout,
+    fft_stages,
+    spectral_layout,
+)
 from .interpolate import dist_interpolate, interpolate_layout
 from .linear import dist_linear
-from .local import dist_lcn, dist_local_conv, dist_local_conv_transpose
 from .loss import (
     dist_bce_loss,
     dist_bce_with_logits_loss,
@@ -36,8 +48,8 @@ from .loss import (
     dist_poisson_nll_loss,
     dist_smooth_l1_loss,
 )
+from .neon import dist_lcn, dist_local_conv, dist_local_conv_transpose
 from .norm import dist_batch_norm, dist_group_norm, dist_instance_norm, dist_layer_norm, dist_rms_norm
-from .params import check_bias, replicated
 from .pool import (
     dist_adaptive_avg_pool,
     dist_adaptive_max_pool,
@@ -48,7 +60,7 @@ from .pool import (
 )
 from .random import fold_in, normal, uniform
 from .reduce import dist_argmax, dist_logsumexp, dist_max, dist_mean, dist_min, dist_norm, dist_sum, dist_var
-from .transition import (
+from .reshape import (
     cat_layout,
     dist_cat,
     dist_flatten,
@@ -106,6 +118,17 @@ __all__ = [
     "dist_adaptive_avg_pool",
     "dist_interpolate",
     "interpolate_layout",
+    # Fourier transforms
+    "dist_fftn",
+    "dist_ifftn",
+    "dist_rfftn",
+    "dist_irfftn",
+    "fft_layout",
+    "fft_stages",
+    "dist_fftfreq",
+    "dist_rfftfreq",
+    "dist_spectral_conv",
+    "spectral_layout",
     # norms
     "dist_batch_norm",
     "dist_group_norm",

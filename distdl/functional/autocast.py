@@ -36,6 +36,11 @@ def _of_classes(name):
     return lambda ones, n: getattr(tf, name)(ones(1, 1), torch.zeros_like(ones(1), dtype=torch.int64))
 
 
+def _fourier(ones, n):
+    """The numbers that a transform is made of."""
+    return torch.fft.fft(ones(1)).real
+
+
 def _linear(ones, n):
     return tf.linear(ones(1, 1), ones(1, 1))
 
@@ -54,6 +59,7 @@ _SERIAL = {
     "dist_l2_pool": lambda ones, n: getattr(tf, f"lp_pool{n}d")(ones(*(1,) * (n + 2)), 2, 1),
     "dist_adaptive_max_pool": _of_dims("adaptive_max_pool"),
     "dist_adaptive_avg_pool": _of_dims("adaptive_avg_pool"),
+    **dict.fromkeys(("dist_fftn", "dist_ifftn", "dist_rfftn", "dist_irfftn", "dist_spectral_conv"), _fourier),
     "dist_interpolate": lambda ones, n: tf.interpolate(ones(*(1,) * (n + 2)), size=2),
     "dist_batch_norm": lambda ones, n: tf.batch_norm(ones(2, 1), None, None, training=True),
     "dist_instance_norm": lambda ones, n: tf.instance_norm(ones(1, 1, 2)),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from .._arguments import checked
-from ..agree import alike, check_tensor, outside, partition_of
+from .._types import Place
+from ..agree import alike
 from ..errors import PartitionError
-from ..partition import Layout
 from . import random
-from .window import with_layout
+from .enter import enter, outside
+from .window import kept
 
 __all__ = ["dist_dropout", "dist_feature_dropout"]
 
@@ -17,40 +22,40 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
     if not 0 <= p <= 1:
         raise PartitionError(
             "p is a probability",
-            op=op,
             expected="0 <= p <= 1",
             actual=p,
-            partitions=P,
             next_step="give the share of entries that becomes zero",
         )
     alike(op, P)
-    if not training or p == 0:
-        if partition_of(P, op).active:
-            return x
-        check_tensor(op, x, P)
-        return outside([x], P if shape is None else Layout(partition_of(P), shape))[0]
+    draws = training and p > 0
+    x, L, at = enter(op, x, P, shape=shape, agreed=draws)
+    if at is None:
+        return outside(x, like=L)
+    if not draws:
+        return x
+    n = L.ndim if dims is None else dims
+    if L.ndim < n:
+        raise PartitionError(
+            "x needs batch and channel",
+            expected=f"{n} dims or more",
+            actual=L.ndim,
+            next_step="use dist_dropout, or lay x out over (batch, channel, *space)",
+        )
     least, scale = round(p * 2**62), 0.0 if p == 1 else 1 / (1 - p)
-
-    def body(x, L):
-        n = L.ndim if dims is None else dims
-        if L.ndim < n:
-            raise PartitionError(
-                "x needs batch and channel",
-                op=op,
-                partitions=L,
-                expected=f"{n} dims or more",
-                actual=L.ndim,
-                next_step="use dist_dropout, or lay x out over (batch, channel, *space)",
-            )
-        box = L.box() or [(0, size) for size in x.shape]
-        keep = random.bits(box[:n], L.shape[:n], seed, x.device, lambda h: random._shift(h, 1) >= least)
-        return x * keep.reshape((*keep.shape, *(1,) * (L.ndim - n))) * scale
-
-    return with_layout(op, x, P, shape, body)
+    keep = random.bits(L.box()[:n], L.shape[:n], seed, x.device, lambda h: random.shift_right(h, 1) >= least)
+    return kept(x * keep.reshape((*keep.shape, *(1,) * (L.ndim - n))) * scale, x)
 
 
 @checked
-def dist_dropout(x, P, p, seed, *, shape=None, training=True):
+def dist_dropout(
+    x: torch.Tensor,
+    P: Place,
+    p: float,
+    seed: int | torch.Tensor,
+    *,
+    shape: Sequence[int] | None = None,
+    training: bool = True,
+) -> torch.Tensor:
     """Set elements to zero with probability ``p`` and multiply the others by 1 / (1 - p), as
     torch.nn.functional.dropout.
 
@@ -80,7 +85,15 @@ def dist_dropout(x, P, p, seed, *, shape=None, training=True):
 
 
 @checked
-def dist_feature_dropout(x, P, p, seed, *, shape=None, training=True):
+def dist_feature_dropout(
+    x: torch.Tensor,
+    P: Place,
+    p: float,
+    seed: int | torch.Tensor,
+    *,
+    shape: Sequence[int] | None = None,
+    training: bool = True,
+) -> torch.Tensor:
     """Dropout of whole channels of each example, as torch's Dropout1d, 2d and 3d: x is (batch, channels, *any).
 
     All ranks of a spatial partition drop the same channels. Otherwise as :func:`dist_dropout`; no messages.

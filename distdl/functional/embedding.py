@@ -7,29 +7,27 @@ import torch.nn.functional as tf
 
 from .. import _torch
 from .._arguments import checked
-from ..agree import block_sizes, partition_of
+from .._types import Place
+from ..agree import block_sizes
 from ..errors import PartitionError, ShapeError
 from ..movement.copies import all_sum_reduce, broadcast
-from ..partition import Layout
-from ..ties import nothing
-from ..world import world
-from .linear import LAYOUTS, collect
-from .params import replicated
-from .reduce import dist_norm, wide
+from ..partition import Layout, partition_of
+from .along import LAYOUTS, collect, collected
+from .enter import outside, replicated
+from .numeric import wide
+from .reduce import dist_norm
 
 __all__ = ["dist_embedding"]
 
 
-def _rows(op, P, own: int, total: int | None):
+def _rows(P, at, own: int, total):
     """(first row, number of rows) of this rank's block, and the number of rows in all."""
-    dim, coords = P.ndim - 2, P.index()
+    dim = P.ndim - 2
     sizes = total if isinstance(total, tuple) else block_sizes(own, P, dim, total)  # a tuple: the Layout's blocks
-    here = coords[dim]
+    here = at[dim]
     if sizes[here] != own:
         raise ShapeError(
             "w has another number of rows than this rank's block",
-            op=op,
-            partitions=P,
             expected=sizes[here],
             actual=own,
             next_step="pass this rank's (vocabulary, embedding) block",
@@ -37,7 +35,7 @@ def _rows(op, P, own: int, total: int | None):
     return sum(sizes[:here]), own, sum(sizes)
 
 
-def _check_index(op, idx, n, rank, P) -> None:
+def _check_index(idx, n, P, at) -> None:
     """A clear error for indices beyond the table, where the values can be looked at without waiting for a device.
     Elsewhere (a batch under vmap, CUDA) the local lookup itself fails, as torch's does."""
     if idx.is_cuda or _torch.levels_of(idx) or not idx.numel():
@@ -46,32 +44,30 @@ def _check_index(op, idx, n, rank, P) -> None:
     if low < 0 or high >= n:
         raise ShapeError(
             "an index is outside the table",
-            op=op,
             expected=f"0 <= index < {n}",
-            rank=rank,
+            rank=P.rank_at(at),
             actual=low if low < 0 else high,
             next_step="indices are global: they count the rows of all ranks",
-            partitions=P,
         )
 
 
 @checked
 def dist_embedding(
-    idx,
-    w,
-    P,
+    idx: torch.Tensor,
+    w: torch.Tensor,
+    P: Place,
     *,
-    padding_idx=None,
-    max_norm=None,
-    norm_type=2.0,
-    scale_grad_by_freq=False,
-    scale=None,
-    num_embeddings=None,
-    idx_layout="replicated",
-    y_layout="root",
-    y_dim=-2,
-    params="varying",
-):
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    scale: float | None = None,
+    num_embeddings: int | None = None,
+    idx_layout: str = "replicated",
+    y_layout: str = "root",
+    y_dim: int = -2,
+    params: str = "varying",
+) -> torch.Tensor:
     """y[i] = W[idx[i]] with W split into blocks over two partition dims, as torch.nn.functional.embedding.
 
     Args:
@@ -111,62 +107,50 @@ def dist_embedding(
         PartitionError, ShapeError: unknown layouts, floating indices, an index outside the table, blocks that do not
             fit P.
     """
-    op, where = "dist_embedding", partition_of(P)
+    grid = partition_of(P)
     if y_layout not in LAYOUTS or idx_layout not in ("root", "replicated"):
         raise PartitionError(
             "no such layout",
-            op=op,
             expected=f"y_layout of {LAYOUTS}, idx_layout of ('root', 'replicated')",
             actual=(y_layout, idx_layout),
-            partitions=P,
             next_step="choose one of these",
         )
-    if w.dim() != 2 or where.ndim < 2:
+    if w.dim() != 2 or grid.ndim < 2:
         raise ShapeError(
             "w is a table over the last two dims of P",
-            op=op,
-            partitions=where,
             expected="(vocabulary, embedding)",
             actual=tuple(w.shape),
             next_step="pass this rank's block of the table, two dims, and a P of at least two",
         )
-    batch = where.ndim - 2
-    (w,) = replicated(params, where, range(batch), w)
-    if not where.active:
-        shape = (
-            P.local_shape() if isinstance(P, Layout) else (*idx.shape[:batch], *(0,) * (batch - idx.dim()), *w.shape)
-        )
-        return nothing((0, *shape[1:batch], shape[-1])[: batch + 1], w)
+    batch, at = grid.ndim - 2, grid.index()
+    (w,) = replicated(params, grid, range(batch), w)
     L = P if isinstance(P, Layout) else None
-    if L is not None:
-        num_embeddings = L.sizes(batch)
-        if w.shape != L.local_shape()[-2:]:
-            raise ShapeError(
-                "w is not this rank's block",
-                op=op,
-                partitions=L,
-                expected=L.local_shape()[-2:],
-                actual=tuple(w.shape),
-                next_step="pass this rank's rows and columns of the table",
-            )
+    if at is None:
+        like = collected(_first_block(L, idx, w, batch), grid, batch, y_layout, y_dim)
+        return outside(w, like=like)
+    block = None if L is None else L.local_shape()
+    if block is not None and w.shape != block[-2:]:
+        raise ShapeError(
+            "w is not this rank's block",
+            expected=block[-2:],
+            actual=tuple(w.shape),
+            next_step="pass this rank's rows and columns of the table",
+        )
     if idx_layout == "root":
-        holders = where.take(batch, 0, keepdim=True).take(batch + 1, 0, keepdim=True)
-        idx = broadcast(idx, holders, where, shape=None if L is None else L.local_shape()[:-2])
-    rank = world(where.world).rank
-    expected = None if L is None else L.local_shape()[:-2]
+        holders = grid.take(batch, 0, keepdim=True).take(batch + 1, 0, keepdim=True)
+        idx = broadcast(idx, holders, grid, shape=block and block[:-2])
+    expected = block and block[:-2]
     numbers = not (idx.is_floating_point() or idx.is_complex() or idx.dtype == torch.bool)
     if not numbers or idx.dim() != batch or (L is not None and idx.shape != expected):
         raise ShapeError(
             "idx is not this rank's block of indices",
-            op=op,
-            partitions=P,
-            rank=rank,
+            rank=grid.rank_at(at),
             actual=f"{idx.dtype} of shape {tuple(idx.shape)}",
             expected=f"integers of {expected or f'{batch} dims'}",
             next_step="pass this rank's indices: P has one dim for each of idx's, then (vocabulary, embedding)",
         )
-    first, own, total = _rows(op, where, w.shape[0], num_embeddings)
-    _check_index(op, idx, total, rank, P)
+    first, own, total = _rows(grid, at, w.shape[0], num_embeddings if L is None else L.sizes(batch))
+    _check_index(idx, total, grid, at)
 
     here = (idx >= first) & (idx < first + own)
     beyond = (idx < 0) | (idx >= total)
@@ -175,22 +159,28 @@ def dist_embedding(
     )  # out of range here too: the lookup then fails
     rows = _look_up(place, w)
     if max_norm is not None:
-        rows = _renormalised(rows, where, batch, max_norm, norm_type)
+        rows = _renormalised(rows, grid, at, batch, max_norm, norm_type)
     if scale_grad_by_freq:
-        rows = _by_frequency(rows, place, here, own, where, range(batch))
+        rows = _by_frequency(rows, place, here, own, grid, range(batch))
     if padding_idx is not None:
         if not -total <= padding_idx < total:
             raise PartitionError(
                 "padding_idx is outside the table",
-                op=op,
                 expected=f"-{total} <= padding_idx < {total}",
                 actual=padding_idx,
-                partitions=P,
                 next_step="count it in rows of the whole table",
             )
         rows = torch.where((idx == padding_idx % total)[..., None], rows.detach(), rows)
     y = torch.where(here[..., None], rows, 0)
-    return collect(y if scale is None else y * scale, where, batch, y_layout, y_dim % (batch + 1))
+    return collect(y if scale is None else y * scale, grid, batch, y_layout, y_dim % (batch + 1))
+
+
+def _first_block(L, idx, w, batch):
+    """The sizes of the first block of the result, as far as a rank outside knows it."""
+    if L is not None:
+        shape = L.local_shape()
+        return (*shape[:batch], shape[-1])
+    return (*idx.shape, w.shape[1]) if idx.dim() == batch else (0,) * (batch + 1)
 
 
 def _look_up(place, w):
@@ -208,9 +198,9 @@ def _with_derivative(value, path):
     return value.detach() + (path - path.detach())
 
 
-def _renormalised(rows, P, batch, max_norm, norm_type):
+def _renormalised(rows, P, at, batch, max_norm, norm_type):
     """Rows no longer than ``max_norm``; the norm of a row is taken over the ranks that have parts of it."""
-    whole_rows = P.take(batch, P.index()[batch])  # (*batch, embedding)
+    whole_rows = P.take(batch, at[batch])  # (*batch, embedding)
     norms = dist_norm(wide(rows.detach()), whole_rows, batch, True, ord=norm_type)
     scaled = torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
     return _with_derivative(scaled.to(rows.dtype), rows)

@@ -7,17 +7,21 @@ Combining is the transpose.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .. import _torch
-from ..agree import check_tensor, partition_of
+from .._types import Place
+from ..agree import check_tensor
 from ..errors import AgreementError, PartitionError, ShapeError
 from ..linear_map import LinearMap, movement
-from ..partition import Partition, balanced
+from ..partition import Partition, balanced, partition_of
 from ..plan import Axis, Side, whole
 from ..ties import nothing
 from ..world import world
 from .autocast import autocast
+from .enter import outside
 
 __all__ = ["dist_expert_linear", "expert_parallel"]
 
@@ -45,7 +49,9 @@ def _dispatch(line: Partition, counts, width: int, name: str) -> LinearMap:
     return movement(name, Side(line, (held_axis, whole(width))), Side(line, (wanted_axis, whole(width))))
 
 
-def expert_parallel(f, x, expert, P, num_experts: int):
+def expert_parallel(
+    f: Callable[[int, torch.Tensor], torch.Tensor], x: torch.Tensor, expert: torch.Tensor, P: Place, num_experts: int
+) -> torch.Tensor:
     """Apply to every token its expert, where the expert lives.
 
     Args:
@@ -69,68 +75,70 @@ def expert_parallel(f, x, expert, P, num_experts: int):
     return _parallel("expert_parallel", f, x, expert, P, num_experts)
 
 
-def _parallel(op, f, x, expert, P, num_experts):
-    where = partition_of(P)
-    if where.ndim != 1:
+def _parallel(op, f, x, expert, P, num_experts, features=None, parameters=()):
+    grid = partition_of(P)
+    if grid.ndim != 1:
         raise PartitionError(
             "experts lie along one dim",
-            op=op,
-            partitions=where,
             expected=1,
-            actual=where.ndim,
+            actual=grid.ndim,
             next_step="use a partition of one dim, such as P.along(dim)",
         )
-    coords = where.index()
-    if coords is None:
-        check_tensor(op, x, where)
-        return nothing((0, x.shape[1] if x.dim() == 2 else 0), x)
+    at = grid.index()
+    if at is None:
+        check_tensor(op, x, P)
+        if features is None:
+            features = x.shape[1] if x.dim() == 2 else 0
+        return outside(x, *parameters, like=(0, features))
     if x.dim() != 2 or expert.shape != x.shape[:1] or expert.is_floating_point() or expert.dtype == torch.bool:
         raise ShapeError(
             "one expert for each token is needed",
-            op=op,
             expected="x (tokens, features), integers expert (tokens,)",
             actual=(tuple(x.shape), tuple(expert.shape), expert.dtype),
-            partitions=where,
             next_step="flatten x to one row for each token, and give one expert's number for each row",
         )
     if expert.numel() and not 0 <= int(expert.min()) <= int(expert.max()) < num_experts:
         raise ShapeError(
             "no such expert",
-            op=op,
-            partitions=where,
             expected=f"0 <= expert < {num_experts}",
             actual=(int(expert.min()), int(expert.max())),
             next_step="experts are counted over all ranks, from 0",
         )
     order = torch.argsort(expert, stable=True)
     mine = _torch.numbers(torch.bincount(expert, minlength=num_experts))
-    reports = world(where.world).all_gather(mine, where.ranks, op)
-    counts = [reports[r] for r in where.ranks]
-    first = sum(balanced(num_experts, where.size)[: coords[0]])
-    local = range(first, first + balanced(num_experts, where.size)[coords[0]])
+    reports = world(grid.world).all_gather(mine, grid.ranks, op)
+    counts = [reports[r] for r in grid.ranks]
+    first = sum(balanced(num_experts, grid.size)[: at[0]])
+    local = range(first, first + balanced(num_experts, grid.size)[at[0]])
 
-    arrived = _dispatch(where, counts, x.shape[1], "dispatch")(x.index_select(0, order))
+    arrived = _dispatch(grid, counts, x.shape[1], "dispatch")(x.index_select(0, order))
     sizes = [sum(of_rank[e] for of_rank in counts) for e in local]
     results = [f(k, tokens) for k, tokens in enumerate(arrived.split(sizes))] if sizes else []
     y = torch.cat(results) if results else None
-    made = world(where.world).all_gather(None if y is None else (y.shape[1], y.dtype), where.ranks, op)
+    made = world(grid.world).all_gather(None if y is None else (y.shape[1], y.dtype), grid.ranks, op)
     kinds = {kind for kind in made.values() if kind is not None} or {(x.shape[1], x.dtype)}
     if len(kinds) > 1:
         raise AgreementError(
             "the experts' results do not fit together",
-            op=op,
-            partitions=where,
             actual=made,
             expected="one number of features and one dtype",
             next_step="let f return the same on all ranks",
         )
     width, dtype = kinds.pop()
     y = nothing((0, width), arrived, dtype=dtype) if y is None else y
-    back = _dispatch(where, counts, width, "dispatch").T(y)
+    back = _dispatch(grid, counts, width, "dispatch").T(y)
     return back.index_select(0, torch.argsort(order))
 
 
-def dist_expert_linear(x, w, P, expert, bias=None, *, num_experts: int):
+def dist_expert_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    P: Place,
+    expert: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    num_experts: int,
+) -> torch.Tensor:
     """One linear layer for each expert: y[t] = W[expert[t]] x[t] + b[expert[t]].
 
     Args:
@@ -144,16 +152,11 @@ def dist_expert_linear(x, w, P, expert, bias=None, *, num_experts: int):
     if bias is not None and bias.shape != w.shape[:2]:
         raise ShapeError(
             "bias does not fit w",
-            op="dist_expert_linear",
-            partitions=P,
             expected=tuple(w.shape[:2]),
             actual=tuple(bias.shape),
             next_step="give every expert of this rank its own bias",
         )
     (x,) = autocast("dist_expert_linear", 2, x)
-    if partition_of(P).ndim == 1 and not partition_of(P).active:
-        check_tensor("dist_expert_linear", x, P)
-        return nothing((0, w.shape[1]), x, w, *(() if bias is None else (bias,)))
     return _parallel(
         "dist_expert_linear",
         lambda k, tokens: torch.nn.functional.linear(tokens, w[k], None if bias is None else bias[k]),
@@ -161,4 +164,6 @@ def dist_expert_linear(x, w, P, expert, bias=None, *, num_experts: int):
         expert,
         P,
         num_experts,
+        w.shape[1],
+        (w, bias),
     )

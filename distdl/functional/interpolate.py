@@ -9,17 +9,21 @@ picture.
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import torch
 
 from .._arguments import checked
+from .._types import Place, Size
 from ..errors import PartitionError
 from ..movement.halo import HaloSpec, halo_exchange, per_dim
-from ..ties import nothing
+from ..partition import Layout
+from .enter import FLOATING, at_least, enter, outside, spatial
+from .numeric import wide
 from .pool import dist_adaptive_avg_pool
-from .reduce import wide
-from .window import with_layout
+from .window import kept
 
 __all__ = ["dist_interpolate", "interpolate_layout"]
 
@@ -36,56 +40,32 @@ _MODES = {
 _CUBIC = -0.75  # torch's constant A
 
 
-def _sizes(op, L, size, scale_factor, recompute):
+def _sizes(L, size, scale_factor, recompute):
     """(sizes of the output, scale factor or ``None`` for each spatial dim)."""
-    n = L.ndim - 2
-    if not 1 <= n <= 3:
-        raise PartitionError(
-            "x needs batch, channel and 1 to 3 dims",
-            op=op,
-            partitions=L,
-            expected="3 to 5",
-            actual=L.ndim,
-            next_step="give P one dim for the batch, one for the channels and one for each spatial dim",
-        )
+    n = spatial(L)
     if (size is None) == (scale_factor is None):
         raise PartitionError(
             "give either size or scale_factor",
-            op=op,
             expected="one of them",
             actual=(size, scale_factor),
-            partitions=L,
             next_step="leave one of the two out",
         )
     if size is not None:
         if recompute:
             raise PartitionError(
                 "recompute_scale_factor goes with scale_factor",
-                op=op,
                 actual=size,
                 expected="no size",
-                partitions=L,
                 next_step="leave it out, or give scale_factor",
             )
-        sizes, scales = per_dim(size, n, "size", op), (None,) * n
+        sizes, scales = per_dim(size, n, "size"), (None,) * n
     else:
-        scales = tuple(float(s) for s in per_dim(scale_factor, n, "scale_factor", op))
-        if min(scales) <= 0 or not all(map(math.isfinite, scales)):
-            raise PartitionError(
-                "scale factors are positive",
-                op=op,
-                expected="> 0",
-                actual=scale_factor,
-                partitions=L,
-                next_step="give numbers above 0",
-            )
+        scales = _scales(n, scale_factor)
         sizes = tuple(math.floor(float(m) * s) for m, s in zip(L.shape[2:], scales))
         scales = (None,) * n if recompute else scales
     if min((*sizes, *L.shape[2:])) < 1:
         raise PartitionError(
             "sizes are at least 1",
-            op=op,
-            partitions=L,
             expected=">= 1",
             actual=(L.shape[2:], sizes),
             next_step="give a larger size or scale_factor",
@@ -93,10 +73,24 @@ def _sizes(op, L, size, scale_factor, recompute):
     return sizes, scales
 
 
+def _scales(n, scale_factor) -> tuple:
+    scales = tuple(float(s) for s in per_dim(scale_factor, n, "scale_factor"))
+    if min(scales) <= 0 or not all(map(math.isfinite, scales)):
+        raise PartitionError(
+            "scale factors are positive",
+            expected="> 0",
+            actual=scale_factor,
+            next_step="give numbers above 0",
+        )
+    return scales
+
+
 @checked
-def interpolate_layout(L, size=None, scale_factor=None):
+def interpolate_layout(
+    L: Layout, size: Size | None = None, scale_factor: float | Sequence[float] | None = None
+) -> Layout:
     """The layout of :func:`dist_interpolate`'s result for an x of layout ``L``."""
-    return L.with_shape((*L.shape[:2], *_sizes("interpolate_layout", L, size, scale_factor, None)[0]))
+    return L.with_shape((*L.shape[:2], *_sizes(L, size, scale_factor, None)[0]))
 
 
 @lru_cache(maxsize=256)
@@ -151,12 +145,12 @@ def _small(sizes):
 
 def _copied(x, mode, space, sizes):
     """Which dims torch copies, whatever the scale factor: some of those whose size stays."""
-    same, taps = [n == m for n, m in zip(space, sizes)], _MODES[mode][1]
+    same, taps = tuple(map(operator.eq, space, sizes)), _MODES[mode][1]
     if x.is_cuda and taps > 1:
-        return [all(same)] * len(same)
+        return (all(same),) * len(same)
     if (x.is_cuda and len(same) == 2) or (not x.is_cuda and (taps == 2 or (mode == "nearest" and _small(sizes)))):
         return same
-    return [False] * len(same)
+    return (False,) * len(same)
 
 
 def _kernel(x, sizes, nearest):
@@ -179,8 +173,16 @@ def _apply_taps(x, d, index, weight):
 
 
 def dist_interpolate(
-    x, P, size=None, scale_factor=None, mode="nearest", align_corners=None, *, recompute_scale_factor=None, shape=None
-):
+    x: torch.Tensor,
+    P: Place,
+    size: Size | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    *,
+    recompute_scale_factor: bool | None = None,
+    shape: Sequence[int] | None = None,
+) -> torch.Tensor:
     """Resample the spatial dims of x, as torch.nn.functional.interpolate (without ``antialias``).
 
     Args:
@@ -205,58 +207,62 @@ def dist_interpolate(
     Raises:
         PartitionError: arguments that torch would refuse.
     """
-    op = "dist_interpolate"
     if mode not in _MODES:
         raise PartitionError(
-            "no such mode", op=op, expected=sorted(_MODES), actual=mode, partitions=P, next_step="use one of them"
+            "no such mode",
+            expected=sorted(_MODES),
+            actual=mode,
+            next_step="use one of them",
         )
     dims, taps = _MODES[mode]
     if align_corners is not None and taps < 2:
         raise PartitionError(
             f"align_corners does not go with mode '{mode}'",
-            op=op,
             expected=None,
             actual=align_corners,
-            partitions=P,
             next_step="leave align_corners out",
         )
+    n = spatial(P)
+    if dims not in (None, n):
+        raise PartitionError(
+            f"mode '{mode}' has another number of spatial dims",
+            expected=dims,
+            actual=n,
+            next_step="use the mode for this number of dims",
+        )
+    x, L, at = enter("dist_interpolate", x, P, shape=shape, kinds=FLOATING)
+    if at is None:
+        least = (1,) * n if scale_factor is None else [math.ceil(1 / s) for s in _scales(n, scale_factor)]
+        return outside(x, like=L and interpolate_layout(at_least(L, least), size, scale_factor))
+    sizes, scales = _sizes(L, size, scale_factor, recompute_scale_factor)
+    if mode == "area":
+        return dist_adaptive_avg_pool(x, L, sizes)
+    copied = _copied(x, mode, L.shape[2:], sizes)
+    spec, tables = _resampling(L, at, sizes, scales, mode, bool(align_corners), _kernel(x, sizes, taps == 1), copied)
+    y = wide(halo_exchange(x, spec))
+    for d in reversed(range(2, L.ndim)):
+        y = _apply_taps(y, d, *tables[d - 2])
+    return kept(y.to(x.dtype), x)
 
-    def body(x, L):
-        sizes, scales = _sizes(op, L, size, scale_factor, recompute_scale_factor)
-        if dims not in (None, L.ndim - 2):
-            raise PartitionError(
-                f"mode '{mode}' has another number of spatial dims",
-                op=op,
-                partitions=L,
-                expected=dims,
-                actual=L.ndim - 2,
-                next_step="use the mode for this number of dims",
-            )
-        if mode == "area":
-            y = dist_adaptive_avg_pool(x, L, sizes)
-            return y if L.active else nothing(L.with_shape((*L.shape[:2], *sizes)).local_shape(), y)
-        kernel = _kernel(x, sizes, taps == 1)
-        copied = _copied(x, mode, L.shape[2:], sizes)
+
+@lru_cache(maxsize=256)
+def _resampling(L, at, sizes, scales, mode, align, kernel, copied):
+    """Windows of x, and for each spatial dim (index in the window, weight) of the outputs at coordinates ``at``."""
+    with torch.inference_mode(False):  # they are kept
         tables = [
-            _taps(mode, n, m, s, bool(align_corners), kernel)
-            if not same
-            else (torch.arange(n, device="cpu")[None], None)
+            (torch.arange(n, device="cpu")[None], None) if same else _taps(mode, n, m, s, align, kernel)
             for n, m, s, same in zip(L.shape[2:], sizes, scales, copied)
         ]
 
-        def need(d, o0, o1):  # indices rise with o
-            if d < 2:
-                return o0, o1
-            index = tables[d - 2][0]
-            return int(index[:, o0].min()), int(index[:, o1 - 1].max()) + 1
+    def need(d, o0, o1):  # indices rise with o
+        if d < 2:
+            return o0, o1
+        index = tables[d - 2][0]
+        return int(index[:, o0].min()), int(index[:, o1 - 1].max()) + 1
 
-        spec = HaloSpec.needs(L, None, (*L.shape[:2], *sizes), need, "none")
-        coords = L.partition.index() or (0,) * L.ndim
-        y = wide(halo_exchange(x, spec))
-        for d in reversed(range(2, L.ndim)):
-            lo, (o0, o1) = spec.windows[d][coords[d]][0], spec.out_layout.blocks(d)[coords[d]]
-            index, weight = (None if t is None else t[:, o0:o1] for t in tables[d - 2])
-            y = _apply_taps(y, d, index - lo, weight)
-        return y.to(x.dtype)
-
-    return with_layout(op, x, P, shape, body, kinds="a floating dtype")
+    spec = HaloSpec.needs(L, None, (*L.shape[:2], *sizes), need, "none")
+    own = []
+    for d, (index, weight) in enumerate(tables, 2):
+        lo, (o0, o1) = spec.windows[d][at[d]][0], spec.out_layout.blocks(d)[at[d]]
+        own.append((index[:, o0:o1] - lo, None if weight is None else weight[:, o0:o1]))
+    return spec, own

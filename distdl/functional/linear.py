@@ -3,79 +3,33 @@ ones."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from .._arguments import checked
-from ..agree import check_tensor, partition_of
+from .._types import Place
+from ..agree import check_tensor
 from ..errors import PartitionError, ShapeError
-from ..movement.copies import all_sum_reduce, broadcast, invariant_sum, mark_varying, sum_reduce
-from ..movement.gathers import all_gather, reduce_scatter
-from ..partition import Layout
-from ..ties import nothing, tie
+from ..partition import Layout, partition_of
+from .along import bias_once, check_layouts, collect, collected, spread
 from .autocast import autocast
-from .params import check_bias, replicated
+from .enter import check_bias, outside, replicated
 
 __all__ = ["dist_linear"]
 
-LAYOUTS = ("root", "replicated", "invariant", "sharded")
-
-
-def check_layouts(op, x_layout, y_layout):
-    """Raise PartitionError unless both are known."""
-    for name, value in (("x_layout", x_layout), ("y_layout", y_layout)):
-        if value not in LAYOUTS:
-            raise PartitionError(
-                f"no such {name}", op=op, expected=LAYOUTS, actual=value, next_step="choose one of these"
-            )
-
-
-@lru_cache(maxsize=1024)
-def _roots(P, dim):
-    """The ranks at index 0 of partition dim ``dim``."""
-    return P.take(dim, 0, keepdim=True)
-
-
-def spread(x, P, dim, how, x_dim, local_shape=None):
-    """Bring ``x``, which lies along partition dim ``dim`` as ``how`` says, to every rank of that dim.
-
-    Args:
-        P: a partition with one more dim than x, ``dim``.
-        x_dim: the tensor dim that is split over ``dim`` when ``how`` is "sharded".
-        local_shape: shape of the result on this rank, when it is known; else it is negotiated.
-    """
-    if how == "root":
-        return broadcast(x, _roots(P, dim), P, shape=local_shape)
-    if how == "invariant":
-        return mark_varying(x, P, dim)
-    if how == "sharded":
-        return all_gather(x, P, {x_dim: dim}, shape=local_shape)
-    return x
-
-
-def collect(y, P, dim, how, y_dim):
-    """Sum the ranks' parts of ``y`` along partition dim ``dim``, and leave the sum as ``how`` says."""
-    if how == "root":
-        return sum_reduce(y, P, _roots(P, dim), shape=tuple(y.shape))
-    if how == "invariant":
-        return invariant_sum(y, P, dim)
-    if how == "sharded":
-        return reduce_scatter(y, P, {y_dim: dim})
-    return all_sum_reduce(y, P, dim)
-
-
-def bias_once(bias, P, dim):
-    """``bias`` on the ranks at index 0 of partition dim ``dim``, which add it; elsewhere a zero that depends on it, so
-    that every rank's backward reaches it."""
-    coords = P.index()
-    if bias is None or coords is None or coords[dim] == 0:
-        return bias
-    return tie(torch.zeros_like(bias), bias)
-
 
 @checked
-def dist_linear(x, w, P, bias=None, *, x_layout="root", y_layout="root", x_dim=-2, y_dim=-2, params="varying"):
+def dist_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    P: Place,
+    bias: torch.Tensor | None = None,
+    *,
+    x_layout: str = "root",
+    y_layout: str = "root",
+    x_dim: int = -2,
+    y_dim: int = -2,
+    params: str = "varying",
+) -> torch.Tensor:
     """y = x Wᵀ + b with W split into blocks over two partition dims.
 
     Args:
@@ -109,47 +63,45 @@ def dist_linear(x, w, P, bias=None, *, x_layout="root", y_layout="root", x_dim=-
         PartitionError, ShapeError: unknown layouts; P without one dim for each of x's and one more; w that does not fit
             x.
     """
-    check_layouts("dist_linear", x_layout, y_layout)
-    where = partition_of(P)
-    (x,) = autocast("dist_linear", where.ndim, x)
-    if not where.active:
+    check_layouts(x_layout, y_layout)
+    L = P if isinstance(P, Layout) else None
+    grid = partition_of(P)
+    (x,) = autocast("dist_linear", grid.ndim, x)
+    batch, at = grid.ndim - 2, grid.index()
+    if at is None:
         check_tensor("dist_linear", x, P)
-    batch = where.ndim - 2
-    if where.ndim < 3 or (
-        where.active and x.dim() + 1 != where.ndim and (x_layout != "root" or where.index()[batch] == 0)
-    ):
+    if batch < 1 or (at is not None and x.dim() != batch + 1 and (x_layout != "root" or at[batch] == 0)):
         raise PartitionError(
             "P needs one dim for each of x's and one more",
-            op="dist_linear",
-            partitions=where,
             expected="(*batch dims, out, in)",
             actual=f"x of {x.dim()} dims",
             next_step="add the partition's dims for w's rows (out) and columns (in) after the batch dims",
         )
-    local = None
-    if isinstance(P, Layout):
-        sizes = P.local_shape()
-        local = (*sizes[:-2], sizes[-1])
-    (w,) = replicated(params, where, range(batch), w)
-    (bias,) = replicated(params, where, (*range(batch), batch + 1), bias)
-    if not where.active:
-        shape = (
-            P.local_shape()[1:-1] if local else (*x.shape[1:-1], w.shape[0]) if x.dim() == batch + 1 else (0,) * batch
-        )
-        return nothing((0, *shape), x, w, *(() if bias is None else (bias,)))
-    x = spread(x, where, batch, x_layout, _along(x_dim, where.ndim - 1), local)
+    if params != "varying":
+        (w,) = replicated(params, grid, range(batch), w)
+        (bias,) = replicated(params, grid, (*range(batch), batch + 1), bias)
+    if at is None:
+        like = collected(_first_block(L, x, w, batch), grid, batch + 1, y_layout, y_dim)
+        return outside(x, w, bias, like=like)
+    block = None if L is None else L.local_shape()
+    x = spread(x, grid, batch, x_layout, _along(x_dim, batch + 1), block and (*block[:-2], block[-1]))
     if x.shape[-1] != w.shape[-1]:
         raise ShapeError(
             "w does not fit x",
-            op="dist_linear",
-            partitions=where,
             expected=f"w of shape (out, {x.shape[-1]})",
             actual=tuple(w.shape),
             next_step="split in-features of x and w alike",
         )
-    check_bias("dist_linear", where, bias, w.shape[0])
-    y = torch.nn.functional.linear(x, w, bias_once(bias, where, batch + 1))
-    return collect(y, where, batch + 1, y_layout, _along(y_dim, where.ndim - 1))
+    check_bias("dist_linear", P, bias, w.shape[0])
+    y = torch.nn.functional.linear(x, w, bias_once(bias, at, batch + 1))
+    return collect(y, grid, batch + 1, y_layout, _along(y_dim, batch + 1))
+
+
+def _first_block(L, x, w, batch):
+    """The sizes of the first block of x Wᵀ, as far as a rank outside knows it."""
+    if L is not None:
+        return L.local_shape()[:-1]
+    return (*x.shape[:-1], w.shape[0]) if x.dim() == batch + 1 else (0,) * (batch + 1)
 
 
 def _along(dim, ndim):

@@ -16,16 +16,17 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as local
+import torch.nn.functional as tf
 
 from .. import _torch
-from ..agree import check_tensor, outside_shape, partition_of, resolve
+from .._types import Place
+from ..agree import resolve
 from ..errors import PartitionError, ShapeError
 from ..movement.copies import invariant_sum
-from ..partition import Layout
-from ..ties import nothing
+from ..partition import Layout, partition_of
 from .autocast import autocast
-from .reduce import check_block, dist_mean, pivot, summed, wide, wider, zero_loss
+from .enter import FLOATING, enter, outside
+from .numeric import pivot, sum_and_count, summed, wide, wider
 
 __all__ = [
     "dist_bce_loss",
@@ -49,21 +50,35 @@ def _reduced(losses, count, reduction, P, dims, dtype):
     return (total / n if reduction == "mean" else total).to(dtype)
 
 
-def _check_reduction(op, reduction, *more) -> None:
+def _check_reduction(reduction, *more) -> None:
     if reduction not in ("none", "mean", "sum", *more):
         raise ShapeError(
             "unknown reduction",
-            op=op,
             expected=" or ".join(("none", "mean", "sum", *more)),
             actual=reduction,
             next_step="choose one of these",
         )
 
 
+def _outside(x, *others, L, reduction, dtype, dims):
+    """What a rank outside gets: nothing of the losses in dims ``dims``, and a zero for what is one value."""
+    sizes = x.shape if L is None else L.local_shape()
+    return outside(x, *others, like=[sizes[d] for d in dims] if reduction == "none" else (), dtype=dtype)
+
+
 # ---------------------------------------------------------------- classes
 
 
-def dist_cross_entropy(logits, target, P, weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0):
+def dist_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    P: Place,
+    weight: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
     """Cross-entropy of ``softmax(logits)``, with classes, batch and space split in any way.
 
     Per element, with weights w, smoothing ε, C classes and the target distribution t (one-hot for class indices)::
@@ -93,7 +108,15 @@ def dist_cross_entropy(logits, target, P, weight=None, *, ignore_index=-100, red
     return _class_loss("dist_cross_entropy", logits, target, P, weight, ignore_index, reduction, label_smoothing)
 
 
-def dist_nll_loss(log_probs, target, P, weight=None, *, ignore_index=-100, reduction="mean"):
+def dist_nll_loss(
+    log_probs: torch.Tensor,
+    target: torch.Tensor,
+    P: Place,
+    weight: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> torch.Tensor:
     """Negative log likelihood: ``-weight[target] * log_probs[target]``; as :func:`dist_cross_entropy` for class
     indices.
 
@@ -105,53 +128,38 @@ def dist_nll_loss(log_probs, target, P, weight=None, *, ignore_index=-100, reduc
 
 def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
     """Both class losses. ``smoothing=None``: x are log-probabilities, and nothing is normalised."""
-    where, softmax, eps = partition_of(P), smoothing is not None, smoothing or 0.0
-    _check_reduction(op, reduction)
+    grid, softmax, eps = partition_of(P), smoothing is not None, smoothing or 0.0
+    _check_reduction(reduction)
     if not 0 <= eps <= 1:
         raise ShapeError(
             "smoothing is a probability",
-            op=op,
             expected="0 <= label_smoothing <= 1",
             actual=eps,
-            partitions=P,
             next_step="give the share of the target that is spread over all classes",
         )
-    if where.ndim == 0:
+    if grid.ndim == 0:
         raise PartitionError(
             "there is no class dim",
-            op=op,
-            partitions=P,
             expected="(batch, class, *space) or (class,)",
             actual="no dims",
             next_step="give P a dim for the classes",
         )
-    x, target, weight = autocast(op, where.ndim, x, target, weight)
-    c = min(1, where.ndim - 1)
-    rest = tuple(d for d in range(where.ndim) if d != c)
-    (check_block if where.active else check_tensor)(op, x, P)
-    if not x.is_floating_point():
-        raise ShapeError(
-            "the prediction is not floating",
-            op=op,
-            partitions=P,
-            expected="a floating dtype",
-            actual=x.dtype,
-            next_step="convert it first: x.float()",
-        )
+    x, L, at = enter(op, x, P, kinds=FLOATING, agreed=False)
+    target, weight = autocast(op, grid.ndim, target, weight)
+    c = min(1, grid.ndim - 1)
+    rest = (0, *range(2, grid.ndim)) if c else ()
     likely = softmax and isinstance(target, torch.Tensor) and target.is_floating_point()
     dtype = torch.promote_types(x.dtype, target.dtype) if likely else x.dtype
-    if not where.active:
-        if reduction != "none" or not rest:
-            return zero_loss(x).to(dtype)
-        return nothing((0, *outside_shape(x, P)[2:]), x, dtype=dtype)
-    x, first, classes = _classes(op, x, P, c)
-    _check_target(op, x, target, weight, c, likely, P)
+    if at is None:
+        return _outside(x, L=L, reduction=reduction, dtype=dtype, dims=rest)
+    x, first, classes = _classes(op, x, L, at, c)
+    _check_target(x, target, weight, c, likely)
 
     x = x.to(wider(dtype))
     if softmax:
-        x = x - pivot(x, where, (c,))  # of an infinite or NaN one all is NaN, as in torch
+        x = x - pivot(x, grid, (c,))  # of an infinite or NaN one all is NaN, as in torch
     weight = None if weight is None else weight.to(x.dtype)
-    by_class = 1 if weight is None else weight.reshape(-1, *[1] * (where.ndim - c - 1))
+    by_class = 1 if weight is None else weight.reshape(-1, *[1] * (grid.ndim - c - 1))
     if likely:
         q = by_class * ((1 - eps) * target.to(x.dtype) + eps / classes)
         valid = known = None
@@ -173,7 +181,7 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
     if softmax:
         rows.append(x.exp().sum(c, True))
 
-    dot, *mass = invariant_sum(torch.stack(rows), where, (c,))
+    dot, *mass = invariant_sum(torch.stack(rows), grid, (c,))
     log_sum = mass.pop().log() if softmax else 0
     if likely:
         losses, count = mass[0] * log_sum - dot, math.prod(dot.shape)
@@ -183,8 +191,6 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
         if not _torch.transforms_active() and target.device.type == "cpu" and bool((valid & ~known).any()):
             raise ShapeError(
                 "a target is no class",
-                op=op,
-                partitions=P,
                 actual=target[valid & ~known][0].item(),
                 expected=f"0 <= target < {classes}, or ignore_index = {ignore_index}",
                 next_step="class indices are global; give what shall not count the ignore_index",
@@ -192,27 +198,25 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
         spoil = torch.where(known | ~valid, 1.0, math.nan)  # a factor, so that derivatives are NaN too
         losses = torch.where(valid, (scale * log_sum - dot) * spoil.to(dot.dtype), 0)
         count = torch.where(valid, share, 0).sum()
-    return _reduced(losses.squeeze(c), count, reduction, where, rest, dtype)
+    return _reduced(losses.squeeze(c), count, reduction, grid, rest, dtype)
 
 
-def _classes(op, x, P, c):
+def _classes(op, x, L, at, c):
     """(x, first class of this rank, number of classes)."""
-    if not isinstance(P, Layout):
-        if P.shape[c] == 1:
+    if not isinstance(L, Layout):
+        if L.shape[c] == 1:
             return x, 0, x.shape[c]
-        (x,), (P,) = resolve(op, (x,), P)
-    return x, P.box()[c][0], P.shape[c]
+        (x,), (L,) = resolve(op, (x,), L)
+    return x, L.blocks(c)[at[c]][0], L.shape[c]
 
 
-def _check_target(op, x, target, weight, c, likely, P) -> None:
+def _check_target(x, target, weight, c, likely) -> None:
     expected = list(x.shape)
     if not likely:
         expected.pop(c)
     if not isinstance(target, torch.Tensor):
         raise ShapeError(
             "the target is not a tensor",
-            op=op,
-            partitions=P,
             expected="this rank's block",
             actual=type(target).__name__,
             next_step="pass the target's block as a tensor",
@@ -220,20 +224,16 @@ def _check_target(op, x, target, weight, c, likely, P) -> None:
     if list(target.shape) != expected or not (likely or target.dtype == torch.int64):
         raise ShapeError(
             "target does not fit",
-            op=op,
             actual=(tuple(target.shape), target.dtype),
             expected=f"int64 classes of shape {tuple(x.shape[:c] + x.shape[c + 1 :])}, or probabilities like x",
             next_step="pass this rank's block of the targets; class indices are global",
-            partitions=P,
         )
     if weight is not None and tuple(weight.shape) != (x.shape[c],):
         raise ShapeError(
             "weight does not fit",
-            op=op,
             expected=(x.shape[c],),
             actual=tuple(weight.shape),
             next_step="pass the weights of this rank's classes",
-            partitions=P,
         )
 
 
@@ -242,34 +242,27 @@ def _check_target(op, x, target, weight, c, likely, P) -> None:
 
 def _pointwise(op, losses, x, y, P, reduction, weight=None):
     """Any loss that is a function ``losses(x, y)`` of single elements."""
-    batchmean = ("batchmean",) if op == "dist_kl_div" else ()
-    _check_reduction(op, reduction, *batchmean)
-    where = partition_of(P)
-    x, y, weight = autocast(op, where.ndim, x, y, weight)
-    (check_block if where.active else check_tensor)(op, x, P)
+    _check_reduction(reduction, *(("batchmean",) if op == "dist_kl_div" else ()))
+    x, L, at = enter(op, x, P, agreed=False)
     if not isinstance(y, torch.Tensor):
         raise ShapeError(
             "the target is not a tensor",
-            op=op,
-            partitions=P,
             expected="this rank's block",
             actual=type(y).__name__,
             next_step="pass the target's block as a tensor",
         )
-    dtype = _dtype(op, x, y, P)
-    if not where.active:
+    grid = partition_of(P)
+    y, weight = autocast(op, grid.ndim, y, weight)
+    dtype = _dtype(op, x, y)
+    if at is None:
         x, y = (t.abs() if t.is_complex() else t for t in (x, y))
-        if reduction != "none":
-            return zero_loss(x, y).to(dtype)
-        return nothing(outside_shape(x, P), x, y, dtype=dtype)
+        return _outside(x, y, L=L, reduction=reduction, dtype=dtype, dims=range(max(grid.ndim, 1)))
     if x.shape != y.shape:
         raise ShapeError(
             "prediction and target have different shapes",
-            op=op,
             expected=tuple(x.shape),
             actual=tuple(y.shape),
             next_step="pass blocks of one layout; nothing is broadcast",
-            partitions=P,
         )
     # Numbers of no dtype that losses have are converted; real and complex ones meet as they are.
     values = losses(wide(x), wide(y) if y.is_floating_point() or y.is_complex() else y.to(wider(dtype)))
@@ -277,29 +270,28 @@ def _pointwise(op, losses, x, y, P, reduction, weight=None):
         values = values * weight
     if reduction == "none":
         return values.to(dtype)
+    dims = tuple(range(grid.ndim))
     if reduction == "mean":
-        return dist_mean(values, P).to(dtype)
-    count = None
-    if reduction == "batchmean" and not isinstance(P, Layout):
-        count = x.shape[0] if not any(where.index()[1:]) else 0  # every batch element once
-    total, batch = summed(values.sum(), count, where, None)
-    if reduction == "batchmean":
-        total = total / (P.shape[0] if batch is None else batch)
-    return total.to(dtype)
+        total, n = sum_and_count(values, L, dims, False)
+    elif reduction == "sum":
+        total, n = invariant_sum(values.sum(), grid, dims), 1
+    elif isinstance(L, Layout):
+        total, n = invariant_sum(values.sum(), grid, dims), L.shape[0]
+    else:  # every batch element once
+        total, n = summed(values.sum(), 0 if any(at[1:]) else x.shape[0], grid, dims)
+    return (total if reduction == "sum" else total / n).to(dtype)
 
 
 _FLOATING_TARGETS = ("dist_bce_loss", "dist_bce_with_logits_loss", "dist_kl_div")
 
 
-def _dtype(op, x, y, P):
+def _dtype(op, x, y):
     """The dtype of a loss of x and y; what torch refuses is refused."""
     smooth = [t.is_floating_point() or (t.is_complex() and op == "dist_l1_loss") for t in (x, y)]
     whole = not y.is_floating_point() and not y.is_complex() and op not in _FLOATING_TARGETS
     if not smooth[0] or not (smooth[1] or (whole and (y.dtype != torch.bool or op != "dist_l1_loss"))):
         raise ShapeError(
             "this loss is not of such tensors",
-            op=op,
-            partitions=P,
             actual=(x.dtype, y.dtype),
             expected="a floating "
             f"prediction{' (or a complex one)' * (op == 'dist_l1_loss')}, and a target that torch takes with it",
@@ -333,13 +325,13 @@ def _documented(args="", more=""):
 
 
 @_documented()
-def dist_mse_loss(x, y, P, reduction="mean"):
+def dist_mse_loss(x: torch.Tensor, y: torch.Tensor, P: Place, reduction: str = "mean") -> torch.Tensor:
     """Squared error (x - y)²."""
     return _pointwise("dist_mse_loss", lambda x, y: (x - y).square(), x, y, P, reduction)
 
 
 @_documented()
-def dist_l1_loss(x, y, P, reduction="mean"):
+def dist_l1_loss(x: torch.Tensor, y: torch.Tensor, P: Place, reduction: str = "mean") -> torch.Tensor:
     """Absolute error |x - y|."""
     return _pointwise("dist_l1_loss", lambda x, y: (x - y).abs(), x, y, P, reduction)
 
@@ -355,13 +347,17 @@ def _huber(delta):
 
 
 @_documented("delta: where the square ends.")
-def dist_huber_loss(x, y, P, reduction="mean", delta=1.0):
+def dist_huber_loss(
+    x: torch.Tensor, y: torch.Tensor, P: Place, reduction: str = "mean", delta: float = 1.0
+) -> torch.Tensor:
     """Huber's loss: d²/2 where d = |x - y| is at most ``delta``, else delta (d - delta / 2)."""
     return _pointwise("dist_huber_loss", _huber(delta), x, y, P, reduction)
 
 
 @_documented("beta: where the square ends; 0 makes it the absolute error.")
-def dist_smooth_l1_loss(x, y, P, reduction="mean", beta=1.0):
+def dist_smooth_l1_loss(
+    x: torch.Tensor, y: torch.Tensor, P: Place, reduction: str = "mean", beta: float = 1.0
+) -> torch.Tensor:
     """Huber's loss divided by ``beta``: d²/(2 beta) where d = |x - y| is at most beta, else d - beta / 2."""
     if beta == 0:
         return dist_l1_loss(x, y, P, reduction)
@@ -370,7 +366,9 @@ def dist_smooth_l1_loss(x, y, P, reduction="mean", beta=1.0):
 
 
 @_documented("weight: a factor for each element, broadcast against this rank's block.")
-def dist_bce_loss(x, y, P, reduction="mean", weight=None):
+def dist_bce_loss(
+    x: torch.Tensor, y: torch.Tensor, P: Place, reduction: str = "mean", weight: torch.Tensor | None = None
+) -> torch.Tensor:
     """Binary cross-entropy -(y log x + (1 - y) log(1 - x)) of probabilities x, with logarithms of at least -100.
 
     Inside (0, 1) all derivatives equal torch's. At x = 0 and x = 1 they are those of the clamped logarithm, where
@@ -389,18 +387,27 @@ def dist_bce_loss(x, y, P, reduction="mean", weight=None):
 @_documented(
     "weight, pos_weight: factors for each element, and for the positive part, broadcast against this rank's block."
 )
-def dist_bce_with_logits_loss(x, y, P, reduction="mean", weight=None, pos_weight=None):
+def dist_bce_with_logits_loss(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    P: Place,
+    reduction: str = "mean",
+    weight: torch.Tensor | None = None,
+    pos_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Binary cross-entropy of ``sigmoid(x)``, without overflow: (1 - y) x - (1 + (pos_weight - 1) y) log sigmoid(x)."""
 
     def bce(x, y):
         positive = 1 if pos_weight is None else 1 + (pos_weight - 1) * y
-        return (1 - y) * x - positive * local.logsigmoid(x)
+        return (1 - y) * x - positive * tf.logsigmoid(x)
 
     return _pointwise("dist_bce_with_logits_loss", bce, x, y, P, reduction, weight)
 
 
 @_documented("log_target: y holds logarithms too.", ' or ``"batchmean"`` (the sum by the size of dim 0)')
-def dist_kl_div(x, y, P, reduction="mean", log_target=False):
+def dist_kl_div(
+    x: torch.Tensor, y: torch.Tensor, P: Place, reduction: str = "mean", log_target: bool = False
+) -> torch.Tensor:
     """Kullback-Leibler divergence, element by element: y (log y - x), with x a logarithm of probabilities; 0 where y =
     0."""
 
@@ -413,7 +420,15 @@ def dist_kl_div(x, y, P, reduction="mean", log_target=False):
 @_documented(
     "log_input: x is the logarithm of the rate. full: add Stirling's approximation of log y!. eps: added to a rate x."
 )
-def dist_poisson_nll_loss(x, y, P, reduction="mean", log_input=True, full=False, eps=1e-8):
+def dist_poisson_nll_loss(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    P: Place,
+    reduction: str = "mean",
+    log_input: bool = True,
+    full: bool = False,
+    eps: float = 1e-08,
+) -> torch.Tensor:
     """Negative log likelihood of counts y under Poisson's law: exp(x) - y x, or x - y log(x + eps) of a rate x."""
 
     def nll(x, y):

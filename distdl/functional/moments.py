@@ -24,7 +24,7 @@ import torch
 from torch.nn.functional import pad
 
 from .. import maps
-from .reduce import one_each
+from .numeric import one_each
 
 
 class Moments(NamedTuple):
@@ -94,11 +94,6 @@ def merged(own: Moments, L, dims, shape=None) -> Moments:
 def moments(x, L, dims) -> Moments:
     """Those of the global x over ``dims``."""
     return merged(statistics(x, dims), L, dims)
-
-
-def count(L, dims) -> int:
-    """How many elements x has over ``dims``."""
-    return math.prod(L.shape[d] for d in dims)
 
 
 # ---------------------------------------------------------------- groups that several ranks may share

@@ -17,15 +17,14 @@ from __future__ import annotations
 import torch
 
 from .. import _torch
-from ..agree import alike, check_tensor, outside_shape, partition_of, resolve
-from ..errors import PartitionError, ShapeError
+from .._types import Place, Size
+from ..agree import alike
+from ..errors import ShapeError
 from ..movement.copies import all_sum_reduce
 from ..movement.halo import sizes_of
-from ..ties import nothing
-from .autocast import autocast
-from .moments import count, cut_group_moments, merged, moments, statistics, within
-from .params import replicated
-from .reduce import check_block, check_kind, wide
+from .enter import FLOATING, enter, outside, replicated
+from .moments import cut_group_moments, merged, moments, statistics, within
+from .numeric import count, wide
 
 __all__ = ["dist_batch_norm", "dist_group_norm", "dist_instance_norm", "dist_layer_norm", "dist_rms_norm"]
 
@@ -33,41 +32,21 @@ __all__ = ["dist_batch_norm", "dist_group_norm", "dist_instance_norm", "dist_lay
 # ---------------------------------------------------------------- arguments
 
 
-def _enter(op, x, P, least, *parameters):
-    """(x, its layout), or (a placeholder that depends on x and the parameters, ``None``) on a rank that takes no
-    part."""
-    where = partition_of(P)
-    (x,) = autocast(op, where.ndim, x)
-    if where.ndim < least:
-        raise PartitionError(
-            "too few dims",
-            op=op,
-            partitions=P,
-            expected=f"at least {least}",
-            actual=where.ndim,
-            next_step="lay x out over a partition with one dim for each of its own",
-        )
-    (check_block if where.active else check_tensor)(op, x, P)
-    check_kind(op, x, P, "a floating dtype")
-    if not where.active:
-        return nothing(outside_shape(x, P), x, *(t for t in parameters if t is not None)), None
-    (x,), (L,) = resolve(op, (x,), P)
-    return x, L
-
-
-def _parameters(op, params, L, dims, shape, *tensors):
+def _parameters(params, L, dims, shape, *tensors):
     """This rank's parameters of ``shape``, marked along ``dims`` and as large as x in dims."""
     for t in tensors:
-        if t is not None and tuple(getattr(t, "shape", ())) != shape:
+        if t is not None and getattr(t, "shape", ()) != shape:
             raise ShapeError(
                 "a parameter is not this rank's block",
-                op=op,
-                partitions=L,
-                expected=shape,
+                expected=tuple(shape),
                 actual=tuple(getattr(t, "shape", ())) or type(t).__name__,
                 next_step="pass this rank's block of the weight and the bias (or the statistics)",
             )
-    return replicated(params, L, dims, *tensors)
+    return tensors if params == "varying" else replicated(params, L, dims, *tensors)
+
+
+def _beside_channels(L) -> tuple[int, ...]:
+    return (0, *range(2, len(L.shape)))
 
 
 def _of_channels(L, t):
@@ -75,14 +54,12 @@ def _of_channels(L, t):
     return None if t is None else t.reshape(-1, *[1] * (L.ndim - 2))
 
 
-def _trailing(op, L, normalized_shape):
+def _trailing(L, normalized_shape):
     """The dims of ``normalized_shape``, the global shape of the trailing dims."""
-    shape = sizes_of(normalized_shape, "normalized_shape", op)
+    shape = sizes_of(normalized_shape, "normalized_shape")
     if not shape or L.shape[L.ndim - len(shape) :] != shape or len(shape) > L.ndim:
         raise ShapeError(
             "normalized_shape is not the global shape of the trailing dims",
-            op=op,
-            partitions=L,
             actual=shape,
             expected=f"the end of {L.shape}",
             next_step="pass the global sizes, not this rank's",
@@ -131,19 +108,19 @@ def _group_norm(x, groups, weight, bias, eps, dtype):
 
 
 def dist_batch_norm(
-    x,
-    P,
-    running_mean,
-    running_var,
-    weight=None,
-    bias=None,
-    training=False,
-    momentum=0.1,
-    eps=1e-5,
+    x: torch.Tensor,
+    P: Place,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-05,
     *,
-    num_batches_tracked=None,
-    params="varying",
-):
+    num_batches_tracked: int | torch.Tensor | None = None,
+    params: str = "varying",
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Batch normalisation of (batch, channel, *space), over the batch and space of all ranks. Pure: nothing is updated
     in place.
 
@@ -166,17 +143,15 @@ def dist_batch_norm(
     none.
     """
     op = "dist_batch_norm"
-    x, L = _enter(op, x, P, 2, weight, bias)
-    if L is None:
-        return x, running_mean, running_var
-    dims = tuple(d for d in range(L.ndim) if d != 1)
-    weight, bias = _parameters(op, params, L, dims, (x.shape[1],), weight, bias)
-    _parameters(op, "varying", L, dims, (x.shape[1],), running_mean, running_var)
+    x, L, at = enter(op, x, P, kinds=FLOATING, least=2)
+    if at is None:
+        return outside(x, weight, bias, like=L), running_mean, running_var
+    dims = _beside_channels(L)
+    weight, bias = _parameters(params, L, dims, (x.shape[1],), weight, bias)
+    _parameters("varying", L, dims, (x.shape[1],), running_mean, running_var)
     if (running_mean is None) != (running_var is None):
         raise ShapeError(
             "running_mean and running_var belong together",
-            op=op,
-            partitions=L,
             expected="both, or None for both",
             actual=f"{'running_var' if running_mean is None else 'running_mean'} alone",
             next_step="pass both running statistics",
@@ -190,8 +165,6 @@ def dist_batch_norm(
         if training and n < 2:
             raise ShapeError(
                 "one value for a channel has no variance",
-                op=op,
-                partitions=L,
                 actual=L.shape,
                 expected="more than 1 value per channel when training",
                 next_step="use a larger batch, or training=False",
@@ -200,16 +173,14 @@ def dist_batch_norm(
             if momentum is None and num_batches_tracked is None:
                 raise ShapeError(
                     "a cumulative average needs a count",
-                    op=op,
                     expected="num_batches_tracked with momentum=None",
                     actual=num_batches_tracked,
-                    partitions=L,
                     next_step="pass the number of batches seen so far, or a momentum",
                 )
-            momentum = 1 / num_batches_tracked if momentum is None else momentum
+            share = 1 / num_batches_tracked if momentum is None else momentum
             new = mean.detach().reshape(-1), var.detach().reshape(-1) * (n / (n - 1))
             running_mean, running_var = (
-                (wide(old) * (1 - momentum) + fresh * momentum).to(old.dtype)
+                (wide(old) * (1 - share) + fresh * share).to(old.dtype)
                 for old, fresh in zip((running_mean, running_var), new)
             )
     return (
@@ -219,7 +190,15 @@ def dist_batch_norm(
     )
 
 
-def dist_instance_norm(x, P, weight=None, bias=None, eps=1e-5, *, params="varying"):
+def dist_instance_norm(
+    x: torch.Tensor,
+    P: Place,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-05,
+    *,
+    params: str = "varying",
+) -> torch.Tensor:
     """Normalisation of every (batch, channel) of (batch, channel, *space) over its space, by its own statistics.
 
     Args:
@@ -231,19 +210,15 @@ def dist_instance_norm(x, P, weight=None, bias=None, eps=1e-5, *, params="varyin
     Messages, with b examples and C channels on this rank, and space split: one all-gather of 2bC; backward one
     reduce-scatter.
     """
-    x, L = _enter("dist_instance_norm", x, P, 3, weight, bias)
-    if L is None:
-        return x
-    weight, bias = _parameters(
-        "dist_instance_norm", params, L, [d for d in range(L.ndim) if d != 1], (x.shape[1],), weight, bias
-    )
+    x, L, at = enter("dist_instance_norm", x, P, kinds=FLOATING, least=3)
+    if at is None:
+        return outside(x, weight, bias, like=L)
+    weight, bias = _parameters(params, L, _beside_channels(L), (x.shape[1],), weight, bias)
     dtype, x = x.dtype, wide(x)
     dims = tuple(range(2, L.ndim))
     if count(L, dims) < 2:
         raise ShapeError(
             "one value for a channel has no variance",
-            op="dist_instance_norm",
-            partitions=L,
             actual=L.shape,
             expected="more than 1 value per channel",
             next_step="normalise over more elements, or use dist_layer_norm",
@@ -254,7 +229,16 @@ def dist_instance_norm(x, P, weight=None, bias=None, eps=1e-5, *, params="varyin
     return _normalised(x, shift, var, eps, _of_channels(L, weight), _of_channels(L, bias), dtype)
 
 
-def dist_layer_norm(x, P, normalized_shape, weight=None, bias=None, eps=1e-5, *, params="varying"):
+def dist_layer_norm(
+    x: torch.Tensor,
+    P: Place,
+    normalized_shape: Size,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-05,
+    *,
+    params: str = "varying",
+) -> torch.Tensor:
     """Layer normalisation over the trailing dims, any of which may be split.
 
     Args:
@@ -264,11 +248,11 @@ def dist_layer_norm(x, P, normalized_shape, weight=None, bias=None, eps=1e-5, *,
     Messages, with N sets of statistics on this rank (its leading sizes), where trailing dims are split: one all-gather
     of 2N; backward one reduce-scatter.
     """
-    x, L = _enter("dist_layer_norm", x, P, 1, weight, bias)
-    if L is None:
-        return x
-    dims = _trailing("dist_layer_norm", L, normalized_shape)
-    weight, bias = _parameters("dist_layer_norm", params, L, range(dims[0]), tuple(x.shape[dims[0] :]), weight, bias)
+    x, L, at = enter("dist_layer_norm", x, P, kinds=FLOATING, least=1)
+    if at is None:
+        return outside(x, weight, bias, like=L)
+    dims = _trailing(L, normalized_shape)
+    weight, bias = _parameters(params, L, range(dims[0]), x.shape[dims[0] :], weight, bias)
     dtype, x = x.dtype, wide(x)
     if _by_kernel(
         x, L, dims
@@ -280,7 +264,15 @@ def dist_layer_norm(x, P, normalized_shape, weight=None, bias=None, eps=1e-5, *,
     return _normalised(x, shift, var, eps, weight, bias, dtype)
 
 
-def dist_rms_norm(x, P, normalized_shape, weight=None, eps=None, *, params="varying"):
+def dist_rms_norm(
+    x: torch.Tensor,
+    P: Place,
+    normalized_shape: Size,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    params: str = "varying",
+) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) over the trailing dims (Zhang and Sennrich, arXiv:1910.07467), any of which may be
     split.
 
@@ -292,17 +284,26 @@ def dist_rms_norm(x, P, normalized_shape, weight=None, eps=None, *, params="vary
     Messages, with N sets on this rank (its leading sizes), where trailing dims are split: one all-reduce of N; backward
     another.
     """
-    x, L = _enter("dist_rms_norm", x, P, 1, weight)
-    if L is None:
-        return x
-    dims = _trailing("dist_rms_norm", L, normalized_shape)
-    (weight,) = _parameters("dist_rms_norm", params, L, range(dims[0]), tuple(x.shape[dims[0] :]), weight)
+    x, L, at = enter("dist_rms_norm", x, P, kinds=FLOATING, least=1)
+    if at is None:
+        return outside(x, weight, like=L)
+    dims = _trailing(L, normalized_shape)
+    (weight,) = _parameters(params, L, range(dims[0]), x.shape[dims[0] :], weight)
     eps, dtype, x = torch.finfo(x.dtype).eps if eps is None else eps, x.dtype, wide(x)
     total = all_sum_reduce(x.square().sum(dims, keepdim=True), L.partition, dims)
     return _normalised(x, None, total / max(count(L, dims), 1), eps, weight, None, dtype)
 
 
-def dist_group_norm(x, P, num_groups, weight=None, bias=None, eps=1e-5, *, params="varying"):
+def dist_group_norm(
+    x: torch.Tensor,
+    P: Place,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-05,
+    *,
+    params: str = "varying",
+) -> torch.Tensor:
     """Normalisation of (batch, channel, *space) over ``num_groups`` groups of adjacent channels and all of space.
 
     Channels may be split anywhere: a group that lies on several ranks is merged from the parts of all of them.
@@ -315,19 +316,17 @@ def dist_group_norm(x, P, num_groups, weight=None, bias=None, eps=1e-5, *, param
     group: one all-gather of 2bG; backward one reduce-scatter.
     """
     op = "dist_group_norm"
-    x, L = _enter(op, x, P, 2, weight, bias)
-    if L is None:
-        return x
+    x, L, at = enter(op, x, P, kinds=FLOATING, least=2)
+    if at is None:
+        return outside(x, weight, bias, like=L)
     if num_groups < 1 or L.shape[1] % num_groups:
         raise ShapeError(
             "the groups do not divide the channels",
-            op=op,
-            partitions=L,
             actual=num_groups,
             expected=f"a divisor of {L.shape[1]}",
             next_step="choose num_groups that divides the channels",
         )
-    weight, bias = _parameters(op, params, L, [d for d in range(L.ndim) if d != 1], (x.shape[1],), weight, bias)
+    weight, bias = _parameters(params, L, _beside_channels(L), (x.shape[1],), weight, bias)
     dtype, x = x.dtype, wide(x)
     size, shape = max(L.shape[1] // num_groups, 1), x.shape
     cut = any(stop % size for _, stop in L.blocks(1))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as tf
 
 from .._arguments import checked
+from .._types import Place, Size
 from ..errors import PartitionError
 from ..movement.copies import sum_reduce
-from ..movement.halo import HaloSpec, per_dim, plain
+from ..movement.halo import HaloSpec, halo_exchange, per_dim
 from ..partition import Layout
 from ..ties import nothing
-from .reduce import power, wide
-from .window import window_spec, windowed, with_layout
+from .enter import REAL, at_least, enter, outside, spatial
+from .numeric import power, wide
+from .window import cut, filled, kept, settled, window_spec
 
 __all__ = [
     "dist_adaptive_avg_pool",
@@ -26,47 +31,92 @@ __all__ = [
 ]
 
 _MAX = {1: tf.max_pool1d, 2: tf.max_pool2d, 3: tf.max_pool3d}
-_REAL = "a real dtype"
 _AVG = {2: tf.avg_pool2d, 3: tf.avg_pool3d}
 
 
-def _arguments(op, L, kernel_size, stride, padding, dilation, ceil_mode):
-    """The arguments as tuples, and the windows of an unbounded input."""
-    n = L.ndim - 2
-    if n not in _MAX:
-        raise PartitionError(
-            "x needs batch, channel and 1 to 3 dims",
-            op=op,
-            partitions=L,
-            expected="3 to 5",
-            actual=L.ndim,
-            next_step="give P one dim for the batch, one for the channels and one for each spatial dim",
-        )
-    kernel, padding, dilation = (per_dim(v, n, "an argument", op) for v in (kernel_size, padding, dilation))
-    stride = plain(stride, "stride", op)
-    stride = kernel if stride in (None, ()) else per_dim(stride, n, "stride", op)
-    if any(2 * p > (k - 1) * d + 1 for p, k, d in zip(padding, kernel, dilation)):
+# ---------------------------------------------------------------- windows
+
+
+class _Kernel(NamedTuple):
+    """The arguments of a pooling, one for each spatial dim."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    ceil_mode: bool
+
+    @property
+    def extent(self) -> list[int]:
+        """The sizes of a window."""
+        return [d * (k - 1) + 1 for k, d in zip(self.size, self.dilation)]
+
+    @property
+    def least(self) -> list[int]:
+        """The smallest x that has one."""
+        return [m - 2 * p for m, p in zip(self.extent, self.padding)]
+
+    def windows(self, L: Layout) -> HaloSpec:
+        """Those of x of layout ``L``."""
+        size, stride, padding, dilation, ceil_mode = self
+        return window_spec(L, None, size, stride, padding, dilation, "zeros", ceil_mode=ceil_mode)
+
+
+def _kernel(P, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False) -> _Kernel:
+    return _kernel_of(spatial(P), *settled(kernel_size, stride, padding, dilation), bool(ceil_mode))
+
+
+@lru_cache(maxsize=1024)
+def _kernel_of(n, kernel_size, stride, padding, dilation, ceil_mode) -> _Kernel:
+    size, padding, dilation = (per_dim(v, n, "an argument") for v in (kernel_size, padding, dilation))
+    stride = size if stride in (None, ()) else per_dim(stride, n, "stride")
+    if any(2 * p > (k - 1) * d + 1 for p, k, d in zip(padding, size, dilation)):
         raise PartitionError(
             "padding is more than half of the kernel",
-            op=op,
             actual=padding,
-            expected=f"half of {kernel}",
-            partitions=L,
+            expected=f"half of {size}",
             next_step="pad less, or with F.dist_pad first",
         )
-    spec = window_spec(L, None, kernel, stride, padding, dilation, "zeros", ceil_mode=bool(ceil_mode))
-    return kernel, stride, padding, dilation, spec
+    return _Kernel(size, stride, padding, dilation, ceil_mode)
 
 
 @checked
-def pool_layout(L: Layout, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False) -> Layout:
+def pool_layout(
+    L: Layout,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
+    dilation: Size = 1,
+    ceil_mode: bool = False,
+) -> Layout:
     """The layout of a pooling's result for an x of layout ``L``."""
-    return _arguments("pool_layout", L, kernel_size, stride, padding, dilation, ceil_mode)[-1].out_layout
+    return _kernel(L, kernel_size, stride, padding, dilation, ceil_mode).windows(L).out_layout
+
+
+def _outside(x, L, kernel):
+    return outside(x, like=L and kernel.windows(at_least(L, kernel.least)).out_layout)
+
+
+def _with_indices(y):
+    """What a rank outside gets where there are indices too."""
+    return y, y.detach().to(torch.int64)
+
+
+# ---------------------------------------------------------------- poolings
 
 
 def dist_max_pool(
-    x, P, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, *, return_indices=False, shape=None
-):
+    x: torch.Tensor,
+    P: Place,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
+    dilation: Size = 1,
+    ceil_mode: bool = False,
+    *,
+    return_indices: bool = False,
+    shape: Sequence[int] | None = None,
+) -> Any:
     """Max pooling of 1 to 3 spatial dims, as torch.nn.functional.max_pool1d/2d/3d; padding counts as -inf.
 
     Args:
@@ -85,41 +135,30 @@ def dist_max_pool(
     Raises:
         PartitionError: arguments that torch would refuse.
     """
-    op = "dist_max_pool"
-
-    def body(x, L):
-        kernel, step, _, holes, spec = _arguments(op, L, kernel_size, stride, padding, dilation, ceil_mode)
-        box, sizes = _box(spec), L.shape[2:]
-
-        def local(window):
-            # -inf beyond the edge, as torch pads; the least value where the dtype has no infinity
-            low = -torch.inf if window.is_floating_point() else torch.iinfo(window.dtype).min
-            return _MAX[len(kernel)](
-                _refill(window, box, sizes, low), kernel, step, 0, holes, return_indices=return_indices
-            )
-
-        least = [1, *(d * (k - 1) + 1 for k, d in zip(kernel, holes))]
-        if not return_indices or not L.active:
-            return windowed(x, spec, least, local)
-        places = []
-
-        def with_places(window):
-            y, index = local(window)
-            places.append(_global_places(index, window.shape[2:], box, sizes, holes))
-            return y
-
-        y = windowed(x, spec, least, with_places)
-        return y, places[0][tuple(slice(0, n) for n in y.shape)]
-
-    return with_layout(op, x, P, shape, body, return_indices, _REAL)
+    kernel = _kernel(P, kernel_size, stride, padding, dilation, ceil_mode)
+    x, L, at = enter("dist_max_pool", x, P, shape=shape, kinds=REAL)
+    if at is None:
+        y = _outside(x, L, kernel)
+        return _with_indices(y) if return_indices else y
+    spec, pool = kernel.windows(L), _MAX[L.ndim - 2]
+    window, empty = filled(halo_exchange(x, spec), spec, at, (1, *kernel.extent))
+    # -inf beyond the edge, as torch pads; the least value where the dtype has no infinity
+    low = -torch.inf if window.is_floating_point() else torch.iinfo(window.dtype).min
+    box = _box(spec, at)
+    window = _refill(window, box, L.shape[2:], low)
+    if not return_indices:
+        return kept(cut(pool(window, kernel.size, kernel.stride, 0, kernel.dilation), empty), x)
+    y, index = pool(window, kernel.size, kernel.stride, 0, kernel.dilation, return_indices=True)
+    index = _global_places(index, window.shape[2:], box, L.shape[2:], kernel.dilation)
+    return kept(cut(y, empty), x), kept(cut(index, empty), x)
 
 
-def _box(spec):
-    """((lo, hi), ...) of this rank's window in the spatial dims; a rank without outputs has one that needs no
-    filling."""
-    coords = spec.in_layout.partition.index()
-    box = [w[coords[d] if coords else 0] for d, w in enumerate(spec.windows)]
-    return [(lo, hi) if coords and lo < hi else (0, 0) for lo, hi in box[2:]]
+@lru_cache(maxsize=1024)
+def _box(spec, at):
+    """((lo, hi), ...) of the window at these coordinates in the spatial dims; a rank without outputs has one that needs
+    no filling."""
+    box = [w[c] for w, c in zip(spec.windows, at)]
+    return [(lo, hi) if lo < hi else (0, 0) for lo, hi in box[2:]]
 
 
 def _refill(window, box, sizes, value):
@@ -146,17 +185,17 @@ def _global_places(index, window_shape, box, sizes, holes):
 
 
 def dist_avg_pool(
-    x,
-    P,
-    kernel_size,
-    stride=None,
-    padding=0,
-    ceil_mode=False,
-    count_include_pad=True,
+    x: torch.Tensor,
+    P: Place,
+    kernel_size: Size,
+    stride: Size | None = None,
+    padding: Size = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
     *,
-    divisor_override=None,
-    shape=None,
-):
+    divisor_override: int | None = None,
+    shape: Sequence[int] | None = None,
+) -> torch.Tensor:
     """Average pooling of 1 to 3 spatial dims, as torch.nn.functional.avg_pool1d/2d/3d.
 
     Args:
@@ -169,39 +208,37 @@ def dist_avg_pool(
 
     Messages: one halo exchange; its transpose in backward.
     """
-    op = "dist_avg_pool"
     if divisor_override == 0:
         raise PartitionError(
             "divisor_override cannot be zero",
-            op=op,
             expected="a number",
             actual=0,
-            partitions=P,
             next_step="leave it out, or give another divisor",
         )
+    kernel = _kernel(P, kernel_size, stride, padding, 1, ceil_mode)
+    x, L, at = enter("dist_avg_pool", x, P, shape=shape, kinds=REAL)
+    if at is None:
+        return _outside(x, L, kernel)
+    spec = kernel.windows(L)
+    window, empty = filled(halo_exchange(x, spec), spec, at, (1, *kernel.size))
+    sums = _sums(wide(window), kernel.size, kernel.stride)
+    divisor = divisor_override
+    if divisor is None:
+        divisor = _counts(spec, at, kernel, count_include_pad, sums)
+    return kept(cut((sums / divisor).to(x.dtype), empty), x)
 
-    def body(x, L):
-        kernel, step, pads, _, spec = _arguments(op, L, kernel_size, stride, padding, 1, ceil_mode)
-        coords = L.partition.index()
 
-        def divisor(like):
-            counts = like.new_ones(())
-            for i, (k, s, p, size) in enumerate(zip(kernel, step, pads, L.shape[2:])):
-                o0, o1 = spec.out_layout.blocks(i + 2)[coords[i + 2] if coords else 0]
-                start = torch.arange(o0, max(o1, o0 + 1)) * s - p
-                stop = (start + k).clamp(max=size + p)
-                if not count_include_pad:
-                    start, stop = start.clamp(min=0), stop.clamp(max=size)
-                counts = counts.unsqueeze(-1) * (stop - start).clamp(min=1).to(like)
-            return counts
-
-        def local(window):
-            sums = _sums(wide(window), kernel, step)
-            return (sums / (divisor(sums) if divisor_override is None else divisor_override)).to(window.dtype)
-
-        return windowed(x, spec, [1, *kernel], local)
-
-    return with_layout(op, x, P, shape, body, kinds=_REAL)
+def _counts(spec, at, kernel, count_include_pad, like):
+    """How many elements each of this rank's outputs averages."""
+    counts = like.new_ones(())
+    for d, (k, s, p) in enumerate(zip(kernel.size, kernel.stride, kernel.padding), 2):
+        size, (o0, o1) = spec.in_layout.shape[d], spec.out_layout.blocks(d)[at[d]]
+        start = torch.arange(o0, max(o1, o0 + 1)) * s - p
+        stop = (start + k).clamp(max=size + p)
+        if not count_include_pad:
+            start, stop = start.clamp(min=0), stop.clamp(max=size)
+        counts = counts.unsqueeze(-1) * (stop - start).clamp(min=1).to(like)
+    return counts
 
 
 def _sums(window, kernel, step):
@@ -211,7 +248,9 @@ def _sums(window, kernel, step):
     return _AVG[len(kernel)](window, kernel, step, divisor_override=1)
 
 
-def dist_l2_pool(x, P, kernel_size, stride=None, *, shape=None):
+def dist_l2_pool(
+    x: torch.Tensor, P: Place, kernel_size: Size, stride: Size | None = None, *, shape: Sequence[int] | None = None
+) -> torch.Tensor:
     """L2 pooling of 1 to 3 spatial dims: y = √Σ x² over each window, channel by channel.
 
     Where a whole window is zero y is not differentiable, and all derivatives are taken to be zero (not NaN), in every
@@ -226,56 +265,57 @@ def dist_l2_pool(x, P, kernel_size, stride=None, *, shape=None):
 
     Messages: one halo exchange; its transpose in backward.
     """
-    op = "dist_l2_pool"
-
-    def body(x, L):
-        kernel, step, _, _, spec = _arguments(op, L, kernel_size, stride, 0, 1, False)
-
-        def local(window):
-            return power(_sums(wide(window).square(), kernel, step), 0.5).to(window.dtype)
-
-        return windowed(x, spec, [1, *kernel], local)
-
-    return with_layout(op, x, P, shape, body, kinds=_REAL)
+    kernel = _kernel(P, kernel_size, stride)
+    x, L, at = enter("dist_l2_pool", x, P, shape=shape, kinds=REAL)
+    if at is None:
+        return _outside(x, L, kernel)
+    spec = kernel.windows(L)
+    window, empty = filled(halo_exchange(x, spec), spec, at, (1, *kernel.size))
+    y = power(_sums(wide(window).square(), kernel.size, kernel.stride), 0.5).to(x.dtype)
+    return kept(cut(y, empty), x)
 
 
-def _adaptive_spec(op, L, output_size):
+# ---------------------------------------------------------------- adaptive poolings
+
+
+def _adaptive(L: Layout, output_size) -> HaloSpec:
     """Windows of adaptive pooling: output o of dim d reads [floor(o n / m), ceil((o + 1) n / m))."""
-    n = L.ndim - 2
-    sizes = per_dim(output_size, n, "output_size", op)
-    sizes = tuple(have if want is None else want for want, have in zip(sizes, L.shape[2:]))
-    if n not in _MAX or min(sizes) < 0:
+    return _adaptive_windows(L, per_dim(output_size, spatial(L), "output_size"))
+
+
+@lru_cache(maxsize=1024)
+def _adaptive_windows(L, output_size) -> HaloSpec:
+    sizes = tuple(n if m is None else m for m, n in zip(output_size, L.shape[2:]))
+    if min(sizes) < 0:
         raise PartitionError(
             "not a legal output_size",
-            op=op,
-            partitions=L,
             expected="sizes >= 0",
             actual=output_size,
             next_step="give sizes of at least 0, or None for the input's",
         )
 
     def need(d, o0, o1):
-        return (o0, o1) if d < 2 else (_start(o0, L.shape[d], sizes[d - 2]), -(-o1 * L.shape[d] // sizes[d - 2]))
+        return (o0, o1) if d < 2 else (o0 * L.shape[d] // sizes[d - 2], -(-o1 * L.shape[d] // sizes[d - 2]))
 
-    return HaloSpec.needs(L, None, (*L.shape[:2], *sizes), need, "none"), sizes
-
-
-def _start(o, n, m):
-    return o * n // m
+    return HaloSpec.needs(L, None, (*L.shape[:2], *sizes), need, "none")
 
 
-def _adaptive_cuts(spec, sizes, d):
+@lru_cache(maxsize=1024)
+def _adaptive_cuts(spec, at, d):
     """(start, length) inside this rank's window of each of its outputs along dim d; one, if it has none."""
-    coords = spec.in_layout.partition.index()
-    c, n, m = coords[d] if coords else 0, spec.in_layout.shape[d], sizes[d - 2]
-    o0, o1 = spec.out_layout.blocks(d)[c]
-    if not coords or o0 == o1:
-        return [(0, 1)]
-    lo = spec.windows[d][c][0]
-    return [(_start(o, n, m) - lo, -(-(o + 1) * n // m) - _start(o, n, m)) for o in range(o0, o1)]
+    n, m, lo = spec.in_layout.shape[d], spec.out_layout.shape[d], spec.windows[d][at[d]][0]
+    o0, o1 = spec.out_layout.blocks(d)[at[d]]
+    return [(o * n // m - lo, -(-(o + 1) * n // m) - o * n // m) for o in range(o0, o1)] or [(0, 1)]
 
 
-def dist_adaptive_max_pool(x, P, output_size, *, return_indices=False, shape=None):
+def dist_adaptive_max_pool(
+    x: torch.Tensor,
+    P: Place,
+    output_size: int | Sequence[int | None] | None,
+    *,
+    return_indices: bool = False,
+    shape: Sequence[int] | None = None,
+) -> Any:
     """Adaptive max pooling of 1 to 3 spatial dims, as torch.nn.functional.adaptive_max_pool1d/2d/3d.
 
     Args:
@@ -284,38 +324,35 @@ def dist_adaptive_max_pool(x, P, output_size, *, return_indices=False, shape=Non
 
     Messages: one halo exchange; its transpose in backward.
     """
-    op = "dist_adaptive_max_pool"
-
-    def body(x, L):
-        spec, sizes = _adaptive_spec(op, L, output_size)
-        box, places = _box(spec), []
-
-        def local(window):
-            # One dim at a time, the last first: among equals the first in row-major order wins, as in torch.
-            indices: list = []
-            for d in reversed(range(2, window.dim())):
-                lo = box[d - 2][0]
-                found = [window.narrow(d, a, m).max(d, keepdim=True) for a, m in _adaptive_cuts(spec, sizes, d)]
-                cuts = _adaptive_cuts(spec, sizes, d)
-                indices = [
-                    torch.cat([i.narrow(d, a, m).gather(d, f.indices) for f, (a, m) in zip(found, cuts)], d)
-                    for i in indices
-                ]
-                indices.append(torch.cat([f.indices + (a + lo) for f, (a, _) in zip(found, cuts)], d))
-                window = torch.cat([f.values for f in found], d)
-            place, scale = torch.zeros((), dtype=torch.int64, device=window.device), 1
-            for index, n in zip(indices, reversed(L.shape[2:])):
-                place, scale = place + index * scale, scale * n
-            places.append(place)
-            return window
-
-        y = windowed(x, spec, [1] * (1 + len(sizes)), local)
-        return (y, places[0][tuple(slice(0, n) for n in y.shape)]) if return_indices and L.active else y
-
-    return with_layout(op, x, P, shape, body, return_indices, _REAL)
+    x, L, at = enter("dist_adaptive_max_pool", x, P, shape=shape, kinds=REAL)
+    spec = L and _adaptive(L, output_size)
+    if at is None:
+        y = outside(x, like=spec and spec.out_layout)
+        return _with_indices(y) if return_indices else y
+    y, empty = filled(halo_exchange(x, spec), spec, at, (1,) * (L.ndim - 1))
+    # One dim at a time, the last first: among equals the first in row-major order wins, as in torch.
+    indices: list = []
+    for d in reversed(range(2, L.ndim)):
+        cuts, lo = _adaptive_cuts(spec, at, d), _box(spec, at)[d - 2][0]
+        largest = [y.narrow(d, a, m).max(d, keepdim=True) for a, m in cuts]
+        indices = [
+            torch.cat([i.narrow(d, a, m).gather(d, one.indices) for one, (a, m) in zip(largest, cuts)], d)
+            for i in indices
+        ]
+        indices.append(torch.cat([one.indices + (a + lo) for one, (a, _) in zip(largest, cuts)], d))
+        y = torch.cat([one.values for one in largest], d)
+    y = kept(cut(y, empty), x)
+    if not return_indices:
+        return y
+    place, scale = torch.zeros((), dtype=torch.int64, device=y.device), 1
+    for index, n in zip(indices, reversed(L.shape[2:])):
+        place, scale = place + index * scale, scale * n
+    return y, kept(cut(place, empty), x)
 
 
-def dist_adaptive_avg_pool(x, P, output_size, *, shape=None):
+def dist_adaptive_avg_pool(
+    x: torch.Tensor, P: Place, output_size: int | Sequence[int | None] | None, *, shape: Sequence[int] | None = None
+) -> torch.Tensor:
     """Adaptive average pooling of 1 to 3 spatial dims, as torch.nn.functional.adaptive_avg_pool1d/2d/3d.
 
     ``output_size=1`` is global average pooling: local sums, then one sum_reduce of |y| to the ranks that hold the
@@ -323,30 +360,24 @@ def dist_adaptive_avg_pool(x, P, output_size, *, shape=None):
     mean of means would be wrong on uneven blocks). Otherwise one halo exchange; arguments as for
     :func:`dist_adaptive_max_pool`.
     """
-    op = "dist_adaptive_avg_pool"
-
-    def body(x, L):
-        spec, sizes = _adaptive_spec(op, L, output_size)
-        if all(m == 1 for m in sizes):
-            return _global_avg_pool(x, L, spec.out_layout)
-
-        def local(window):
-            dtype, window = window.dtype, wide(window)
-            for d in range(2, window.dim()):
-                means = [window.narrow(d, a, m).mean(d, keepdim=True) for a, m in _adaptive_cuts(spec, sizes, d)]
-                window = torch.cat(means, d)
-            return window.to(dtype)
-
-        return windowed(x, spec, [1] * (1 + len(sizes)), local)
-
-    return with_layout(op, x, P, shape, body, kinds=_REAL)
+    x, L, at = enter("dist_adaptive_avg_pool", x, P, shape=shape, kinds=REAL)
+    spec = L and _adaptive(L, output_size)
+    if at is None:
+        return outside(x, like=spec and spec.out_layout)
+    if all(m == 1 for m in spec.out_layout.shape[2:]):
+        return kept(_global_avg_pool(x, L, at, spec.out_layout), x)
+    window, empty = filled(halo_exchange(x, spec), spec, at, (1,) * (L.ndim - 1))
+    y = wide(window)
+    for d in range(2, L.ndim):
+        y = torch.cat([y.narrow(d, a, m).mean(d, keepdim=True) for a, m in _adaptive_cuts(spec, at, d)], d)
+    return kept(cut(y.to(x.dtype), empty), x)
 
 
-def _global_avg_pool(x, L, out: Layout):
+def _global_avg_pool(x, L, at, out: Layout):
     P = L.partition
     root = P
     for d in range(2, P.ndim):
         root = root.take(d, 0, keepdim=True)
     y = wide(x).sum(tuple(range(2, x.dim())), keepdim=True) / math.prod(L.shape[2:])
     y = sum_reduce(y, P, root, shape=(*x.shape[:2], *(1,) * (x.dim() - 2))).to(x.dtype)
-    return y if root.active else nothing(out.local_shape(), y)
+    return nothing(out.local_shape(), y) if any(at[2:]) else y

@@ -15,7 +15,9 @@ import torch
 
 from .. import _torch
 from .._arguments import checked
+from .._types import Device
 from ..errors import DistdlError, ShapeError
+from ..partition import Layout
 
 __all__ = ["fold_in", "normal", "uniform"]
 
@@ -31,7 +33,7 @@ def _signed(n: int) -> int:
 _GAMMA, _MIX1, _MIX2 = (_signed(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def _shift(z, n: int):
+def shift_right(z, n: int):
     """Logical shift to the right: torch's keeps the sign."""
     return (z >> n) & ((1 << (64 - n)) - 1)
 
@@ -42,9 +44,9 @@ def _times(z, n: int):
 
 
 def _mix(z):
-    z = _times(z ^ _shift(z, 30), _MIX1)
-    z = _times(z ^ _shift(z, 27), _MIX2)
-    return z ^ _shift(z, 31)
+    z = _times(z ^ shift_right(z, 30), _MIX1)
+    z = _times(z ^ shift_right(z, 27), _MIX2)
+    return z ^ shift_right(z, 31)
 
 
 def _key(seed, device):
@@ -77,7 +79,7 @@ def _key(seed, device):
     return _mix(seed * _GAMMA + _MIX1)
 
 
-def fold_in(seed, *numbers):
+def fold_in(seed: int | torch.Tensor, *numbers: int | torch.Tensor) -> int | torch.Tensor:
     """A new seed from ``seed`` and integers (number of a layer, of a step): ``fold_in(seed, layer, step)``.
 
     Order matters. Returns an int, or a tensor where ``seed`` or a number is one.
@@ -173,7 +175,7 @@ def bits(box, shape, seed, device, make):
         for d, (start, size, stride) in reversed(list(enumerate(dims))):
             here = place % size if d else place
             index, place = index + (here + start) * stride, place // size if d else place
-        parts.append(make(_shift(_mix(key + index * _GAMMA), 1)))
+        parts.append(make(shift_right(_mix(key + index * _GAMMA), 1)))
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
     return flat.reshape(local)
 
@@ -185,16 +187,23 @@ def _block(layout):
 def _unit(dtype):
     """Uniform in [0, 1), with as many bits as the dtype can hold."""
     digits = 1 - int(math.log2(torch.finfo(dtype).eps))
-    return lambda h: _shift(h, 63 - digits).to(dtype) * 2.0**-digits
+    return lambda h: shift_right(h, 63 - digits).to(dtype) * 2.0**-digits
 
 
 def _open_unit(h):
     """Uniform in (0, 1), float64, symmetric about 1/2."""
-    return (_shift(h, 11).to(torch.float64) + 0.5) * 2.0**-52
+    return (shift_right(h, 11).to(torch.float64) + 0.5) * 2.0**-52
 
 
 @checked
-def uniform(layout, seed, dtype=None, device=None, low=0.0, high=1.0):
+def uniform(
+    layout: Layout,
+    seed: int | torch.Tensor,
+    dtype: torch.dtype | None = None,
+    device: Device | None = None,
+    low: float = 0.0,
+    high: float = 1.0,
+) -> torch.Tensor:
     """This rank's block of a global tensor of numbers uniform in [low, high). No message.
 
     Args:
@@ -208,13 +217,29 @@ def uniform(layout, seed, dtype=None, device=None, low=0.0, high=1.0):
 
 
 @checked
-def normal(layout, seed, dtype=None, device=None, mean=0.0, std=1.0):
+def normal(
+    layout: Layout,
+    seed: int | torch.Tensor,
+    dtype: torch.dtype | None = None,
+    device: Device | None = None,
+    mean: float = 0.0,
+    std: float = 1.0,
+) -> torch.Tensor:
     """As :func:`uniform`, normally distributed: √2 erfinv(2u - 1), worked out in float64, |z| < 8.3."""
     return trunc_normal(layout, seed, dtype, device, mean, std, -math.inf, math.inf)
 
 
 @checked
-def trunc_normal(layout, seed, dtype=None, device=None, mean=0.0, std=1.0, a=-2.0, b=2.0):
+def trunc_normal(
+    layout: Layout,
+    seed: int | torch.Tensor,
+    dtype: torch.dtype | None = None,
+    device: Device | None = None,
+    mean: float = 0.0,
+    std: float = 1.0,
+    a: float = -2.0,
+    b: float = 2.0,
+) -> torch.Tensor:
     """Normal numbers between ``a`` and ``b``: the inverse of the distribution function, so no draw is rejected."""
     dtype = dtype or torch.get_default_dtype()
     low, high = (math.erf((v - mean) / (std * math.sqrt(2))) if std else (1 if v > mean else -1) for v in (a, b))

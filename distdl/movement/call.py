@@ -7,7 +7,7 @@ set of messages. Layouts and ``shape`` are taken as they are; a bare partition i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, wraps
 from operator import index as as_int
 from typing import Any, ParamSpec, TypeVar
@@ -61,7 +61,7 @@ def rule(build: Callable[_Arguments, _Map]) -> Callable[_Arguments, _Map]:
     return found
 
 
-def _check_keys(op, values) -> None:
+def _check_keys(op: str, values: tuple[Any, ...]) -> None:
     for value in values:
         try:
             hash(value)
@@ -81,7 +81,7 @@ def transposed(name: str, A: LinearMap) -> LinearMap:
     return movement(name, A.plan.wanted, A.plan.held)
 
 
-def laid_out(where) -> Layout:
+def laid_out(where: Any) -> Layout:
     """``where``, which must be a Layout."""
     if not isinstance(where, Layout):
         raise PartitionError(
@@ -98,17 +98,17 @@ def on_one_rank(root: int, ndim: int, world: str) -> Partition:
     return Partition((1,) * ndim, (root,), world)
 
 
-def sized(dim: int, sizes) -> Axis:
+def sized(dim: int, sizes: Sequence[int]) -> Axis:
     """A dim of which the rank at coordinate i has its own ``sizes[i]`` elements, counted from 0 (under a key)."""
     return Axis(dim, tuple(((0, n, 0),) for n in sizes), tuple(sizes))
 
 
-def own(P: Partition, dims=None) -> list[Axis]:
+def own(P: Partition, dims: Iterable[int] | None = None) -> list[Axis]:
     """Key axes that tell ranks apart along ``dims`` (default: all)."""
     return [key(d, range(P.shape[d])) for d in P.dims(dims)]
 
 
-def tensor_axes(where, shape) -> tuple[Partition, list[Axis]]:
+def tensor_axes(where: Place, shape: Sequence[int] | None) -> tuple[Partition, list[Axis]]:
     """(partition, tensor axes): of a Layout its blocks, tied to its grid dims; of a partition the local shape as it
     is."""
     if shape is None or isinstance(where, Layout):
@@ -119,10 +119,10 @@ def tensor_axes(where, shape) -> tuple[Partition, list[Axis]]:
 
 # ---------------------------------------------------------------- calls
 
-Movement = tuple[Sequence, Sequence[LinearMap] | None, _torch.Structure | None]  # what :func:`moved` takes
+Movement = tuple[Sequence[Any], Sequence[LinearMap] | None, _torch.Structure | None]  # what :func:`moved` takes
 
 
-def by_map(x, A: LinearMap) -> Movement:
+def by_map(x: Any, A: LinearMap) -> Movement:
     """The same map for every leaf of ``x``."""
     if isinstance(x, torch.Tensor):
         return (x,), (A,), None
@@ -130,7 +130,15 @@ def by_map(x, A: LinearMap) -> Movement:
     return xs, [A] * len(xs), tree
 
 
-def by_layout(op: str, x, P: Place, shape, rule: Callable[..., LinearMap], *args, to: Place | None = None) -> Movement:
+def by_layout(
+    op: str,
+    x: Any,
+    P: Place,
+    shape: Sequence[int] | None,
+    rule: Callable[..., LinearMap],
+    *args: Any,
+    to: Place | None = None,
+) -> Movement:
     """``rule(layout of the leaf, *args)``; layouts are negotiated where P is a bare partition without a ``shape``.
 
     ``to``: where the result lies, if not over P; its ranks take part too.
@@ -144,7 +152,7 @@ def by_layout(op: str, x, P: Place, shape, rule: Callable[..., LinearMap], *args
     return xs, [rule(L, *args) for L in layouts], tree
 
 
-def by_shape(x, P: Place, map_of: Callable[..., LinearMap]) -> Movement:
+def by_shape(x: Any, P: Place, map_of: Callable[[Any], LinearMap]) -> Movement:
     """``map_of(shape of the leaf)``, or ``map_of(None)`` with a Layout, which has the shape: nothing is negotiated."""
     if isinstance(P, Layout):
         return by_map(x, map_of(None))
@@ -162,7 +170,7 @@ def by_shape(x, P: Place, map_of: Callable[..., LinearMap]) -> Movement:
     return xs, [map_of(tuple(leaf.shape)) for leaf in xs], tree
 
 
-def local_shape(shape) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """``shape`` of a local tensor, as a user gives it."""
     try:
         return tuple(as_int(n) for n in shape)
@@ -176,7 +184,7 @@ def local_shape(shape) -> tuple[int, ...]:
 
 
 @has_tree
-def moved(xs, maps, tree) -> Any:
+def moved(xs: Sequence[Any], maps: Sequence[LinearMap] | None, tree: _torch.Structure | None) -> Any:
     """The landing of every movement: the leaves' results, as a pytree of structure ``tree`` (checking reads that here).
 
     ``maps``: one for each leaf; ``None`` on a rank that takes no part, which gets ``xs`` as they are.
@@ -190,7 +198,7 @@ def moved(xs, maps, tree) -> Any:
     return x if step.is_identity else apply(step.alone, (x,))[0]
 
 
-def move(xs, maps) -> list[torch.Tensor]:
+def move(xs: Sequence[Any], maps: Sequence[LinearMap]) -> list[torch.Tensor]:
     """Apply movements of one kind to tensors, as one set of messages."""
     steps = [A.steps[0] for A in maps]
     results = [step.operand(x) for step, x in zip(steps, xs)]

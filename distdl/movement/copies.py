@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from .. import _torch
 from .._types import Dims, Place, Tree
@@ -18,7 +19,7 @@ from ..linear_map import LinearMap, Move, Space, movement
 from ..partition import Layout, Partition, partition_of
 from ..plan import Axis, Plan, Side, key
 from ..world import world
-from .call import by_map, by_shape, local_shape, moved, own, rule, tensor_axes, transposed
+from .call import Movement, by_map, by_shape, local_shape, moved, own, rule, tensor_axes, transposed
 from .peers import keyed
 
 # ---------------------------------------------------------------- from a smaller grid to a larger one, and back
@@ -70,20 +71,20 @@ def sum_reduce(x: Tree, P_src: Place, P_dst: Place, *, shape: Sequence[int] | No
     return moved(*_copying("sum_reduce", x, P_dst, P_src, shape))
 
 
-def _copying(op, x, small, big, shape):
+def _copying(op: str, x: Any, small: Place, big: Place, shape: Sequence[int] | None) -> Movement:
     """broadcast and sum_reduce: one copies ``x`` from ``small`` to ``big``, the other sums it back."""
 
-    def rule(small, big, shape=None):
+    def map_of(small: Place, big: Partition, shape: Sequence[int] | None = None) -> LinearMap:
         return broadcast_map(small, big, shape) if op == "broadcast" else sum_reduce_map(big, small, shape)
 
     few, many = partition_of(small), partition_of(big)
     if isinstance(big, Layout):
         small = _source_layout(few, big)
     if isinstance(small, Layout):
-        return by_map(x, rule(small, many))
+        return by_map(x, map_of(small, many))
     source = broadcast_source(few, many)
     if shape is not None:
-        return by_map(x, rule(few, many, local_shape(shape)))
+        return by_map(x, map_of(few, many, local_shape(shape)))
     xs, tree = _torch.flatten(x)
     holders = few if op == "broadcast" else many
     xs, tree, reports = negotiate(op, xs, holders, (few, many), tree=tree)
@@ -95,7 +96,7 @@ def _copying(op, x, small, big, shape):
         if op == "sum_reduce":
             shapes = _summed_shapes(shapes, source, many)
         if len(set(shapes)) == 1:
-            maps.append(rule(few, many, shapes[0]))
+            maps.append(map_of(few, many, shapes[0]))
         else:
             copying = keyed("broadcast", few, many, source, shapes, tuple(shapes[s] for s in source))
             maps.append(copying if op == "broadcast" else transposed(op, copying))
@@ -151,9 +152,11 @@ def _source_layout(small: Partition, big: Layout) -> Layout:
     return Layout(small, tuple(shape), tuple(splits))
 
 
-def _summed_shapes(shapes, source, many: Partition) -> tuple:
+def _summed_shapes(
+    shapes: tuple[tuple[int, ...], ...], source: tuple[int, ...], many: Partition
+) -> tuple[tuple[int, ...], ...]:
     """The shapes of the sums of tensors of ``shapes``, of which the one at place j goes to place ``source[j]``."""
-    found: dict[int, tuple] = {}
+    found: dict[int, tuple[int, ...]] = {}
     for r, place, shape in zip(many.ranks, source, shapes):
         if found.setdefault(place, shape) != shape:
             raise PartitionError(
@@ -168,7 +171,7 @@ def _summed_shapes(shapes, source, many: Partition) -> tuple:
 # ---------------------------------------------------------------- over the ranks of a fibre
 
 
-def _all_sum(where, shape, dims) -> tuple[Plan, Plan, int]:
+def _all_sum(where: Place, shape: Sequence[int] | None, dims: Dims) -> tuple[Plan, Plan, int]:
     """(identity, all-sum over ``dims``, number of copies)."""
     P, axes = tensor_axes(where, shape)
     dims = P.dims(dims)
@@ -186,7 +189,7 @@ def _all_sum(where, shape, dims) -> tuple[Plan, Plan, int]:
     return Plan(alone, alone), Plan(summed, summed), math.prod(P.shape[d] for d in dims)
 
 
-def _grid_dims(dims):
+def _grid_dims(dims: Any) -> Any:
     """``dims`` of a partition, as a rule takes them."""
     if isinstance(dims, dict):
         raise PartitionError(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 
 from .. import _torch
 from .._types import Dims, Place, Tree
@@ -28,7 +31,7 @@ def all_gather_map(where: Layout, dims: Dims = None) -> LinearMap:
 
 
 @rule
-def _gathering(P: Partition, shape, pairs, sizes) -> LinearMap:
+def _gathering(P: Partition, shape: tuple[int, ...], pairs: Any, sizes: Any) -> LinearMap:
     wanted = [whole(n) for n in shape]
     held = list(wanted)
     for t, d in pairs:
@@ -94,18 +97,18 @@ def reduce_scatter(x: Tree, P: Place, dims: Dims | dict[int, int] = None) -> Tre
         xs, tree = _torch.flatten(x)
         return moved(_outside(xs, P, dims), None, tree)
 
-    def summing(shape):
+    def summing(shape: tuple[int, ...]) -> LinearMap:
         return transposed("reduce_scatter", gathering(P, shape, gathered_dims(P, len(shape), dims)))
 
     return moved(*by_shape(x, P, summing))
 
 
-def _outside(xs, P: Partition, dims) -> list:
+def _outside(xs: Sequence[Any], P: Partition, dims: Any) -> list[torch.Tensor]:
     """What a rank outside of P gets; with a dictionary of dims a tensor may have other dims than P."""
     return outside(xs, None if isinstance(dims, dict) else P)
 
 
-def gathered_dims(P: Partition, ndim: int, dims) -> dict[int, int]:
+def gathered_dims(P: Partition, ndim: int, dims: Any) -> dict[int, int]:
     """``dims`` of all_gather and reduce_scatter as {tensor dim: partition dim}."""
     if isinstance(dims, dict):
         named = [(t % ndim if isinstance(t, int) and -ndim <= t < ndim else -1, P.dim(d)) for t, d in dims.items()]
@@ -131,7 +134,7 @@ def gathered_dims(P: Partition, ndim: int, dims) -> dict[int, int]:
     return pairs
 
 
-def _layout_dims(L: Layout, dims):
+def _layout_dims(L: Layout, dims: Any) -> Any:
     """With a Layout, tensor dims are partition dims, also where they are spelt as a dict."""
     if not isinstance(dims, dict):
         return dims
@@ -146,11 +149,11 @@ def _layout_dims(L: Layout, dims):
     return tuple(dims)
 
 
-def _negotiated(P: Partition, dims, shapes) -> LinearMap:
+def _negotiated(P: Partition, dims: Any, shapes: dict[int, tuple[int, ...]]) -> LinearMap:
     """The all_gather of blocks of these shapes (by rank), for this rank's fibre; every rank checks every fibre."""
     ndim = len(shapes[P.ranks[0]])
     pairs = gathered_dims(P, ndim, dims)
-    sizes_of_fibre: dict = {}
+    sizes_of_fibre: dict[tuple[int, ...], dict[Any, int]] = {}
     for r in P.ranks:
         coords = P.index(r)
         fibre = tuple(c for d, c in enumerate(coords) if d not in pairs.values())

@@ -7,22 +7,24 @@ so corners, halos wider than a neighbour's block, and the adjoint need no code o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import index as as_int
+from typing import Any
 
 from .._torch import opaque
-from .._types import Tree
+from .._types import Place, Size, Tree
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
-from ..partition import Layout, Partition, _Value, is_bool, is_int, layout_of
-from ..plan import Axis, Plan, Side
+from ..partition import Layout, Value, is_bool, is_int, joined, layout_of
+from ..plan import Axis, Plan, Run, Side
 from .call import by_map, moved, rule
 
+Need = Callable[[int, int, int], tuple[int, int]]  # (dim, first output, stop) -> the range that they read
 BOUNDARIES = ("none", "zeros", "circular", "reflect", "replicate")
 
 
-def _source(boundary: str, i: int, n: int) -> int:
+def source_of(boundary: str, i: int, n: int) -> int:
     """The real index that ghost index ``i`` of a dim of size ``n`` shows (torch.nn.functional.pad's modes)."""
     if boundary == "circular":
         return i % n
@@ -31,21 +33,17 @@ def _source(boundary: str, i: int, n: int) -> int:
     return min(max(i, 0), n - 1)
 
 
-def _runs(lo: int, hi: int, n: int, boundary: str):
+def _runs(lo: int, hi: int, n: int, boundary: str) -> tuple[Run, ...]:
     """The window [lo, hi) as runs (start, stop, place in the window); ghosts that follow each other are one run."""
-    inner = (max(lo, 0), min(hi, n))
-    runs = [(*inner, inner[0] - lo)] if inner[0] < inner[1] else []
+    start, stop = max(lo, 0), min(hi, n)
+    runs = [(start, stop, start - lo)] if start < stop else []
     if boundary not in ("none", "zeros"):
-        for i in (*range(lo, min(hi, 0)), *range(max(lo, n), hi)):
-            real = _source(boundary, i, n)
-            if runs and runs[-1][1] == real and runs[-1][2] + real - runs[-1][0] == i - lo:
-                runs[-1] = (runs[-1][0], real + 1, runs[-1][2])
-            else:
-                runs.append((real, real + 1, i - lo))
-    return tuple(runs)
+        ghosts = ((i, source_of(boundary, i, n)) for i in (*range(lo, min(hi, 0)), *range(max(lo, n), hi)))
+        runs += [(real, real + 1, i - lo) for i, real in ghosts]
+    return joined(runs)
 
 
-def _range(found, layout):
+def _range(found: Any, layout: Layout) -> tuple[int, int]:
     try:
         lo, hi = map(as_int, found)
     except (TypeError, ValueError):
@@ -60,13 +58,13 @@ def _range(found, layout):
     return lo, hi
 
 
-def _moved(runs, before):
+def _moved(runs: tuple[Run, ...], before: list[tuple[int, int]]) -> tuple[Run, ...]:
     """The runs, to lie after the ranges ``before``."""
     by = sum(hi - lo for lo, hi in before)
     return tuple((start, stop, at + by) for start, stop, at in runs)
 
 
-def plain(value, what: str, op: str):
+def plain(value: Any, what: str, op: str | None = None) -> Any:
     """An option in Python's own numbers and tuples: NumPy's and torch's integers and arrays are as good, and not all
     hashable."""
     if is_bool(value):
@@ -83,13 +81,13 @@ def plain(value, what: str, op: str):
     return tuple(plain(v, what, op) for v in value) if sequence else value
 
 
-def sizes_of(value, what: str, op: str) -> tuple:
+def sizes_of(value: Any, what: str, op: str | None = None) -> tuple[Any, ...]:
     """One number, or some, as a tuple of Python's own."""
     value = plain(value, what, op)
     return value if isinstance(value, tuple) else (value,)
 
 
-def per_dim(value, n: int, what: str, op: str = "HaloSpec") -> tuple:
+def per_dim(value: Any, n: int, what: str, op: str | None = None) -> tuple[Any, ...]:
     """``value`` for each of ``n`` dims, in Python's own numbers: repeated when it is a single one.
 
     Raises:
@@ -109,7 +107,7 @@ def per_dim(value, n: int, what: str, op: str = "HaloSpec") -> tuple:
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class HaloSpec(_Value):
+class HaloSpec(Value):
     """What each rank's window of a partitioned tensor is, for :func:`distdl.functional.halo_exchange`.
 
     Args:
@@ -135,9 +133,17 @@ class HaloSpec(_Value):
     windows: tuple[tuple[tuple[int, int], ...], ...]
     boundary: tuple[str, ...]
 
-    __hash__ = _Value.__hash__
+    __hash__ = Value.__hash__
 
-    def __init__(self, P: Partition | Layout, shape=None, left=None, right=None, *, boundary="none"):
+    def __init__(
+        self,
+        P: Place,
+        shape: Any = None,
+        left: Size | None = None,
+        right: Size | None = None,
+        *,
+        boundary: str | Sequence[str] = "none",
+    ) -> None:
         if isinstance(P, Layout) and shape is not None:  # HaloSpec(layout, left, right): the shape is left out
             if right is not None:
                 raise PartitionError(
@@ -151,8 +157,10 @@ class HaloSpec(_Value):
             left, right, shape = shape, left, None
         layout = layout_of(P, shape)
         try:
-            lefts = tuple(as_int(n) for n in per_dim(left, layout.ndim, "left"))
-            rights = tuple(as_int(n) for n in per_dim(left if right is None else right, layout.ndim, "right"))
+            lefts = tuple(as_int(n) for n in per_dim(left, layout.ndim, "left", "HaloSpec"))
+            rights = tuple(
+                as_int(n) for n in per_dim(left if right is None else right, layout.ndim, "right", "HaloSpec")
+            )
         except TypeError:
             raise PartitionError(
                 "widths must be integers",
@@ -173,8 +181,8 @@ class HaloSpec(_Value):
             )
         self._set(layout, layout, lambda d, start, stop: (start - lefts[d], stop + rights[d]), boundary)
 
-    def _set(self, in_layout, out_layout, need, boundary):
-        boundary = per_dim(boundary, in_layout.ndim, "boundary")
+    def _set(self, in_layout: Layout, out_layout: Layout, need: Need, boundary: str | Sequence[str]) -> None:
+        boundary = per_dim(boundary, in_layout.ndim, "boundary", "HaloSpec")
         unknown = [b for b in boundary if b not in BOUNDARIES]
         if unknown:
             raise PartitionError(
@@ -211,7 +219,14 @@ class HaloSpec(_Value):
             object.__setattr__(self, name, value)
 
     @classmethod
-    def needs(cls, P, shape, out_shape, need, boundary="zeros") -> HaloSpec:
+    def needs(
+        cls,
+        P: Place,
+        shape: Sequence[int] | None,
+        out_shape: Sequence[int] | Layout,
+        need: Need,
+        boundary: str | Sequence[str] = "zeros",
+    ) -> HaloSpec:
         """The windows of any local operation.
 
         Args:
@@ -239,7 +254,16 @@ class HaloSpec(_Value):
 
     @classmethod
     def window(
-        cls, P, shape, kernel, stride=1, padding=0, dilation=1, boundary="zeros", *, ceil_mode=False
+        cls,
+        P: Place,
+        shape: Sequence[int] | None,
+        kernel: Size,
+        stride: Size = 1,
+        padding: Size | Sequence[tuple[int, int]] = 0,
+        dilation: Size = 1,
+        boundary: str | Sequence[str] = "zeros",
+        *,
+        ceil_mode: bool = False,
     ) -> HaloSpec:
         """The windows of a sliding kernel (convolution, pooling) over the trailing dims.
 
@@ -284,7 +308,7 @@ class HaloSpec(_Value):
             if ceil_mode and (out[i] - 1) * step >= in_layout.shape[i] + lo:
                 out[i] -= 1  # a window must start inside the input or its left padding
 
-        def need(dim, o0, o1):
+        def need(dim: int, o0: int, o1: int) -> tuple[int, int]:
             if dim < first:
                 return o0, o1
             i = dim - first
@@ -293,14 +317,14 @@ class HaloSpec(_Value):
 
         return cls.needs(in_layout, None, out, need, boundary)
 
-    def window_box(self, rank: int | None = None):
+    def window_box(self, rank: int | None = None) -> tuple[tuple[int, int], ...] | None:
         """((lo, hi), ...) that ``rank`` wants, in coordinates that may lie outside the domain; ``None`` when
         inactive."""
         coords = self.in_layout.partition.index(rank)
         return None if coords is None else tuple(w[c] for w, c in zip(self.windows, coords))
 
     @property
-    def out_box(self):
+    def out_box(self) -> tuple[tuple[int, int], ...] | None:
         """:meth:`window_box` of this rank."""
         return self.window_box()
 
@@ -350,7 +374,7 @@ class HaloSpec(_Value):
             found[i] = Plan(Side.of(self.in_layout), Side(self.in_layout.partition, tuple(axes)))
         return found
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"HaloSpec({self.in_layout}, windows={self.windows}, boundary={self.boundary})"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import index as as_int
+from typing import Any
 
 from .. import _torch
 from .._types import Place, Tree
@@ -60,15 +61,15 @@ def keyed(
     held_P: Partition,
     wanted_P: Partition,
     source: tuple[int | None, ...],
-    held_shapes: tuple,
-    wanted_shapes: tuple,
+    held_shapes: tuple[tuple[int, ...], ...],
+    wanted_shapes: tuple[tuple[int, ...], ...],
 ) -> LinearMap:
     """Whole tensors from rank to rank: place j of ``wanted_P`` gets the tensor of place ``source[j]`` of ``held_P``.
 
     Shapes are given for every place; ``source[j]`` may be ``None``: zeros.
     """
 
-    def side(P, keys, shapes):
+    def side(P: Partition, keys: Iterable[int | None], shapes: tuple[tuple[int, ...], ...]) -> Side:
         line = Partition((P.size,), P.ranks, P.world)
         return Side(line, (key(0, keys), *(sized(0, sizes) for sizes in zip(*shapes))))
 
@@ -95,7 +96,7 @@ def permute_map(
                 next_step="list each destination once, a source as often as you like; for sums take F.sum_reduce",
             )
         source[places[b]] = places[a]
-    shapes = list(shape) if shape and isinstance(shape[0], (tuple, list)) else [tuple(shape)] * P.size
+    shapes: list[Any] = list(shape) if shape and isinstance(shape[0], (tuple, list)) else [tuple(shape)] * P.size
     wanted = tuple(shapes[j if s is None else s] for j, s in enumerate(source))
     return keyed("permute", P, P, tuple(source), tuple(shapes), wanted)
 

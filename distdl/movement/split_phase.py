@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from .. import _torch
 from ..autograd import apply
-from ..engine import dispatch, exchange
+from ..engine import dispatch
 from ..engine import transport as traffic
 from ..errors import PartitionError, ShapeError
 from ..linear_map import LinearMap, Move
@@ -18,7 +16,7 @@ from .call import move
 class _Pending:
     """What :func:`start` returns: a movement under way."""
 
-    def __init__(self, A, xs, moving):
+    def __init__(self, A: Any, xs: list[Any], moving: Any) -> None:
         self.map, self.xs, self.moving = A, xs, moving
 
 
@@ -43,25 +41,8 @@ def start(A: LinearMap | tuple[LinearMap, ...], x: Any) -> _Pending:
             next_step="F.start(dd.maps.repartition(L, M), x)",
         )
     moving, xs, steps = None, [m.operand(one) for m, one in zip(maps, given)], [step for m in maps for step in m.steps]
-    now = (
-        len(steps) == len(maps)
-        and all(isinstance(step, Move) and not step.is_identity for step in steps)
-        and not _torch.transforms_active()
-        and not _torch.dispatch_modes()
-    )
-    if now:
-        xs = dispatch.checked(steps, xs)
-    if now and all(map(_torch.is_plain, xs)):
-        traffic.begun += 1
-        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
-        engine = dispatch.engine_for(steps, xs, recorded)
-        moving = exchange.start(dispatch.plans_of(steps), [x.detach() for x in xs], engine)
-        if hasattr(engine, "pause"):  # a checked one
-            engine.pause()
-        if not isinstance(
-            moving, exchange.Pending
-        ):  # on a side stream: its gradient is joined here, after what stands in between
-            xs = [x.view_as(x) for x in xs]
+    if len(steps) == len(maps) and all(isinstance(step, Move) and not step.is_identity for step in steps):
+        moving, xs = dispatch.begin(steps, xs)
     return _Pending(A, xs, moving)
 
 

@@ -58,6 +58,7 @@ from .pool import (
     MaxPool2d,
     MaxPool3d,
 )
+from .spectral import FNOBlock, SpectralConv
 
 __all__ = [
     # with parameters
@@ -73,6 +74,8 @@ __all__ = [
     "LocalConv1d",
     "LocalConv2d",
     "LocalConv3d",
+    "SpectralConv",
+    "FNOBlock",
     "BatchNorm",
     "LayerNorm",
     "RMSNorm",

@@ -13,9 +13,9 @@ import torch
 from .. import functional as F
 from .. import init
 from .._types import Device, Place, Size
-from ..agree import partition_of
 from ..errors import PartitionError
 from ..movement.halo import per_dim
+from ..partition import partition_of
 from .layer import Layer, bias_of, weight
 
 __all__ = [
@@ -32,14 +32,11 @@ __all__ = [
 
 
 class _Windowed(Layer):
-    """What all convolutions share: ``n`` spatial dims."""
+    """What all convolutions share."""
 
-    n: int
+    n: int  # spatial dims
     weight: torch.Tensor
     options: dict[str, Any]
-
-    def _per_dim(self, value: Size, what: str) -> tuple[int, ...]:
-        return per_dim(value, self.n, what, type(self).__name__)
 
 
 class _Tied(_Windowed):
@@ -49,7 +46,7 @@ class _Tied(_Windowed):
 
     def _channels(self, P: Place, *counts: int) -> tuple[int, ...]:
         """Channels in, channels out and groups in Python's own numbers."""
-        counts = per_dim(counts, 3, "a number of channels or groups", type(self).__name__)
+        counts = per_dim(counts, 3, "a number of channels or groups")
         in_channels, out_channels, groups = counts
         if groups < 1 or in_channels % groups or out_channels % groups:
             raise PartitionError(
@@ -96,7 +93,7 @@ class _Conv(_Tied):
         **layout: Any,
     ) -> None:
         in_channels, out_channels, groups = self._channels(P, in_channels, out_channels, groups)
-        shape = (out_channels, in_channels // groups, *self._per_dim(kernel_size, "kernel_size"))
+        shape = (out_channels, in_channels // groups, *per_dim(kernel_size, self.n, "kernel_size"))
         super().__init__(P, device, dtype)
         options = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, padding_mode=padding_mode)
         self._fill(shape, (1, 2 if self._general() else None), out_channels, bias, options | layout)
@@ -145,7 +142,7 @@ class _ConvTranspose(_Tied):
         **layout: Any,
     ) -> None:
         in_channels, out_channels, groups = self._channels(P, in_channels, out_channels, groups)
-        shape = (in_channels, out_channels // groups, *self._per_dim(kernel_size, "kernel_size"))
+        shape = (in_channels, out_channels // groups, *per_dim(kernel_size, self.n, "kernel_size"))
         super().__init__(P, device, dtype)
         options = dict(stride=stride, padding=padding, output_padding=output_padding, groups=groups, dilation=dilation)
         self._fill(shape, self._split(groups), out_channels, bias, options | layout)
@@ -201,7 +198,7 @@ class _LocalConv(_Windowed):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(P, device, dtype)
-        kernel, size, step = (self._per_dim(value, "an argument") for value in (kernel_size, input_size, stride))
+        kernel, size, step = (per_dim(value, self.n, "an argument") for value in (kernel_size, input_size, stride))
         self.options = {"stride": step, "out_channels": out_channels}
         shape = (out_channels, *((m - k) // s + 1 for m, k, s in zip(size, kernel, step)), in_channels, *kernel)
         dims = (*range(1, self.n + 2), *(None,) * (self.n + 1))

@@ -11,9 +11,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .._arguments import checked
 from .._types import Place
-from ..agree import partition_of
 from ..errors import PartitionError
-from ..partition import Partition
+from ..partition import Partition, partition_of
 from .conv import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .dropout import Dropout, FeatureDropout
 from .function import Upsample
@@ -169,7 +168,7 @@ def convert(module: M, P: Place, *, containers: Iterable[type[torch.nn.Module]] 
         PartitionError: split channels; a module that has no twin over this partition (Linear, LayerNorm, flattening, a
             subclass, a lazy, parametrized or pruned layer, ...), or one that is reached through a plain list.
     """
-    grid = partition_of(P, "convert")
+    grid = partition_of(P)
     if grid.ndim < 2 or grid.shape[1] != 1:
         raise PartitionError(
             "convert keeps channels whole",

@@ -14,11 +14,11 @@ from .. import _torch, init
 from .. import functional as F
 from .._arguments import Checked
 from .._types import Device, Place
-from ..agree import partition_of
+from ..calls import public
 from ..errors import PartitionError
 from ..held import complete, held, hold, mark_of, unmarked_dims
 from ..movement.halo import plain
-from ..partition import Layout, Partition
+from ..partition import Layout, Partition, partition_of
 from ..world import world
 
 if TYPE_CHECKING:
@@ -47,20 +47,24 @@ def _enter(layer: Layer) -> None:
     """What a layer does before its forward: whatever tensors stand for its parameters now, functional_call's too, are
     marked."""
     layer.hold_parameters()
-    layer.check_parts()
+    layer._check_parts()
     ranks, reduced = _torch.reduced_by_ddp()
     if ranks:
-        R = Partition((len(ranks),), ranks, partition_of(layer.P).world)
-        for name, p in layer.named_parameters():
-            if id(p) in reduced and complete(held(p), R, "DistributedDataParallel", name):
-                raise PartitionError(
-                    "this layer sums its gradients over the ranks itself",
-                    op="DistributedDataParallel",
-                    partitions=layer.P,
-                    expected=f"{name} of {type(layer).__name__} on DDP's ignore list",
-                    actual=f"a sum over {ranks}, once more",
-                    next_step="call dd.parallel.ignore_in_ddp(model, P) before DistributedDataParallel(model)",
-                )
+        _check_ignored(layer, ranks, reduced)
+
+
+def _check_ignored(layer: Layer, ranks: tuple[int, ...], reduced: frozenset[int]) -> None:
+    """Refuse that DistributedDataParallel sums over ``ranks`` what the layer sums over them itself."""
+    R = Partition((len(ranks),), ranks, partition_of(layer.P).world)
+    for name, p in layer.named_parameters():
+        if id(p) in reduced and complete(held(p), R, name):
+            raise PartitionError(
+                "this layer sums its gradients over the ranks itself",
+                partitions=layer.P,
+                expected=f"{name} of {type(layer).__name__} on DDP's ignore list",
+                actual=f"a sum over {ranks}, once more",
+                next_step="call dd.parallel.ignore_in_ddp(model, P) before DistributedDataParallel(model)",
+            )
 
 
 class Layer(Checked, torch.nn.Module):
@@ -84,16 +88,24 @@ class Layer(Checked, torch.nn.Module):
         self._kind: dict[str, Any] = {"device": device, "dtype": dtype}
 
     def _parameter(
-        self, name: str, shape: Sequence[int], dims: Sequence[int | None], draw: Draw, wanted: bool = True
+        self,
+        name: str,
+        shape: Sequence[int],
+        dims: Sequence[int | None],
+        draw: Draw,
+        wanted: bool = True,
+        over: Place | None = None,
     ) -> None:
-        """Register a parameter of global ``shape``, dim i split along partition dim ``dims[i]``."""
+        """Register a parameter of global ``shape``, dim i split along dim ``dims[i]`` of ``over``; ``None``: of
+        ``P``."""
+        over = self.P if over is None else over
         if not wanted:
             self.register_parameter(name, None)
             return
-        shape = tuple(plain(n, f"a size of {name}", type(self).__name__) for n in shape)
-        layout = init.parameter_layout(self.P, shape, dims)
+        shape = tuple(plain(n, f"a size of {name}") for n in shape)
+        layout = init.parameter_layout(over, shape, dims)
         self.layouts[name], self._draws[name] = layout, draw
-        self._marks[name] = mark_of(self.P, [d for d in dims if d is not None])
+        self._marks[name] = mark_of(over, [d for d in dims if d is not None])
         self.register_parameter(name, torch.nn.Parameter(self._block(name, **self._kind)))
 
     def _parts(self) -> Iterator[tuple[str, torch.Tensor, bool, bool]]:
@@ -119,20 +131,19 @@ class Layer(Checked, torch.nn.Module):
             if name in self._marks and (original or held(tensor) is None):
                 hold(tensor, self._marks[name] if original or not self._marks[name][3] else mark_of(self.P, None))
 
-    def check_parts(self) -> None:
+    def _check_parts(self) -> None:
         """Refuse what is made of one block as if it were the whole, or of tensors whose gradients others sum too."""
         for name, tensor, _, blockwise in self._parts():
             if not blockwise and self._marks.get(name, (None,))[-1]:
                 raise PartitionError(
                     f"a parametrization would see one block of {name}",
-                    op=type(self).__name__,
                     partitions=self.P,
                     actual=self.layouts[name].partition.shape,
                     expected="a parameter that every rank has whole",
                     next_step="if it acts on each block as on the whole tensor (element by element), give its "
                     "class the attribute blockwise = True; else compute the weight in a layer of your own",
                 )
-            unmarked_dims(tensor, partition_of(self.P), (), type(self).__name__)
+            unmarked_dims(tensor, partition_of(self.P), ())
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """As torch's."""
@@ -171,6 +182,9 @@ class Layer(Checked, torch.nn.Module):
     def extra_repr(self) -> str:
         shapes = ", ".join(f"{name}={tuple(self.layouts[name].shape)}" for name in self._draws)
         return f"{first_line(self.P)}, {shapes}"
+
+
+public({"": Layer._check_parts, "DistributedDataParallel": _check_ignored}, alike=False)
 
 
 def first_line(P: Place) -> str:

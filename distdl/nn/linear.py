@@ -10,9 +10,8 @@ import torch
 from .. import functional as F
 from .. import init
 from .._types import Device, Place
-from ..agree import partition_of
 from ..movement.halo import plain
-from ..partition import Layout
+from ..partition import Layout, partition_of
 from .layer import Layer, bias_of, weight
 
 __all__ = ["Embedding", "Linear"]
@@ -62,7 +61,7 @@ class Embedding(Layer):
         **options: Any,
     ) -> None:
         super().__init__(P, device, dtype)
-        n, padding_idx = partition_of(P).ndim, plain(padding_idx, "padding_idx", "Embedding")
+        n, padding_idx = partition_of(P).ndim, plain(padding_idx, "padding_idx")
         self.options = dict(options, padding_idx=padding_idx, num_embeddings=num_embeddings)
         draw = functools.partial(_rows, padding_idx=padding_idx)
         self._parameter("weight", (num_embeddings, embedding_dim), (n - 2, n - 1), draw)

@@ -9,10 +9,10 @@ import torch
 from .. import _torch, init
 from .. import functional as F
 from .._types import Device, Place, Size
-from ..agree import partition_of
 from ..errors import PartitionError
 from ..held import mark_of
 from ..movement.halo import plain, sizes_of
+from ..partition import partition_of
 from .layer import Layer, ones, zeros
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
@@ -129,7 +129,7 @@ class LayerNorm(_Norm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(P, device, dtype)
-        self.shape, self.eps = sizes_of(normalized_shape, "normalized_shape", "LayerNorm"), eps
+        self.shape, self.eps = sizes_of(normalized_shape, "normalized_shape"), eps
         ndim = partition_of(P).ndim
         self._affine(self.shape, range(ndim - len(self.shape), ndim), elementwise_affine, bias)
 
@@ -173,7 +173,7 @@ class GroupNorm(_Norm):
         bias: bool = True,
     ) -> None:
         super().__init__(P, device, dtype)
-        self.groups, self.eps = plain(num_groups, "num_groups", "GroupNorm"), eps
+        self.groups, self.eps = plain(num_groups, "num_groups"), eps
         self._affine((num_channels,), (1,), affine, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

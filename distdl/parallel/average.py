@@ -11,10 +11,10 @@ import torch
 from .. import _torch
 from .. import functional as F
 from .._types import Dims, Place, Tree
-from ..agree import partition_of
 from ..errors import DistdlError
-from ..functional.reduce import wide, wider
+from ..functional.numeric import wide, wider
 from ..held import holders, whole
+from ..partition import partition_of
 
 __all__ = ["average_due", "average_parameters"]
 
@@ -38,10 +38,10 @@ def average_parameters(
     """
     leaves, tree = _torch.flatten(params)
     where = partition_of(P)
-    whole(holders("average_parameters", params, of, P=P), where.along(dims), "average_parameters")
+    whole(holders(params, of), where.along(dims))
     if weight is None:
         copies = 1
-        for d in where.dims(dims, "average_parameters"):
+        for d in where.dims(dims):
             copies *= where.shape[d]
         means = [s / copies for s in F.invariant_sum(leaves, where, dims)]
     else:

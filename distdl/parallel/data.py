@@ -17,11 +17,10 @@ from torch.func import grad_and_value
 from .. import _torch
 from .. import functional as F
 from .._types import Dims, Place, Tree
-from ..agree import partition_of
-from ..functional.reduce import summed, wide
+from ..functional.numeric import summed, wide
 from ..held import Held, complete, held, holders, name_when_checking, whole
 from ..movement.call import on_one_rank
-from ..partition import Partition
+from ..partition import Partition, partition_of
 from ..ties import is_smooth
 from .hooks import Bucket, Hook, all_reduce
 
@@ -51,16 +50,14 @@ def bucketed(leaves: Sequence[torch.Tensor], limits: Sequence[int] = LIMITS) -> 
     return sorted([*done, *opened.values()], key=lambda bucket: -bucket[0])
 
 
-def _unsummed(
-    op: str, tree: Any, of: Any, P: Place, dims: Dims, known: Sequence[Held | None] | None = None
-) -> list[int]:
+def _unsummed(tree: Any, of: Any, P: Place, dims: Dims, known: Sequence[Held | None] | None = None) -> list[int]:
     """Numbers of the differentiable leaves whose gradients are still to be summed along partition dims ``dims`` of
     ``P``."""
     fibre = partition_of(P).along(dims)
-    how = known or holders(op, tree, of, P=P)
+    how = known or holders(tree, of)
     R = fibre and Partition((fibre.size,), fibre.ranks, fibre.world)
     leaves, _ = _torch.flatten(tree)
-    return [i for i, leaf in enumerate(leaves) if is_smooth(leaf) and not (R and complete(how[i], R, op))]
+    return [i for i, leaf in enumerate(leaves) if is_smooth(leaf) and not (R and complete(how[i], R))]
 
 
 def _by_bucket(
@@ -89,7 +86,7 @@ def replicas(tree: Tree, P: Place, *, root: int = 0, of: Any = None) -> Tree:
         PartitionError: parameters of which these ranks hold different blocks.
     """
     where = partition_of(P)
-    whole(holders("replicas", tree, of, P=P), where, "replicas")
+    whole(holders(tree, of), where)
     return F.broadcast(tree, on_one_rank(root, where.ndim, where.world), where)
 
 
@@ -116,7 +113,7 @@ def replicate(params: Tree, P: Place, dims: Dims = None, *, of: Any = None, limi
     """
     leaves, tree = _torch.flatten(params)
     name_when_checking(params)
-    ours = _unsummed("replicate", params, of, P, dims)
+    ours = _unsummed(params, of, P, dims)
     return _torch.unflatten(_by_bucket(leaves, ours, limits, lambda _, bucket: F.mark_varying(bucket, P, dims)), tree)
 
 
@@ -164,7 +161,7 @@ def reduce_gradients(
     Raises:
         PartitionError: a layer sums over some of these ranks, and not over others.
     """
-    ours = _unsummed("reduce_gradients", grads, of, P, dims)
+    ours = _unsummed(grads, of, P, dims)
     return _reduced(grads, ours, hook or all_reduce(P, dims), states, limits)
 
 
@@ -212,7 +209,7 @@ def accumulate(
     like = next(leaf for leaf in leaves if is_smooth(leaf))
     total, count = wide(like.new_zeros(())), 0
     grads = [torch.zeros_like(leaf) for leaf in leaves]
-    known = holders("accumulate", params, of, P=P)
+    known = holders(params, of)
 
     def counted(leaves: list[torch.Tensor], batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         value, n = loss(_torch.unflatten(leaves, tree), batch)
@@ -227,6 +224,6 @@ def accumulate(
         total, count = total + value, count + n
         grads = [a + b for a, b in zip(grads, new)]
     mean = summed(total, count, partition_of(P), dims)
-    ours = _unsummed("accumulate", leaves, None, P, dims, known)
+    ours = _unsummed(leaves, None, P, dims, known)
     reduced, states = _reduced(grads, ours, hook or all_reduce(P, dims), states, limits)
     return mean[0] / mean[1], _torch.unflatten([(g / mean[1]).to(g.dtype) for g in reduced], tree), states

@@ -17,7 +17,8 @@ import torch
 from .. import functional as F
 from .._types import Dims, Place
 from ..errors import DistdlError
-from ..functional.reduce import wide
+from ..flat import parts_of, vector_of
+from ..functional.numeric import wide
 from .topology import along
 
 __all__ = ["all_reduce", "cast", "power_sgd", "top_k"]
@@ -27,11 +28,7 @@ Hook = Callable[[Bucket, Any], tuple[Bucket, Any]]
 
 def all_reduce(P: Place, dims: Dims = None) -> Hook:
     """The exact sum, as one message for the bucket: views of one vector. The default."""
-    return lambda bucket, state: (_like(F.all_sum_reduce(_flat(bucket), P, dims), bucket), state)
-
-
-def _flat(bucket: Bucket) -> torch.Tensor:
-    return torch.cat([g.reshape(-1) for g in bucket]) if len(bucket) > 1 else bucket[0].reshape(-1)
+    return lambda bucket, state: (_like(F.all_sum_reduce(vector_of(bucket), P, dims), bucket), state)
 
 
 def _unless_infinite(
@@ -43,7 +40,7 @@ def _unless_infinite(
 
 
 def _like(flat: torch.Tensor, bucket: Bucket) -> Bucket:
-    return [part.view(g.shape) for part, g in zip(flat.split([g.numel() for g in bucket]), bucket)]
+    return parts_of(flat, [g.shape for g in bucket])
 
 
 def cast(P: Place, dtype: torch.dtype = torch.bfloat16, dims: Dims = None) -> Hook:
@@ -54,7 +51,7 @@ def cast(P: Place, dtype: torch.dtype = torch.bfloat16, dims: Dims = None) -> Ho
     """
 
     def hook(bucket: Bucket, state: Any) -> tuple[Bucket, Any]:
-        line, flat = along(P, dims), _flat(bucket)
+        line, flat = along(P, dims), vector_of(bucket)
         summed = F.all_gather(F.reduce_scatter(flat.to(dtype), line), line, shape=flat.shape)
         return _like(summed.to(flat.dtype), bucket), state
 
@@ -79,7 +76,7 @@ def top_k(P: Place, share: float = 0.01, dims: Dims = None) -> Hook:
 
     def hook(bucket: Bucket, state: Any) -> tuple[Bucket, Any]:
         line = along(P, dims)
-        flat = _flat(bucket) if state is None else _flat(bucket) + state
+        flat = vector_of(bucket) if state is None else vector_of(bucket) + state
         k = math.ceil(share * flat.numel())
         places = flat.abs().topk(k).indices
         shape = (line.size * k,)

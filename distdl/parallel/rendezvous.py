@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import socket
 
-from ..world import Topology, world
+from ..nodes import Topology
+from ..world import world
 
 __all__ = ["export_rendezvous"]
 

@@ -64,8 +64,10 @@ def schedule(kind: str, stages: int, microbatches: int, chunks: int = 1) -> tupl
     for s in range(p):
         warm = {"gpipe": m, "1f1b": p - s - 1, "interleaved": 2 * (p - s - 1) + (v - 1) * p}[kind]
         groups = [range(i, i + p) for i in range(0, m, p)] if kind == "interleaved" else [range(m)]
-        ahead, back = ([Task(which, c * p + s, i) for group in groups for c in order for i in group]
-                       for which, order in (("F", range(v)), ("B", range(v)[::-1])))  # fmt: skip
+        ahead, back = (
+            [Task(which, c * p + s, i) for group in groups for c in order for i in group]
+            for which, order in (("F", range(v)), ("B", range(v)[::-1]))
+        )
         warm = min(warm, len(ahead))
         steady = chain.from_iterable(zip(ahead[warm:], back))
         table.append((*ahead[:warm], *steady, *back[len(ahead) - warm :]))

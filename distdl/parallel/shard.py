@@ -26,8 +26,9 @@ from .. import _torch, maps
 from .. import functional as F
 from .._types import Dims, Place, Tree
 from ..errors import DistdlError, PartitionError, ShapeError
-from ..functional.reduce import wide, wider
-from ..held import Held, ask, complete_over, declare, holders, tag
+from ..flat import parts_of, vector_of
+from ..functional.numeric import wide, wider
+from ..held import Held, ask, complete, declare, holders, tag
 from ..partition import Layout, Partition
 from ..remat import remat as recomputed
 from ..world import world as world_of
@@ -64,7 +65,7 @@ class Sharding:
         """
         leaves, structure = _torch.flatten(params)
         leaves = _torch.as_given(leaves, structure)  # as they always lay in checkpoints
-        _refuse_summed("Sharding.of", params, along(P, dims))
+        _refuse_summed(params, along(P, dims))
         if not leaves or len({leaf.dtype for leaf in leaves}) > 1:
             raise ShapeError(
                 "one unit has one dtype",
@@ -87,44 +88,45 @@ class Sharding:
                 actual=tuple(tuple(leaf.shape) for leaf in leaves),
                 next_step="pass the tensors from which the Sharding was made, in their order",
             )
-        return torch.cat([leaf.reshape(-1) for leaf in leaves])
+        return vector_of(leaves)
 
-    def tree(self, flat: torch.Tensor) -> Any:
+    def _tree(self, flat: torch.Tensor) -> Any:
         """The parameters as views of the whole flat vector."""
-        parts = [part.view(s) for part, s in zip(flat.split([math.prod(s) for s in self.shapes]), self.shapes)]
+        parts = parts_of(flat, self.shapes)
         # A layer that gets them does not sum over these ranks again.
         tag(parts, [None] * len(parts), self.layout.partition)
         return _torch.unflatten_as_given(parts, self.structure)
 
-    def declared(self, block: torch.Tensor) -> torch.Tensor:
+    def _declared(self, block: torch.Tensor) -> torch.Tensor:
         """``block``, a leaf whose gradient will be this rank's part of the sum."""
         return declare(block, self.layout.partition, 0) if block.is_leaf else block
 
     def block(self, params: Any) -> torch.Tensor:
         """This rank's block of parameters that it holds whole: a detached copy, for an optimizer. No message."""
-        return self.declared(self.layout.shard(self._flat(params).detach()).clone())
+        return self._declared(self.layout.shard(self._flat(params).detach()).clone())
 
     def gather(self, block: torch.Tensor) -> Any:
         """The whole parameters (views of one vector) from every rank's block. Adjoint: :meth:`reduce`."""
-        return self.tree(F.all_gather(self.declared(block), self.layout))
+        return self._tree(F.all_gather(self._declared(block), self.layout))
 
     def reduce(self, grads: Any) -> torch.Tensor:
         """This rank's block of the sum of all ranks' gradients. Adjoint: :meth:`gather`."""
-        _refuse_summed("Sharding.reduce", grads, self.layout.partition)
+        _refuse_summed(grads, self.layout.partition)
         return F.reduce_scatter(self._flat(grads), self.layout)
 
     def start(self, block: torch.Tensor) -> Any:
         """Begin :meth:`gather`; messages travel until :meth:`wait`."""
-        return F.start(maps.all_gather(self.layout), self.declared(block))
+        return F.start(maps.all_gather(self.layout), self._declared(block))
 
     def wait(self, pending: Any) -> Any:
         """Finish what :meth:`start` began."""
-        return self.tree(F.wait(pending))
+        return self._tree(F.wait(pending))
 
 
-def _refuse_summed(op: str, tree: Any, R: Partition) -> None:
+def _refuse_summed(tree: Any, R: Partition) -> None:
     """Sharding sums gradients over all ranks: not for parameters whose layers do."""
-    if any(complete_over(holders(op, tree, P=R), R, op)):
+    done = [complete(how, R) for how in holders(tree)]  # all of them: one may be complete in part
+    if any(done):
         raise PartitionError(
             "a layer sums these gradients over these ranks itself",
             partitions=R,
@@ -259,7 +261,7 @@ def chain(
                 nonlocal step
                 pending = under_way.pop(i, None)
                 if pending is None:
-                    flats = [F.all_gather(s.declared(b), s.layout) for s, b in zip(parts[i], own, strict=True)]
+                    flats = [F.all_gather(s._declared(b), s.layout) for s, b in zip(parts[i], own, strict=True)]
                 else:
                     flats = [F.wait(p) for p in pending]
                 ahead(i + step)
@@ -267,7 +269,7 @@ def chain(
                 return flats
 
             def tree(flats: Flats) -> Any:
-                trees = tuple(s.tree(flat) for s, flat in zip(parts[i], flats))
+                trees = tuple(s._tree(flat) for s, flat in zip(parts[i], flats))
                 return trees if isinstance(shardings[i], tuple) else trees[0]
 
             if remat == "parameters" and not inside:
@@ -327,7 +329,7 @@ def global_norm(grads: Any, P: Place, dims: Dims = None, *, of: Any = None, norm
             actual=grads,
             next_step="pass torch.zeros(()), of the other ranks' dtype and device, where a rank has none",
         )
-    how = holders("global_norm", grads, of, P=P)
+    how = holders(grads, of)
     norms = torch.stack([_norm(g, norm_type) for g in leaves])
     line = along(P, dims)
     if math.isinf(norm_type):

@@ -12,6 +12,7 @@ import torch
 
 from .. import functional as F
 from .._types import Dims, Place
+from ..calls import public
 from ..engine.side_stream import Beside, attend
 from ..errors import DistdlError
 from ..held import ask, complete, held
@@ -35,13 +36,9 @@ def ignore_in_ddp(module: torch.nn.Module, P: Place, dims: Dims = None) -> list[
     """
     R = along(P, dims)
     ask(module)
-    names = {
-        name
-        for name, p in module.named_parameters(remove_duplicate=False)
-        if complete(held(p), R, "ignore_in_ddp", name)
-    }
+    names = {name for name, p in module.named_parameters(remove_duplicate=False) if complete(held(p), R, name)}
     for prefix, layer in module.named_modules(remove_duplicate=False):
-        own = [complete(held(p), R, "ignore_in_ddp") for p in layer.parameters(recurse=False)]
+        own = [complete(held(p), R) for p in layer.parameters(recurse=False)]
         if own and all(own):
             names.update(f"{prefix}.{name}" if prefix else name for name, _ in layer.named_buffers(recurse=False))
     before = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
@@ -122,7 +119,7 @@ class GradientSync:
         ours = []
         for i, p in enumerate(self.params):
             if p.requires_grad and (there is None or id(p) in there):
-                if not complete(held(p), self.P, "GradientSync", self._name(i)):
+                if not complete(held(p), self.P, self._name(i)):
                     ours.append(i)
                 if i not in self._hooks:
                     self._hooks[i] = p.register_post_accumulate_grad_hook(functools.partial(_tell, this, i))
@@ -157,7 +154,6 @@ class GradientSync:
         if i not in left[self._bucket_of[i]]:
             raise DistdlError(
                 "a second gradient before finish()",
-                op="GradientSync",
                 actual=self._name(i),
                 expected="one backward",
                 next_step="call finish() after backward, or accumulate in no_sync()",
@@ -179,7 +175,6 @@ class GradientSync:
             if grad is None and not self.find_unused:
                 raise DistdlError(
                     "no gradient came",
-                    op="GradientSync",
                     actual=f"none for {self._name(i)}",
                     expected="one for each",
                     partitions=self.P,
@@ -188,7 +183,6 @@ class GradientSync:
             if grad is not None and i in self._summed and grad is self._summed[i]():
                 raise DistdlError(
                     "this gradient was summed over the ranks before",
-                    op="GradientSync",
                     actual=self._name(i),
                     expected="a gradient of this rank",
                     partitions=self.P,
@@ -197,7 +191,6 @@ class GradientSync:
             if grad is not None and grad.layout != torch.strided:
                 raise DistdlError(
                     "a sparse gradient",
-                    op="GradientSync",
                     actual=f"{grad.layout} for {self._name(i)}",
                     expected="a dense one",
                     next_step="make the layer with sparse=False",
@@ -249,6 +242,9 @@ def _tell(sync: weakref.ref[GradientSync], i: int, _: torch.Tensor) -> None:
     listening = sync()
     if listening is not None:
         listening._arrived(i)
+
+
+public({"GradientSync": _tell}, alike=False)  # errors in backward
 
 
 def _remove(handles: Mapping[int, Any]) -> None:

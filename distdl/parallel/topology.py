@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from .. import _torch
 from .. import functional as F
 from .._types import Dims, Place, Tree
-from ..agree import partition_of
 from ..errors import PartitionError
-from ..functional.reduce import wide
-from ..partition import Partition
+from ..flat import parts_of, vector_of
+from ..functional.numeric import wide
+from ..partition import Partition, partition_of
 from ..world import world as world_of
 
 __all__ = ["along", "block_mapping", "cyclic_mapping", "hierarchical_all_reduce"]
@@ -78,10 +76,10 @@ def hierarchical_all_reduce(x: Tree, nodes: Iterable[Iterable[int]], *, world: s
     (place,) = node.index()
     leaves, tree = _torch.flatten(x)
     summed = list(leaves)
-    once = world_of(world).host.wide and sum(map(len, groups)) > 2  # round halves once, as the flat sum does
+    once = world_of(world).wide and sum(map(len, groups)) > 2  # round halves once, as the flat sum does
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
         numbers = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        flat = torch.cat([(wide(leaves[i]) if once else leaves[i]).reshape(-1) for i in numbers])
+        flat = vector_of([wide(leaves[i]) if once else leaves[i] for i in numbers])
         if len({len(ranks) for ranks in groups}) == 1:
             across = Partition((len(groups),), tuple(ranks[place] for ranks in groups), world)
             part = F.all_sum_reduce(F.reduce_scatter(flat, node), across)
@@ -93,6 +91,6 @@ def hierarchical_all_reduce(x: Tree, nodes: Iterable[Iterable[int]], *, world: s
             if place == 0:
                 part = F.all_sum_reduce(part, leaders)
             flat = F.broadcast(part, first, node, shape=flat.shape)
-        for i, y in zip(numbers, flat.split([leaves[i].numel() for i in numbers])):
-            summed[i] = y.view(leaves[i].shape).to(dtype)
+        for i, y in zip(numbers, parts_of(flat, [leaves[i].shape for i in numbers])):
+            summed[i] = y.to(dtype)
     return _torch.unflatten(summed, tree)

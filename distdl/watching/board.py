@@ -1,21 +1,21 @@
-"""A board in shared memory on which every rank of a node writes what it does: a rank that is stuck, or gone, can still
-be read.
+"""A board in shared memory on which every rank writes what it does: a rank that is stuck can still be read by those of
+its node.
 
-The memory is a file that is unlinked as soon as all ranks of the node have mapped it, so nothing is left behind,
-whatever happens.
+Each rank's page is a file without a name, of which it tells the others where they find it; nothing is left behind,
+whatever happens, and nobody waits for another.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
+import secrets
 import struct
-import tempfile
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-_SLOT, _TEXT = 2048, 640  # bytes per rank, and of each of its three texts
+_PAGE, _TEXT = 2048, 640  # bytes of a rank's page, and of each of its three texts
 # Version (odd while it is being written), state, whether the current movement is the last completed one, since, count,
 # lengths.
 _HEAD = struct.Struct("<QB?dQHHH")
@@ -42,46 +42,33 @@ class Entry(NamedTuple):
 
 
 class Board:
-    """The entries of this node's ranks. ``missing``: ranks from which this process still waits for something, where it
-    knows."""
+    """This rank's page, and those of other ranks of its node. ``missing``: ranks from which this process still waits
+    for something, where it knows.
 
-    def __init__(self, rank: int = 0, places: dict[int, int] | None = None, memory=None):
-        self.places = {rank: 0} if places is None else places
-        self.memory = memory or mmap.mmap(-1, _SLOT)
-        self.rank, self.at = rank, self.places[rank] * _SLOT
+    Args:
+        rank: whose page it is.
+        notice_of: gives what another rank has published of its :attr:`notice`, or ``None``.
+    """
+
+    def __init__(self, rank: int = 0, notice_of: Callable[[int], bytes | None] = lambda rank: None):
+        self.rank, self.notice_of = rank, notice_of
+        self.name = f"distdl-board-{secrets.token_hex(8)}"
+        self.file, self.memory = _page(self.name)
+        self.pages: dict[int, Any] = {}  # of other ranks; None: out of reach
         self.version, self.count, self.missing = 0, 0, None
         self.state, self.since, self.op, self.where, self.over = IDLE, time.monotonic(), "", "", False
         self.before, self.lengths = "", [0, 0, 0]
         self._write()
 
     @property
+    def notice(self) -> bytes:
+        """Where processes of this node find the page."""
+        return b"" if self.file is None else f"{_node()} {os.getpid()} {self.file} {self.name}".encode()
+
+    @property
     def done(self) -> str:
         """What this rank last completed."""
         return f"{self.op} at {self.where}" if self.over else self.before
-
-    @classmethod
-    def shared(cls, comm):
-        """The board of the ranks that share this node; collective over ``comm`` (mpi4py)."""
-        from mpi4py import MPI
-
-        node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
-        try:
-            places = {rank: i for i, rank in enumerate(node.allgather(comm.rank))}
-            path, memory = None, None
-            with contextlib.suppress(OSError):  # no folder to write to, say: then every rank keeps to itself
-                if node.rank == 0:
-                    path = _file(len(places) * _SLOT)
-            path = node.bcast(path)
-            with contextlib.suppress(OSError):
-                if path is not None:
-                    with open(path, "r+b") as file:
-                        memory = mmap.mmap(file.fileno(), len(places) * _SLOT)
-            node.Barrier()
-            if node.rank == 0 and path is not None:
-                os.unlink(path)
-        finally:
-            node.Free()
-        return cls(comm.rank) if memory is None else cls(comm.rank, places, memory)
 
     def enter(self, op: str, where: str) -> None:
         """This rank is inside ``op``."""
@@ -92,7 +79,7 @@ class Board:
             None if before == self.before else before,
         ]
         self.op, self.where, self.before, self.over = op, where, before, False
-        self.state, self.since, self.count = INSIDE, time.monotonic(), self.count + 1
+        self.state, self.since, self.count, self.missing = INSIDE, time.monotonic(), self.count + 1, None
         self._write(texts)
 
     def leave(self, completed: bool) -> None:
@@ -104,47 +91,80 @@ class Board:
         """This rank has left its world."""
         self.state, self.since = LEFT, time.monotonic()
         self._write()
-        self.memory = bytearray(
-            self.memory
-        )  # what was there last: a mapping holds a file descriptor until its last user is gone
+        # What was there last stays: a mapping holds a file descriptor until its last user is gone.
+        self.memory, self.pages = bytearray(self.memory), {r: page and bytes(page) for r, page in self.pages.items()}
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
 
     def _write(self, texts=()) -> None:
-        memory, at, lengths = self.memory, self.at, self.lengths
+        memory, lengths = self.memory, self.lengths
         self.version += 2
-        _HEAD.pack_into(memory, at, self.version - 1, self.state, self.over, self.since, self.count, *lengths)
+        _HEAD.pack_into(memory, 0, self.version - 1, self.state, self.over, self.since, self.count, *lengths)
         for i, text in enumerate(texts):
             if text is not None:  # only what has changed
                 data = text.encode()[:_TEXT]
-                lengths[i], start = len(data), at + _HEAD.size + i * _TEXT
+                lengths[i], start = len(data), _HEAD.size + i * _TEXT
                 memory[start : start + len(data)] = data
-        _HEAD.pack_into(memory, at, self.version, self.state, self.over, self.since, self.count, *lengths)
+        _HEAD.pack_into(memory, 0, self.version, self.state, self.over, self.since, self.count, *lengths)
 
     def read(self, rank: int) -> Entry | None:
         """What ``rank`` last wrote, or ``None`` where it is on another node."""
-        place = self.places.get(rank)
-        if place is None:
+        page = self.page(rank)
+        if page is None:
             return None
         for _ in range(100):
-            slot = self.memory[place * _SLOT : (place + 1) * _SLOT]
-            version, state, over, since, count, *lengths = _HEAD.unpack_from(slot)
-            if version % 2 == 0 and version == _HEAD.unpack_from(self.memory, place * _SLOT)[0]:
+            seen = page[:_PAGE]
+            version, state, over, since, count, *lengths = _HEAD.unpack_from(seen)
+            if version % 2 == 0 and version == _HEAD.unpack_from(page)[0]:
                 break
         texts = [
-            slot[start : start + n].decode(errors="replace")
-            for start, n in zip(range(_HEAD.size, _SLOT, _TEXT), lengths)
+            seen[start : start + n].decode(errors="replace")
+            for start, n in zip(range(_HEAD.size, _PAGE, _TEXT), lengths)
         ]
         op, where, before = texts
         return Entry(_STATES[state], since, count, op, where, f"{op} at {where}" if over else before)
 
+    def page(self, rank: int):
+        """The page of ``rank``, or ``None`` where this process cannot reach it. Once looked at, it can be read when
+        that rank is gone."""
+        if rank == self.rank:
+            return self.memory
+        if rank not in self.pages:
+            notice = self.notice_of(rank)
+            if notice is None:  # it may come yet
+                return None
+            self.pages[rank] = _open(*notice.decode().split()) if notice else None
+        return self.pages[rank]
 
-def _file(size: int) -> str:
-    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    handle, path = tempfile.mkstemp(prefix="distdl-board-", dir=folder)  # mode 0600
+
+def _node() -> str:
+    """What tells the processes whose files under /proc this one sees."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _page(name: str):
+    """Fresh memory of a page, and the descriptor by which others find it; ``None``: they cannot."""
     try:
-        os.posix_fallocate(handle, 0, size)  # a full disk is an error here, not a bus error later
+        _node()
+        file = os.memfd_create(name)
+        os.posix_fallocate(file, 0, _PAGE)  # too little memory is an error here, not a bus error later
+        return file, mmap.mmap(file, _PAGE)
+    except (OSError, AttributeError):  # a system that has no such thing: every rank keeps to itself
+        return None, mmap.mmap(-1, _PAGE)
+
+
+def _open(node: str, pid: str, file: str, name: str):
+    """The page of another process; ``None``: it is on another node, or gone."""
+    path = f"/proc/{pid}/fd/{file}"
+    try:
+        if node != _node() or os.readlink(path) != f"/memfd:{name} (deleted)":
+            return None
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(opened, _PAGE, prot=mmap.PROT_READ)
+        finally:
+            os.close(opened)
     except OSError:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(handle)
-    return path
+        return None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..engine import transport as _transport
 from ..errors import AgreementError
 from .observer import Observer, default_timeout
+from .recorder import Recorder
 
 
 @contextmanager
-def checking(timeout: float | None = None):
+def checking(timeout: float | None = None) -> Iterator[None]:
     """Compare, before every movement inside the block, what its ranks are about to do; for all threads of this process.
 
     Every movement (forward, adjoint, tangent, batch) and every negotiation first swaps one small message with each of
@@ -35,7 +37,8 @@ def checking(timeout: float | None = None):
             next_step="dd.checking(timeout=30), or leave it out",
         )
     before = _transport.observer
-    _transport.observer = Observer(default_timeout() if timeout is None else timeout)
+    checks = Observer(default_timeout() if timeout is None else timeout)
+    _transport.observer = before.over(checks) if isinstance(before, Recorder) else checks
     try:
         yield
     finally:

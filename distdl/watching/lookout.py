@@ -35,10 +35,8 @@ import time
 from collections import defaultdict, deque
 from typing import Any
 
-from mpi4py import MPI
-
 from ..calls import called
-from ..engine.transport import Call
+from ..engine.transport import Call, Transport
 from ..errors import AgreementError
 from ..signature import gave_up
 
@@ -47,7 +45,7 @@ _NOWHERE: tuple[str, dict] = ("elsewhere", {})  # where a rank was that one has 
 
 
 def tag_bits(most: int) -> tuple[int, int, int]:
-    """How many bits of a tag say the era, the number and the plan; ``most``: the largest tag that this MPI has."""
+    """How many bits of a tag say the era, the number and the plan; ``most``: the largest tag that the engine has."""
     total = min(most + 1, 2**30).bit_length() - 1
     plan, era = total // 2, 3 if total >= 20 else 2
     return era, total - plan - era, plan
@@ -62,9 +60,9 @@ class Lookout:
     answer = 3.0  # for another rank to say what it has called,
     doubt = 50.0  # and to come, once an error has left this rank in doubt
 
-    def __init__(self, comm, side):
-        self.comm, self.side, self.rank, self.size = comm, side, comm.rank, comm.size
-        eras, counts, plans = tag_bits(comm.Get_attr(MPI.TAG_UB))
+    def __init__(self, host: Transport, side, board):
+        self.host, self.side, self.board, self.rank, self.size = host, side, board, host.rank, host.size
+        eras, counts, plans = tag_bits(host.tags)
         self.step, self.eras, self.shift = 1 << plans, 1 << eras, plans + counts
         self.codes, self.wrap = self.step - 1, (1 << self.shift) - self.step
         self.inbox: list = []  # (rank, kind, era, ...): alarms that nobody has acted upon
@@ -82,12 +80,13 @@ class Lookout:
         for peer in range(self.size):
             self._oldest(peer)
 
-    def look(self, call: Call, era: int, waited: float, missing: set[int]) -> None:
-        """This rank has waited for ``call``, which it began in ``era``; messages of the ranks ``missing`` are not here.
-        Raises AgreementError where ranks are in different calls, or a peer has given this one up."""
+    def look(self, call: Call, mark: int, waited: float, missing: list[int]) -> None:
+        """This rank has waited for ``call``, begun in the era of ``mark``; messages of the ranks ``missing`` are not
+        here. Raises AgreementError where ranks are in different calls, or a peer has given this one up."""
+        self.board.missing = missing
         self._hear()
         late = waited >= self.patience
-        if era < self.era:
+        if mark >> self.shift != self.era % self.eras:
             if late:
                 self._error(self._in_an_era_before(call))
             return
@@ -169,7 +168,7 @@ class Lookout:
         """{number: code} of the last calls with ``peer``; 0 where one was given up."""
         return {self.numbers[peer] - self.step * i: c.code for i, c in enumerate(reversed(self.recent[peer]))}
 
-    def _compare_with(self, peers) -> None:
+    def _compare_with(self, peers: list[int]) -> None:
         """Tell ``peers``, from time to time, which movements this rank has made with them: of one that sends nothing to
         this rank, or to which it sends nothing, there may be no message that tells."""
         if time.monotonic() >= self.compared + self.patience:
@@ -228,20 +227,12 @@ class Lookout:
 
     def _oldest(self, peer: int) -> int | None:
         """The tag of ``peer``'s first message that nobody expects; those of earlier eras are thrown away."""
-        status = MPI.Status()
-        while self.comm.Iprobe(peer, MPI.ANY_TAG, status):
-            tag = status.Get_tag()
+        while (tag := self.host.peek(peer)) is not None:
             age = (self.era - (tag >> self.shift)) % self.eras
             if age == 0 or age > self.eras // 2:
                 return tag
-            self._drop(peer, tag)
+            self.host.discard(peer, tag)
         return None
-
-    def _drop(self, peer: int, tag: int) -> None:
-        status = MPI.Status()
-        self.comm.Probe(peer, tag, status)
-        scrap = bytearray(status.Get_count(MPI.BYTE))
-        self.comm.Recv((scrap, MPI.BYTE), peer, tag)
 
     def _probe(self, peer: int) -> None:
         while (tag := self._oldest(peer)) is not None:
@@ -252,7 +243,7 @@ class Lookout:
                 if self.numbers[peer] - number <= self.wrap // 2:  # else this rank is late, and will come to it
                     self._found(peer, number)
                 return
-            self._drop(peer, tag)
+            self.host.discard(peer, tag)
 
     def _found(self, peer: int, number: int) -> None:
         mine, theirs = self._mine(peer), ()

@@ -20,12 +20,14 @@ from typing import Any
 
 from .. import errors
 from ..calls import called, user_line
+from ..engine.transport import Transport
 from ..signature import (
     HEAD,
     Call,
     Field,
     call_of,
     differs,
+    disagreement,
     fingerprint,
     first_difference,
     gave_up,
@@ -37,6 +39,7 @@ from ..signature import (
     unequal,
 )  # fmt: skip
 from .board import INSIDE, Board
+from .watch import Watch
 
 _SPINS, _GRACE = 200, 1.0  # polls before sleeping; seconds for the other ranks, once a fault is found
 
@@ -46,29 +49,37 @@ def default_timeout() -> float:
     return float(os.environ.get("DISTDL_CHECK_TIMEOUT") or 60)
 
 
-class Checked:
+def asked_for() -> bool:
+    """Whether the environment asks for checking (``DISTDL_CHECK=1``)."""
+    return os.environ.get("DISTDL_CHECK", "0") not in ("", "0")
+
+
+class Checked(Transport):
     """The engine ``inner`` during one movement: the board says while this rank waits in it, and from whom something is
     missing."""
 
-    def __init__(self, inner, board: Board, op: str, where: str):
+    def __init__(self, inner: Transport, board: Board, op: str, where: str):
         self.inner, self.board, self.op, self.where = inner, board, op, where
         self.rank, self.size, self.device_types = inner.rank, inner.size, inner.device_types
         self.collectives, self.sums, self.wide = inner.collectives, inner.sums, inner.wide
-        self.takes_types, self.chunk = inner.takes_types, inner.chunk
+        self.takes_types, self.chunk, self.tags = inner.takes_types, inner.chunk, inner.tags
 
-    def post(self, sends, receives, call=None):
-        return self.inner.post(sends, receives, call)
+    def post(self, sends, receives, call=None, memory=None):
+        self._enter()  # an engine may have to reach a peer here
+        try:
+            return self.inner.post(sends, receives, call, memory)
+        except BaseException:
+            self.board.leave(completed=False)
+            raise
 
     def abandon(self, handle, memory):
         self.inner.abandon(handle, memory)
 
     def pause(self):
-        """This rank does something else until :meth:`wait`."""
         self.board.leave(completed=False)
 
     def wait(self, handle):
-        # An engine with a side channel can tell from whom something is missing.
-        return self._inside(self.inner.wait, *((handle, self.board) if hasattr(self.inner, "side") else (handle,)))
+        return self._inside(self.inner.wait, handle)
 
     def collective(self, kind, source, target, count, dtype, ranks):
         return self._inside(self.inner.collective, kind, source, target, count, dtype, ranks)
@@ -77,16 +88,18 @@ class Checked:
         return self._inside(self.inner.all_gather, data, ranks)
 
     def _inside(self, call, *args):
-        board = self.board
-        if board.state != INSIDE:
-            board.enter(self.op, self.where)
+        self._enter()
         try:
             found = call(*args)
         except BaseException:
-            board.leave(completed=False)
+            self.board.leave(completed=False)
             raise
-        board.leave(completed=True)
+        self.board.leave(completed=True)
         return found
+
+    def _enter(self):
+        if self.board.state != INSIDE:
+            self.board.enter(self.op, self.where)
 
     def close(self):
         self.inner.close()
@@ -101,18 +114,17 @@ class Observer:
         self.calls: dict[Any, Call] = {}
         self.unrecorded: dict[str, dict] = {}  # by name, adjoints that some ranks will not call, and why
 
-    def movement(self, host, transport, maps, xs, recorded: bool):
+    def movement(self, watch: Watch | None, transport: Transport, maps, xs, recorded: bool) -> Transport:
         """The engine for this movement. Collective over its ranks, where it compares.
 
         Args:
-            host: the world's engine for host memory, which has the board and the side channel.
+            watch: the world's; ``None``: nobody is watched.
             transport: the engine that the movement uses.
             maps, xs: LinearMaps, and this rank's plain tensors with any batch axes.
             recorded: whether a graph will call the adjoint.
         """
-        board = getattr(host, "board", None)
         ranks = maps[0].ranks
-        if board is None or len(ranks) < 2 or host.rank not in ranks:
+        if watch is None or len(ranks) < 2 or watch.rank not in ranks:
             return transport
         said = None if self.timeout is None else called()
         key = (*maps, *((x.shape, x.dtype) for x in xs), xs[0].device.type, said and said[1:])
@@ -120,42 +132,35 @@ class Observer:
         if call is None:
             if len(self.calls) > 4096:
                 self.calls.clear()
-            call = self.calls[key] = call_of(maps, leads(maps, xs), xs, host.rank, said)
-        return self._checked(host, board, transport, call, said, maps, xs, recorded)
+            call = self.calls[key] = call_of(maps, leads(maps, xs), xs, watch.rank, said)
+        return self._checked(watch, transport, call, said, maps, xs, recorded)
 
-    def agreement(self, host, value, ranks: tuple[int, ...], purpose: str):
+    def agreement(self, watch: Watch | None, host: Transport, value, ranks: tuple[int, ...], purpose: str) -> Transport:
         """The engine for a small all-gather over ``ranks``. What it carries is compared by those who asked for it."""
-        board = getattr(host, "board", None)
-        if board is None or len(ranks) < 2:
+        if watch is None or len(ranks) < 2:
             return host
         op = f"agreement for {getattr(value, 'op', purpose)}"
-        same = Field("the operator called", "agreement", True, "call the same operators in the same order", op)
-        who = Field("the ranks that agree", str(ranks), True, "pass equal partitions on every rank")
-        return self._checked(host, board, host, Call(op, f"ranks {ranks}", ranks, ranks, (), True, (same, who)))
+        same, who = Field("the operator called", "agreement", shown=op), Field("the ranks that agree", str(ranks))
+        return self._checked(watch, host, Call(op, f"ranks {ranks}", ranks, ranks, (), True, (same, who)))
 
-    def alike(self, host, op: str, P) -> None:
+    def alike(self, watch: Watch | None, op: str, P) -> None:
         """Compare a call that sends no message among the ranks of ``P``; collective over them, where this compares."""
-        board = getattr(host, "board", None)
-        if self.timeout is not None and board is not None and P.size > 1 and host.rank in P.ranks:
+        if self.timeout is not None and watch is not None and P.size > 1 and watch.rank in P.ranks:
             said = called()
-            fields = (
-                Field("the operator called", op, True, "call the same operators in the same order"),
-                *told_of(said),
-            )
+            fields = Field("the operator called", op), *told_of(said)
             self._checked(
-                host, board, host, Call(op, str(P).splitlines()[0], P.ranks, P.ranks, (), False, fields), said
+                watch, watch.host, Call(op, str(P).splitlines()[0], P.ranks, P.ranks, (), False, fields), said
             )
 
-    def local_error(self, host, ranks, op: str, text: str) -> bool:
+    def local_error(self, watch: Watch, ranks, op: str, text: str) -> bool:
         """This rank leaves a call over ``ranks`` by an error of its own: they hear of it in place of its next
         signature, and so before any message. Whether this compares."""
-        side = host.side
+        side = watch.side
         if self.timeout is None:
             return False
         parts, left = gave_up(side.rank, op, text), f"left by {text[:1000]}"
-        call = Call(
-            op, f"ranks {ranks}", ranks, (), (), True, (Field("the operator called", left, True, parts["next_step"]),)
-        )
+        field = Field("the operator called", left, next_step=parts["next_step"])
+        call = Call(op, f"ranks {ranks}", ranks, (), (), True, (field,))
         for r in ranks:
             if r != side.rank:
                 side.counts[r] += 1
@@ -163,17 +168,18 @@ class Observer:
                 side.report(r, pickle.dumps((side.counts[r], errors.AgreementError.__name__, parts)))
                 head = HEAD.pack(side.counts[r], *call.digests, False, bytes(8), 0.0)
                 side.stand_in(
-                    r, head + call.packed + pickle.dumps(("", host.board.done))
+                    r, head + call.packed + pickle.dumps(("", watch.board.done))
                 )  # one message for each number
         return True
 
-    def _checked(self, host, board, transport, call, said=None, maps=(), xs=(), recorded=False):
+    def _checked(self, watch, transport, call, said=None, maps=(), xs=(), recorded=False):
+        board = watch.board
         where = user_line() if said is None else said.line
         if self.timeout is not None or not call.waits:
             board.enter(call.text, where)
         if self.timeout is not None:
             try:
-                self._compare(host.side, board, call, where, maps, xs, recorded)
+                self._compare(watch.side, board, call, where, maps, xs, recorded)
             except BaseException:
                 board.leave(completed=False)
                 raise
@@ -199,7 +205,6 @@ class Observer:
                 prints_of = {side.rank: prints, **{r: swap.said(r).copies_of for r in others}}
                 problem = unequal(call.op, heads, {call.copies, *(swap.said(r).copies for r in others)}, prints_of)
         if problem is not None:
-            swap.cancel()
             self._fail(side, call, problem)
         if not maps:
             return
@@ -232,6 +237,8 @@ class Observer:
                 if waited >= limit:
                     if wrong:
                         return self._disagreement(call, swap, side.rank, where)
+                    if not missing:  # all are here; whoever has not taken this rank's message gets it later
+                        return None
                     return self._absence(call, swap, board, where, why)
                 time.sleep(0.001 if waited < 1 else 0.01)
             elif spins > 20:
@@ -273,12 +280,9 @@ class Observer:
         said = dict(sorted({rank: call.said(where), **{r: swap.said(r) for r in swap.here()}}.items()))
         field, shown = first_difference(said)
         first = next(iter(said.values()))
-        told = [f"{names(rs)}: {text}" for text, rs in groups(shown).items()] + self._hints(
-            one.op for one in said.values()
-        )
-        return errors.AgreementError, dict(
-            problem=f"the ranks disagree in {field.name}", op=first.op, partitions=first.partitions,
-            expected="the same on every rank", actual="; ".join(told), next_step=field.next_step)  # fmt: skip
+        hints = self._hints(one.op for one in said.values())
+        parts = disagreement(field.name, shown, hints, field.next_step)
+        return errors.AgreementError, dict(op=first.op, partitions=first.partitions, **parts)
 
     def _hints(self, ops):
         """Why some ranks may not come to these adjoints."""

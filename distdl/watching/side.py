@@ -1,106 +1,102 @@
-"""The side channel: small messages on a communicator of their own, which can be waited for with a time limit."""
+"""The side channel: what ranks tell each other beside the tensors' messages, and need not wait for."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 
-from mpi4py import MPI
-
+from ..engine.transport import Channel
 from ..signature import HEAD, Said, unpack
 
-_SWAP, _REPORT, _ALARM = 1, 2, 3  # tags
+_SWAP, _REPORT, _ALARM = 1, 2, 3  # kinds of messages
 _ROOM = 8192  # bytes of a swapped message, at most
 
 
 class SideChannel:
-    """Beside the tensors' messages. ``counts``: swaps begun with each rank; ``failed``: the last one that raised
-    here."""
+    """Swaps, reports and alarms over an engine's small messages. ``counts``: swaps begun with each rank; ``failed``:
+    the last one that raised here."""
 
-    def __init__(self, comm):
-        self.comm = comm.Dup()
-        self.rank = self.comm.rank
+    def __init__(self, channel: Channel, rank: int):
+        self.channel, self.rank = channel, rank
         self.counts: dict[int, int] = defaultdict(int)
         self.failed: dict[int, int] = defaultdict(int)
-        self.buffers: dict[int, bytearray] = {}
-        self.sends: list = []
         self.told: list = []  # reports of movements to which this rank has not come
+        self.last: dict[int, bytes] = {}  # each rank's last message of a swap that was looked at
+        self._arrived: dict[int, dict[int, deque]] = {}  # by kind and rank, what nobody has looked at
 
     def swap(self, data: dict[int, bytes], mine: tuple) -> Swap:
-        """Begin to send ``data[r]`` to each rank r, and to receive what it sends. ``mine``: the head of this rank's
+        """Send ``data[r]`` to each rank r, and begin to wait for what it sends. ``mine``: the head of this rank's
         own."""
         return Swap(self, data, mine)
 
     def report(self, peer: int, data: bytes) -> None:
         """Send ``peer`` something that it takes whenever it looks; nothing is waited for."""
-        self._post(peer, data, _REPORT)
+        self.channel.send(peer, _REPORT, data)
 
     def reports(self):
         """(rank, data) of every report that has come."""
-        return self._arrived(_REPORT)
+        return self._take(_REPORT)
 
     def stand_in(self, peer: int, data: bytes) -> None:
         """Send ``peer`` what it receives in a swap that this rank does not begin."""
-        self._post(peer, data[:_ROOM], _SWAP)
+        self.send_swap(peer, data)
 
     def alarm(self, peer: int, data: bytes) -> None:
-        """The same, for its :mod:`lookout`."""
-        self._post(peer, data, _ALARM)
+        """The same as :meth:`report`, for its :mod:`lookout`."""
+        self.channel.send(peer, _ALARM, data)
 
     def alarms(self):
         """(rank, data) of every alarm that has come."""
-        return self._arrived(_ALARM)
+        return self._take(_ALARM)
 
-    def _post(self, peer, data, tag):
-        self.sends = [request for request in self.sends if not request.Test()]
-        self.sends.append(self.comm.Isend((data, MPI.BYTE), peer, tag))
+    def send_swap(self, peer: int, data: bytes):
+        """Send a message of a swap."""
+        return self.channel.send(peer, _SWAP, data[:_ROOM])
 
-    def _arrived(self, tag):
-        status = MPI.Status()
-        while self.comm.Iprobe(MPI.ANY_SOURCE, tag, status):
-            data = bytearray(status.Get_count(MPI.BYTE))
-            self.comm.Recv((data, MPI.BYTE), status.Get_source(), tag)
-            yield status.Get_source(), data
+    def swapped(self, peer: int) -> deque:
+        """The messages of swaps that have come from ``peer``, oldest first; who looks at one takes it out."""
+        return self._of(_SWAP, peer)
+
+    def _of(self, kind: int, peer: int) -> deque:
+        return self._arrived.setdefault(kind, {}).setdefault(peer, deque())
+
+    def hear(self) -> None:
+        """Sort what has arrived."""
+        for peer, kind, data in self.channel.arrived():
+            self._of(kind, peer).append(data)
+
+    def _take(self, kind):
+        self.hear()
+        for peer, messages in self._arrived.get(kind, {}).items():
+            while messages:
+                yield peer, messages.popleft()
 
     def close(self) -> None:
-        """Free the communicator; collective. Reports that nobody has read are lost."""
-        for request in self.sends:
-            if not request.Test():
-                request.Free()
-        self.comm.Free()
+        """Give the engine's channel back; collective where that is. Reports that nobody has read are lost."""
+        self.channel.close()
 
 
 class Swap:
     """One swap under way."""
 
     def __init__(self, side: SideChannel, data: dict[int, bytes], mine: tuple):
-        self.side, self.peers, self.mine, comm = side, list(data), mine, side.comm
+        self.side, self.peers, self.mine = side, list(data), mine
         self.found: dict[int, tuple] = {}  # heads of what has come
-        for r in self.peers:
-            if r not in side.buffers:
-                side.buffers[r] = bytearray(_ROOM)
-        self.receives = [self._receive(r) for r in self.peers]  # before sending: who has our message may rely on it
-        self.sends = [comm.Isend((message[:_ROOM], MPI.BYTE), r, _SWAP) for r, message in data.items()]
-
-    def _receive(self, r):
-        return self.side.comm.Irecv((self.side.buffers[r], MPI.BYTE), r, _SWAP)
+        self.sends = [side.send_swap(r, message) for r, message in data.items()]
 
     def poll(self) -> bool:
-        """Whether all messages are here."""
-        if not MPI.Request.Testall(self.receives):
-            return False
-        if self.missing():
-            return False
-        MPI.Request.Waitall(self.sends)  # who has answered was already receiving
-        return True
+        """Whether all messages are here, and this rank's own on their way."""
+        return not self.missing() and self.side.channel.sent(self.sends)
 
     def missing(self) -> list[int]:
         """Ranks whose message is not here."""
-        for i, r in enumerate(self.peers):
-            if r not in self.found and self.receives[i].Test():
-                head = HEAD.unpack_from(self.side.buffers[r])
-                if head[0] < self.side.counts[r]:  # of a movement that this rank has given up: the next one is meant
-                    self.receives[i] = self._receive(r)
-                else:
+        side = self.side
+        side.hear()
+        for r in self.peers:
+            messages = side.swapped(r)
+            while r not in self.found and messages:
+                side.last[r] = messages.popleft()
+                head = HEAD.unpack_from(side.last[r])
+                if head[0] >= side.counts[r]:  # else of a movement that this rank has given up: the next one is meant
                     self.found[r] = head
         return [r for r in self.peers if r not in self.found]
 
@@ -114,13 +110,4 @@ class Swap:
 
     def said(self, r: int) -> Said | None:
         """What rank r said in its last message, of this swap or of an earlier one; ``None`` where there is none."""
-        data = self.side.buffers[r]
-        return unpack(data) if HEAD.unpack_from(data)[0] else None
-
-    def cancel(self) -> None:
-        """Wait for nothing more."""
-        for request in self.receives:
-            if not request.Test():
-                request.Cancel()
-                request.Wait()
-        self.side.sends += self.sends
+        return unpack(self.side.last[r]) if r in self.side.last else None

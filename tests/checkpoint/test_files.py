@@ -22,8 +22,9 @@ from safetensors.torch import load, load_file, save_file
 
 import distdl as dd
 from distdl import checkpoint
-from distdl.checkpoint.format import DTYPES, Report, header, plan, runs
-from distdl.launch import find_mpi
+from distdl.checkpoint.format import DTYPES, Report, header, plan
+from distdl.partition import row_major
+from distdl.programs.launch import find_mpi
 
 needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="needs mpi4py and an MPI library")
 
@@ -64,7 +65,7 @@ def test_every_byte_of_every_box_has_its_place():
                 continue
             data, (size, offsets) = (
                 layouts[name].shard(tensors[name], rank).contiguous().numpy().tobytes(),
-                runs(box, entry.shape),
+                row_major(box, entry.shape),
             )
             for i, offset in enumerate(offsets):
                 start = len(head) + entry.begin + 4 * offset
@@ -76,10 +77,10 @@ def test_every_byte_of_every_box_has_its_place():
 
 
 def test_runs_are_as_long_as_they_can_be():
-    assert [(n, list(at)) for n, at in [runs(((1, 3), (0, 4), (0, 5)), (6, 4, 5))]] == [(40, [20])]
-    assert [(n, list(at)) for n, at in [runs(((1, 3), (2, 4), (0, 5)), (6, 4, 5))]] == [(10, [30, 50])]
-    assert [(n, list(at)) for n, at in [runs(((0, 2), (1, 2)), (2, 3))]] == [(1, [1, 4])]
-    assert [(n, list(at)) for n, at in [runs((), ()), runs(((0, 7),), (7,))]] == [(1, [0]), (7, [0])]
+    assert [(n, list(at)) for n, at in [row_major(((1, 3), (0, 4), (0, 5)), (6, 4, 5))]] == [(40, [20])]
+    assert [(n, list(at)) for n, at in [row_major(((1, 3), (2, 4), (0, 5)), (6, 4, 5))]] == [(10, [30, 50])]
+    assert [(n, list(at)) for n, at in [row_major(((0, 2), (1, 2)), (2, 3))]] == [(1, [1, 4])]
+    assert [(n, list(at)) for n, at in [row_major((), ()), row_major(((0, 7),), (7,))]] == [(1, [0]), (7, [0])]
 
 
 def test_copies_are_written_in_turn():
@@ -241,7 +242,7 @@ def test_parts_of_any_grid_add_up(monkeypatch, size):
         for rank in range(L.partition.size):
             block = checkpoint.writing.bytes_of(L.shard(x, rank))
             if block:
-                n, offsets = runs(L.box(rank), L.shape)
+                n, offsets = row_major(L.box(rank), L.shape)
                 found.append(
                     checkpoint.sums.parts(block, n * x.itemsize, [at * x.itemsize for at in offsets], len(data))
                 )

@@ -260,7 +260,7 @@ def test_split_phase_runs_on_a_side_stream(monkeypatch):
     fake_device.install(monkeypatch)
     plan, L = halo()
     x, transport = on_device(torch.rand(L.local_shape(0))), NullTransport(0, 4)
-    pending = exchange.start((plan, plan), [x, x], transport)
+    pending = exchange.begin((plan, plan), [x, x], transport)
     assert type(pending) is exchange.Aside
     side = pending.beside.stream
     assert notes == [("side", "waits for", "current"), ("enter", side), ("side", "was here"), ("leave", side)]
@@ -278,7 +278,7 @@ def test_split_phase_runs_on_a_side_stream(monkeypatch):
     notes.clear()
     dispatch.engine_for([SimpleNamespace(world=world, ranks=(0,))], [x], False)
     assert not notes, "elsewhere nothing waits"
-    pending, other = exchange.start((plan,), [x], transport), fake_device.Stream("other")
+    pending, other = exchange.begin((plan,), [x], transport), fake_device.Stream("other")
     notes.clear()
     with fake_device.Cuda.stream(other), pending.joining():  # waited for on another stream than it was started from
         pending.finish()
@@ -289,15 +289,15 @@ def test_split_phase_runs_on_a_side_stream(monkeypatch):
         ("leave", other),
     ]
     notes.clear()
-    exchange.start((plan,), [x], transport)
+    exchange.begin((plan,), [x], transport)
     assert notes[-1] == ("recorded", side), "what nobody waited for is kept until the side stream is done"
-    assert exchange.start((plan,), [x], transport).beside.stream is side, "one for each device"
+    assert exchange.begin((plan,), [x], transport).beside.stream is side, "one for each device"
     monkeypatch.setattr(exchange.LocalTransport, "device_types", ("cpu", "cuda"))
-    assert type(exchange.start((plan,), [x], transport)) is exchange.Pending, (
+    assert type(exchange.begin((plan,), [x], transport)) is exchange.Exchange, (
         "where the engine itself waits on the host"
     )
     monkeypatch.setattr(exchange.LocalTransport, "device_types", ("cuda",))
-    assert type(exchange.start((plan,), [torch.rand(L.local_shape(0))], transport)) is exchange.Pending
+    assert type(exchange.begin((plan,), [torch.rand(L.local_shape(0))], transport)) is exchange.Exchange
 
 
 def test_a_bucket_of_several_streams(monkeypatch):
@@ -323,7 +323,7 @@ def test_nothing_else_is_copied_first(monkeypatch):
     x = on_device(torch.rand(L.local_shape(0)))
     pool = programs.scratch
     kept = pool.kept
-    first, second = (exchange.Pending((plan,), [x], NullTransport(0, 4)) for _ in range(2))
+    first, second = (exchange.Exchange((plan,), [x], NullTransport(0, 4)) for _ in range(2))
     assert type(first.staging[0]) is Elsewhere and first.staging[0].numel() == first.program.staging
     assert first.staging[0].data_ptr() != second.staging[0].data_ptr()
     first.finish(), second.finish()

@@ -28,7 +28,7 @@ class Posting(NullTransport):
         super().__init__(rank, 4)
         self.sends, self.receives, self.abandoned = [], [], []
 
-    def post(self, sends, receives, call=None):
+    def post(self, sends, receives, call=None, memory=None):
         self.sends, self.receives = sends, receives
         return sends, receives
 
@@ -75,7 +75,7 @@ class Typed(LocalTransport):
     def memory(address, message):
         return (message if isinstance(message, Box) else Box(((message,), (1,), 1))).at(address)
 
-    def post(self, sends, receives, call=None):
+    def post(self, sends, receives, call=None, memory=None):
         for peer, address, message in sends:
             assert peer < self.size
             self.mailboxes[self.rank, peer].append(self.memory(address, message).flatten().clone())
@@ -98,20 +98,20 @@ def test_contiguous_boxes_are_neither_packed_nor_unpacked():
     gather = dd.maps.all_gather(ROWS).plan
     for x in (torch.ones(2, 8), torch.ones(3, 2, 8)[1], torch.ones(2, 8)[None].transpose(0, 1)[:, 0]):
         transport = Posting(1)
-        (y,) = exchange.Pending((gather,), [x], transport).finish()
+        (y,) = exchange.Exchange((gather,), [x], transport).finish()
         assert len(transport.sends) == len(transport.receives) == 3
         assert all(within(a, x) for _, a, _ in transport.sends) and all(within(a, y) for _, a, _ in transport.receives)
         assert program_of(gather, x).staging == 0
     batch = torch.ones(2, 1, 8).as_strided((1, 2, 8), (3, 8, 1))  # a batch of one: its stride says nothing
     transport = Posting(1)
-    (y,) = exchange.Pending((gather,), [batch], transport).finish()
+    (y,) = exchange.Exchange((gather,), [batch], transport).finish()
     assert all(within(a, batch) for _, a, _ in transport.sends) and all(within(a, y) for _, a, _ in transport.receives)
 
 
 def test_other_boxes_are_packed_once():
     to_columns, x = Plan(Side.of(ROWS), Side.of(COLUMNS)), torch.ones(2, 8)
     transport = Posting(1)
-    (y,) = exchange.Pending((to_columns,), [x], transport).finish()
+    (y,) = exchange.Exchange((to_columns,), [x], transport).finish()
     program = program_of(to_columns, x)
     assert [part.size for part in program.packs] == [(2, 2, 2), (2, 2)], "two of them are one copy"
     assert [part.size for part in program_of(to_columns, x, 0).packs] == [(3, 2, 2)], "and so are three"
@@ -231,13 +231,13 @@ def test_small_staging_stays_with_its_program_and_large_goes_back(size, small, m
     if small:
         monkeypatch.setattr(programs, "_SMALL", program.staging)
     kept = pool.kept
-    first, second = (exchange.start((to_columns,), [x], Posting(1)) for _ in range(2))
+    first, second = (exchange.begin((to_columns,), [x], Posting(1)) for _ in range(2))
     assert first.staging[0].data_ptr() != second.staging[0].data_ptr(), "both are under way"
     first.finish(), second.finish()
     assert len(program.spare) == int(small) and first.staging is second.staging is None
     assert pool.kept == sum(b.numel() for blocks in pool.free.values() for b in blocks) >= kept
     assert len(pool.free[_size(program.staging)]) >= (1 if small else 2)
-    again = exchange.start((to_columns,), [x], Posting(1))
+    again = exchange.begin((to_columns,), [x], Posting(1))
     assert not program.spare
     again.finish()
 
@@ -247,15 +247,15 @@ def test_memory_of_what_was_dropped_stays_until_its_messages_are_through():
     to_columns = Plan(Side.of(ROWS), Side.of(COLUMNS))
     for plan, shape in ((to_columns, (2, 8)), (to_columns.T, (8, 2)), (to_columns, (5000, 2, 8))):
         transport = Posting(1)
-        exchange.start((plan,), [torch.ones(shape)], transport).finish()
+        exchange.begin((plan,), [torch.ones(shape)], transport).finish()
         assert not transport.abandoned
-        exchange.start((plan,), [torch.ones(shape)], transport)  # and dropped
+        exchange.begin((plan,), [torch.ones(shape)], transport)  # and dropped
         ((handle, (xs, ys, staging)),) = transport.abandoned
         assert handle == (transport.sends, transport.receives)
         ours = [*xs, *ys, staging[0]]
         assert all(any(within(at, t) for t in ours) for messages in handle for _, at, _ in messages)
         assert any(within(at, staging[0]) for messages in handle for _, at, _ in messages)
-        others = [exchange.start((plan,), [xs[0]], Posting(1)) for _ in range(2)]
+        others = [exchange.begin((plan,), [xs[0]], Posting(1)) for _ in range(2)]
         assert len({staging[0].data_ptr(), *(other.staging[0].data_ptr() for other in others)}) == 3, "it is used again"
         [other.finish() for other in others]
 
@@ -292,7 +292,7 @@ def test_wrong_shapes_are_refused_before_anything_is_sent():
     gather = dd.maps.all_gather(ROWS).plan
     for shape in ((8,), (8, 2), (3, 8), ()):
         with pytest.raises(dd.errors.ShapeError) as caught:
-            exchange.Pending((gather,), [torch.ones(shape)], Posting(1)).finish()
+            exchange.Exchange((gather,), [torch.ones(shape)], Posting(1)).finish()
         assert (caught.value.expected, caught.value.actual, caught.value.rank) == ((2, 8), shape, 1)
 
 
@@ -311,7 +311,7 @@ def test_all_reduces_read_the_input_itself(monkeypatch):
     monkeypatch.setattr(Posting, "collective", lambda self, kind, source, target, *rest: told.append((source, target)))
     plan = dd.maps.all_sum_reduce(ROWS.partition, (2, 3)).plan
     for x, itself in ((torch.ones(2, 3), True), (torch.ones(3, 2).T, False), (torch.ones(2, 3).bfloat16(), False)):
-        (y,) = exchange.Pending((plan,), [x], Posting(1)).finish()
+        (y,) = exchange.Exchange((plan,), [x], Posting(1)).finish()
         source, target = told.pop()
         assert (source == x.data_ptr()) == itself and source == (x.data_ptr() if itself else target)
         assert target == y.data_ptr() or x.dtype == torch.bfloat16
@@ -423,7 +423,7 @@ def test_large_results_ask_for_large_pages(rows, large, monkeypatch):
     for on in (True, False):
         monkeypatch.setattr(pages, "wanted", on)
         to_columns, x = Plan(Side.of(A), Side.of(B)), torch.empty(A.local_shape(1))
-        (y,) = exchange.Pending((to_columns,), [x], NullTransport(1, 4)).finish()
+        (y,) = exchange.Exchange((to_columns,), [x], NullTransport(1, 4)).finish()
         assert y.nbytes == 8 * rows and ("hg" in _flags(y)) == (on and large)
         del y
 

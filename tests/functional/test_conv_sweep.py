@@ -12,8 +12,8 @@ import torch.nn.functional as tf
 
 import distdl as dd
 import distdl.functional as F
-from distdl import partition
-from distdl.functional import window
+from distdl import errors
+from distdl.functional import conv, pool
 
 CONVOLUTIONS = [(p, n, k, s, d, pad) for p, n, k, s, d in itertools.product(
     (2, 3, 4), range(1, 21), (1, 2, 3, 4, 5, 7), (1, 2, 3), (1, 2)) for pad in sorted({0, 1, (k - 1) // 2, 3})
@@ -28,23 +28,24 @@ class Found(Exception):
 def as_rank(monkeypatch):
     """Run a layer as any rank: ``as_rank(r, windows)`` makes this process rank r, whose halo exchange yields
     windows[r]."""
-    before = partition._rank_of["source"]
+    before = errors.rank_of["source"]
     windows = {}
 
     def exchange(x, spec):
         if not windows:
             raise Found(spec)
-        return windows[partition._rank_of["source"]("default")]
+        return windows[errors.rank_of["source"]("default")]
 
-    monkeypatch.setattr(window, "halo_exchange", exchange)
+    monkeypatch.setattr(conv, "halo_exchange", exchange)
+    monkeypatch.setattr(pool, "halo_exchange", exchange)
 
     def become(rank, given=None):
-        partition.set_rank_source(lambda name: rank)
+        errors.set_rank_source(lambda name: rank)
         windows.clear()
         windows.update(given or {})
 
     yield become
-    partition.set_rank_source(before)
+    errors.set_rank_source(before)
 
 
 def compare(as_rank, layer, serial, L, x, *params):

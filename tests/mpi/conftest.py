@@ -20,7 +20,7 @@ from distdl.plan import View
 def pytest_ignore_collect(collection_path, config):
     tier = tiers.on_ranks(collection_path.stem.removeprefix("test_"), "", dd.world().size)
     named = any(collection_path == config.invocation_params.dir / str(arg) for arg in config.args)
-    return True if not named and (tier == "never" or (tier == "slow" and config.option.markexpr)) else None
+    return True if not named and (tier == "never" or (tier and f"not {tier}" in config.option.markexpr)) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests of other tiers are left out
@@ -74,7 +74,7 @@ def folder():
         yield Path(name)
 
 
-class _OnDevice(dispatch.Pending):
+class _OnDevice(dispatch.Exchange):
     """A movement of CPU tensors by way of this rank's device."""
 
     __slots__ = ()
@@ -109,4 +109,4 @@ def use(engine):
         device = torch.device("cuda", dd.world().rank % torch.cuda.device_count())
         engine_for = dispatch.engine_for
         dispatch.engine_for = lambda steps, xs, recorded: engine_for(steps, [x.to(device) for x in xs], recorded)
-        dispatch.Pending = _OnDevice
+        dispatch.Exchange = _OnDevice

@@ -43,7 +43,13 @@ MODULES = (
     "engine.recognise",
     "engine.program",
     "engine.exchange",
-    "maps",
+    "movement.call",
+    "movement.blocks",
+    "movement.copies",
+    "movement.gathers",
+    "movement.halo",
+    "movement.peers",
+    "movement.split_phase",
 )
 PACKAGE = HERE.parents[1] / "distdl"
 codes: dict = {}  # of distdl and the tests, by the names they are imported by
@@ -55,12 +61,9 @@ proxy_tensor.make_fx(torch.sin)(torch.ones(2))
 def compiled():
     """The code of distdl and of all tests by the names they are imported by: to read and compile it costs more than to
     run it."""
-    found = {}
-    for folder, prefix in ((PACKAGE, "distdl."), (HERE.parent, ""), (HERE.parent / "mpi", ""), (HERE, "")):
-        for path in sorted(folder.rglob("*.py") if prefix else folder.glob("*.py")):
-            name = prefix + ".".join(path.relative_to(folder).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = compile(path.read_text(), str(path), "exec")
-    return found
+    paths = {".".join(("distdl", *p.relative_to(PACKAGE).with_suffix("").parts)): p for p in PACKAGE.rglob("*.py")}
+    paths |= {path.stem: path for path in HERE.parent.rglob("*.py") if path.stem not in ("conftest", "__main__")}
+    return {n.removesuffix(".__init__"): compile(p.read_text(), str(p), "exec") for n, p in sorted(paths.items())}
 
 
 def child(module, code, worth, report):

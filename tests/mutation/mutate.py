@@ -116,11 +116,26 @@ def mutants(source: str) -> Iterator[tuple[int, str, ast.Module]]:
     yield from walk(tree)
 
 
+def _statements(tree) -> dict[int, str]:
+    """The innermost statement of each line, on one line and without its body, as no formatter wraps it."""
+    found: dict[int, str] = {}
+    for node in ast.walk(tree):  # from the outside inwards
+        if isinstance(node, (ast.stmt, ast.ExceptHandler)):
+            head = copy.copy(node)
+            for field in ("body", "orelse", "finalbody", "handlers", "cases", "decorator_list"):
+                if isinstance(getattr(head, field, None), list):
+                    setattr(head, field, [ast.Pass()] if field == "body" else [])
+            text = ast.unparse(head).splitlines()[0]
+            found |= dict.fromkeys(range(node.lineno, node.end_lineno + 1), text)
+    return found
+
+
 def named(source: str) -> Iterator[tuple[int, str, str, ast.Module]]:
-    """(line, its text, name, tree) of every mutant: what was done, numbered where it is done again to lines of that
-    text ("0 -> 1 (2)")."""
+    """(line, its statement, name, tree) of every mutant: what was done, numbered where it is done again to statements
+    of that text ("0 -> 1 (2)")."""
     seen: Counter = Counter()
+    statements = _statements(ast.parse(source))
     for line, what, tree in mutants(source):
-        text = source.splitlines()[line - 1].strip()
+        text = statements[line]
         seen[text, what] += 1
         yield line, text, what if seen[text, what] == 1 else f"{what} ({seen[text, what]})", tree

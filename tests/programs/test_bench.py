@@ -11,11 +11,11 @@ import torch
 
 from bench import __main__ as suite
 from bench import report
-from distdl.bench import cases, table
-from distdl.bench.__main__ import numbers, read
-from distdl.bench.table import Result
-from distdl.bench.timing import bootstrapped, ratio, sample
-from distdl.launch import find_mpi
+from distdl.programs.bench import cases, table
+from distdl.programs.bench.__main__ import numbers, read
+from distdl.programs.bench.table import Result
+from distdl.programs.bench.timing import bootstrapped, ratio, sample
+from distdl.programs.launch import find_mpi
 
 ROOT = Path(__file__).parents[2]
 launched = pytest.mark.skipif(find_mpi() is None, reason="needs mpi4py and an MPI library")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from jobs import command, gone
 
-from distdl.launch import find_mpi
+from distdl.programs.launch import find_mpi
 
 pytestmark = pytest.mark.skipif(find_mpi() is None, reason="needs mpi4py and an MPI library")
 HEAD = """

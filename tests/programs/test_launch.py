@@ -13,9 +13,9 @@ import pytest
 from jobs import LIGHT, alive, command, gone, run
 
 import distdl as dd
-from distdl.__main__ import info, main
 from distdl.errors import RankError
-from distdl.launch import environment, find_launcher, find_mpi
+from distdl.programs.cli import info, main
+from distdl.programs.launch import environment, find_launcher, find_mpi
 
 pytestmark = pytest.mark.skipif(find_mpi() is None, reason="needs mpi4py and an MPI library")
 
@@ -183,9 +183,9 @@ if world.rank == 1: time.sleep(600)
 world.Barrier()
 """
 FROM_PYTHON = LIGHT.replace(
-    "from distdl.__main__ import main\nsys.exit(main())",
+    "from distdl.programs.cli import main\nsys.exit(main())",
     """
-from distdl.launch import launch
+from distdl.programs.launch import launch
 def wait(source): exec(source)
 launch(wait, 2)(open("program.py").read())
 """,
@@ -365,7 +365,7 @@ def test_an_outer_launchers_variables_are_taken_away(monkeypatch):
 
 
 def test_importing_launch_loads_neither_mpi_nor_torch():
-    source = Path(sys.modules["distdl.launch"].__file__)
+    source = Path(sys.modules["distdl.programs.launch"].__file__)
     code = (
         f"import runpy, sys; runpy.run_path({str(source)!r}); print([m for m in ('torch', 'mpi4py') if m "
         "in sys.modules])"

@@ -17,7 +17,7 @@ import pytest
 import distdl as dd
 from distdl.plan import Plan, Side
 
-launcher = importlib.import_module("distdl.launch")  # dd.launch is the function
+launcher = importlib.import_module("distdl.programs.launch")  # dd.launch is the function
 PACKAGE = Path(dd.__file__).parent
 needs_mpi = pytest.mark.skipif(launcher.find_mpi() is None, reason="needs mpi4py and an MPI library")
 
@@ -59,7 +59,7 @@ def test_pickles_are_read_where_their_writer_is_known():
     readers = {file for file, name, _ in calls() if name in ("pickle.load", "pickle.loads", "pickle.Unpickler")}
     readers |= {file for file, name, node in calls() if name == "map" and ast.unparse(node.args[0]) == "pickle.loads"}
     messages = {"signature.py", "watching/lookout.py", "watching/observer.py"}
-    assert readers == {"launch.py", "_rank.py", "world.py", *messages}
+    assert readers == {"programs/launch.py", "programs/_rank.py", "world.py", *messages}
     imported = {path.name for path in PACKAGE.rglob("*.py") if "socket" in path.read_text()}
     assert imported == {"rendezvous.py"}, (
         "the library opens no connection of its own; that file looks for a port that is free"

@@ -1,6 +1,6 @@
 """The board and the watchdog's report, in one process; and checking where there is nobody to compare with."""
 
-import mmap
+import os
 import struct
 
 import torch
@@ -9,18 +9,20 @@ import distdl as dd
 import distdl.functional as F
 from distdl.calls import user_line
 from distdl.signature import first_difference, unequal
-from distdl.watching.board import _HEAD, _SLOT, _TEXT, Board
+from distdl.watching.board import _HEAD, _PAGE, _TEXT, Board
 from distdl.watching.observer import Observer
 from distdl.watching.watchdog import report
 
 
 def boards(n=3):
-    memory = mmap.mmap(-1, n * _SLOT)
-    return [Board(rank, {2 * i: i for i in range(n)}, memory) for rank in range(0, 2 * n, 2)]
+    made = {}
+    for rank in range(0, 2 * n, 2):
+        made[rank] = Board(rank, lambda r: made[r].notice if r in made else None)
+    return list(made.values())
 
 
 def test_what_one_rank_writes_others_read():
-    assert _HEAD.size + 3 * _TEXT <= _SLOT
+    assert _HEAD.size + 3 * _TEXT <= _PAGE
     a, b, c = boards()
     a.enter("shift", "here.py:3")
     entry = b.read(0)
@@ -42,19 +44,44 @@ def test_what_one_rank_writes_others_read():
     assert b.read(1) is None, "a rank of another node"
 
 
+def test_a_page_can_be_read_when_its_rank_is_gone():
+    a, b, c = boards()
+    a.enter("shift", "here.py:3")
+    assert b.read(0).op == "shift"
+    a.close()
+    assert (b.read(0).op, b.read(0).state) == ("shift", "left")
+    assert c.read(0) is None, "who looks for the first time now"
+    b.close()
+    assert b.read(0).op == "shift"
+
+
+def test_no_file_is_taken_for_a_page(tmp_path):
+    a, b, _ = boards()
+    node, pid, file, name = a.notice.decode().split()
+    for wrong in (
+        f"elsewhere {pid} {file} {name}",
+        f"{node} {pid} {file} another",
+        f"{node} {2**22 + 1} {file} {name}",
+    ):
+        assert Board(4, lambda rank, text=wrong: text.encode()).read(0) is None
+    with open(tmp_path / "other", "wb") as other:
+        os.dup2(other.fileno(), a.file)  # its number now means another file
+        assert b.read(0) is None
+
+
 def test_an_entry_that_is_being_written_is_read_again():
     a, b, _ = boards()
-    struct.pack_into("<Q", a.memory, a.at, 7)  # its rank died while writing: what is there is better than nothing
+    struct.pack_into("<Q", a.memory, 0, 7)  # its rank died while writing: what is there is better than nothing
     assert b.read(0).state == "idle"
 
 
 def test_the_watchdogs_report():
-    class Host:
+    class Watched:
         rank, size, board = 2, 5, boards()[1]
 
-    Host.board.enter("halo_exchange over P", "train.py:31 in step")
-    Host.board.missing = [0, 4]
-    text = report(Host, 12.3)
+    Watched.board.enter("halo_exchange over P", "train.py:31 in step")
+    Watched.board.missing = [0, 4]
+    text = report(Watched, 12.3)
     assert (
         "rank 2 of 5 is stuck for 12 s in halo_exchange over P at train.py:31 in step; still missing: rank 0, rank 4"
         in text
@@ -101,4 +128,4 @@ def test_differences_between_ranks_that_exchange_nothing_are_none():
 
 
 def test_observer_without_a_board():
-    assert Observer(1).agreement("engine", "value", (0, 1), "why") == "engine"
+    assert Observer(1).agreement(None, "engine", "value", (0, 1), "why") == "engine"

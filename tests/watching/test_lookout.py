@@ -8,9 +8,9 @@ import time
 import traceback
 import zlib
 from collections import defaultdict, deque
+from types import SimpleNamespace
 
 import pytest
-from mpi4py import MPI
 
 from distdl.engine.transport import Call
 from distdl.errors import DistdlError, ShapeError
@@ -28,27 +28,20 @@ class Network:
         self.messages, self.alarms = defaultdict(list), defaultdict(deque)
 
 
-class Comm:
-    """What a lookout asks of a communicator."""
+class Host:
+    """What a lookout asks of an engine."""
+
+    tags = 2**21 - 1
 
     def __init__(self, net, rank):
         self.net, self.rank, self.size = net, rank, net.n
 
-    def Get_attr(self, _):
-        return 2**21 - 1
-
-    def Iprobe(self, peer, tag, status):
+    def peek(self, peer):
         with self.net.lock:
-            for theirs, payload in self.net.messages[peer, self.rank]:
-                if tag in (MPI.ANY_TAG, theirs):
-                    status.Set_tag(theirs)
-                    status.Set_elements(MPI.BYTE, len(payload))
-                    return True
-        return False
+            queue = self.net.messages[peer, self.rank]
+            return queue[0][0] if queue else None
 
-    Probe = Iprobe
-
-    def Recv(self, buffer, peer, tag):
+    def discard(self, peer, tag):
         assert self.take(peer, tag) is not None
 
     def take(self, peer, tag):
@@ -83,8 +76,8 @@ class Rank:
     """One rank: it makes movements as the MPI engine does."""
 
     def __init__(self, net, rank, kind=Lookout):
-        self.net, self.rank, self.n, self.comm = net, rank, net.n, Comm(net, rank)
-        self.lookout = kind(self.comm, Side(net, rank))
+        self.net, self.rank, self.n, self.host = net, rank, net.n, Host(net, rank)
+        self.lookout = kind(self.host, Side(net, rank), SimpleNamespace())
         self.lookout.patience, self.lookout.interval, self.lookout.answer = 0.06, 0.004, 0.1
         self.lookout.doubt = 0.3
 
@@ -116,20 +109,20 @@ class Rank:
             lookout.numbers[peer] += lookout.step
             lookout.recent[peer].append(move)
         tags = {p: lookout.numbers[p] & lookout.wrap | lookout.mark | code & lookout.codes for p in peers}
-        era, began = lookout.era, time.monotonic()
+        mark, began = lookout.mark, time.monotonic()
         with self.net.lock:
             for peer in sends:
                 self.net.messages[self.rank, peer].append((tags[peer], f"{shape} {i} {self.rank}".encode()))
         missing, due = set(receives), began
         while missing:
             for peer in sorted(missing):
-                payload = self.comm.take(peer, tags[peer])
+                payload = self.host.take(peer, tags[peer])
                 if payload is not None:
                     assert payload.decode() == f"{shape} {i} {peer}", (payload, call)
                     missing.discard(peer)
             if missing and time.monotonic() >= due:
                 due = time.monotonic() + lookout.interval
-                lookout.look(move, era, time.monotonic() - began, set(missing))
+                lookout.look(move, mark, time.monotonic() - began, sorted(missing))
             time.sleep(0.0003)
 
 

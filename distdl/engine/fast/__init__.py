@@ -29,6 +29,10 @@ class Fast:
     def rewrite(self, program, xs) -> None:
         """Change a new program for tensors like ``xs``."""
 
+    def info(self) -> tuple[str, str] | None:
+        """What ``python -m distdl info`` says of it: (subject, what it does here)."""
+        return None
+
     def take(self, nbytes: int):
         """Scratch memory on the host of at least so many bytes, or ``None``."""
 

@@ -27,7 +27,13 @@ from typing import Any
 
 from . import Fast
 
-wanted = os.environ.get("DISTDL_MPI_TYPES", "1") != "0"  # whether MPI may pack strided memory by itself
+
+def asked_for() -> bool:
+    """Whether MPI may pack strided memory by itself (``DISTDL_MPI_TYPES``)."""
+    return os.environ.get("DISTDL_MPI_TYPES", "1") != "0"
+
+
+wanted = asked_for()
 _LARGEST = 2**19  # bytes of such a message
 _SMALL, _LONG = 2**12, 2**10  # up to so many bytes runs may be short; beyond they need so many each,
 _FAST = ("Open MPI",)  # unless this MPI copies short runs faster than torch does, and any within a rank
@@ -69,6 +75,13 @@ class Strided:
 
 class ByAddress(Fast):
     """Runs of memory by ``memmove``; other boxes where the engine is MPI, which knows types for them."""
+
+    def info(self):
+        copied = "copied into staging memory"
+        if not asked_for():
+            return "strided boxes", f"{copied} (DISTDL_MPI_TYPES=0)"
+        most = f"up to {_LARGEST // 2**10} KiB"
+        return "strided boxes", f"{most} packed by MPI while they travel, larger ones {copied}"
 
     def message(self, part, transport):
         return _box(part, transport, travels=True)

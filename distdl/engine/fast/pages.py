@@ -10,17 +10,33 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from pathlib import Path
 
 from . import Fast
 
 LARGE = 2**25  # bytes: glibc's highest threshold for mapping a block by itself
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 _madvise = ctypes.CDLL(None).madvise if _ADVICE is not None else None
-wanted = _madvise is not None and os.environ.get("DISTDL_LARGE_PAGES", "1") != "0"
+_SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def asked_for() -> bool:
+    """Whether large pages are wanted (``DISTDL_LARGE_PAGES``)."""
+    return os.environ.get("DISTDL_LARGE_PAGES", "1") != "0"
+
+
+wanted = _madvise is not None and asked_for()
 
 
 class Pages(Fast):
     """Results of at least :data:`LARGE` bytes."""
+
+    def info(self):
+        if not asked_for():
+            return "large pages", "not asked for (DISTDL_LARGE_PAGES=0)"
+        if not _SYSTEM.exists() or "[never]" in (says := _SYSTEM.read_text()):
+            return "large pages", "none: this system has none, or gives none"
+        return "large pages", f"asked for results of {LARGE >> 20} MiB and more; the system says {says.strip()}"
 
     def rewrite(self, program, xs):
         if wanted:

@@ -237,11 +237,13 @@ LOSSES = "; ".join(
     and n not in ("dist_l1_loss", "nn.L1Loss")
 )
 RESAMPLED = "; ".join(n for n in BUILDERS if "interpolate" in n or n in ("nn.Upsample", "dist_lcn", "nn.LCN"))
+HALF = "dist_rfftn; dist_spectral_conv; spectral_layout; nn.SpectralConv; nn.FNOBlock"
 ORDERED = "; ".join(n for n in BUILDERS if n.startswith(("dist_max/", "dist_min/", "dist_argmax/", "dist_logsumexp/")))
 REFUSED = {
     "complex": {
         "torch has none of complex numbers": "; ".join((POOLS, NORMS, LOSSES, RESAMPLED)),
         "complex numbers have no order": ORDERED,
+        "half a spectrum is of real numbers": HALF,
     },
     "scalar": {"it needs more dims": "; ".join(name for name in BUILDERS if name not in SCALARS)},
     "one": {"one value has no variance": "dist_instance_norm; nn.InstanceNorm; nn.BatchNorm"},

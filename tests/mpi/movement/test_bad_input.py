@@ -87,7 +87,7 @@ BAD = {
             L, None, dd.Layout(dd.Partition((n + 1, 1)), (2 * n, 3)), lambda d, a, b: (a, b)
         ),
     ),
-    "window against the layout": (PartitionError, lambda n, P, Q, L: dd.HaloSpec.window(L, (2 * n, 4), (3,))),
+    "window against the layout": (ShapeError, lambda n, P, Q, L: dd.HaloSpec.window(L, (2 * n, 4), (3,))),
     "inner product of two shapes": (ShapeError, lambda n, P, Q, L: dd.func.inner(BLOCK, torch.ones(1, 3), P)),
     "too many maps": (PartitionError, lambda n, P, Q, L: F.start((dd.maps.repartition(L, Q),) * 2, (BLOCK,))),
     "a batch that escaped": (ShapeError, lambda n, P, Q, L: F.shift(_escaped(), L, 0)),

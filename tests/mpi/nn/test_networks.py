@@ -7,7 +7,7 @@ from side_by_side import compare, world_of
 
 import distdl as dd
 import distdl.functional as F
-from distdl import demo
+from distdl.programs import demo
 
 
 def drawn(shapes):

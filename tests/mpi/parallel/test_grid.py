@@ -13,7 +13,8 @@ from torch.func import grad_and_value
 
 import distdl as dd
 import distdl.functional as F
-from distdl import demo, parallel
+from distdl import parallel
+from distdl.programs import demo
 
 SIZE = dd.world().size
 DATA, TENSOR, PIPE = range(3)

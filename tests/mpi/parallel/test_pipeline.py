@@ -11,7 +11,8 @@ from serial import randn
 from torch.func import grad, grad_and_value, jvp, vjp
 
 import distdl as dd
-from distdl import demo, parallel
+from distdl import parallel
+from distdl.programs import demo
 
 RANK = dd.world().rank
 SIZE = min(dd.world().size, 4)

@@ -12,7 +12,8 @@ import torch.nn.functional as tf
 
 import distdl as dd
 import distdl.functional as F
-from distdl import demo, parallel
+from distdl import parallel
+from distdl.programs import demo
 
 WORLD = dd.world()
 RANK, SIZE = WORLD.rank, WORLD.size

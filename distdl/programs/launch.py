@@ -167,7 +167,7 @@ def _clean(env) -> dict[str, str]:
 
 
 def _error(problem: str, expected, actual, next_step: str, kind: str = "TransportError", **more) -> Exception:
-    from . import errors  # only now: this file is run by itself, too
+    from .. import errors
 
     return getattr(errors, kind)(problem, op="launch", expected=expected, actual=actual, next_step=next_step, **more)
 
@@ -192,11 +192,11 @@ class Ended(NamedTuple):
 def folder() -> Iterator[tuple]:
     """A private folder for the reports of one job, and its roll. Ranks end as soon as this process does not hold its
     record."""
-    from . import _rank
+    from ..failure import STARTER, Roll  # only now: this file is run by itself, too
 
     with tempfile.TemporaryDirectory(prefix="distdl-") as reports:  # mode 0700
-        roll = _rank.Roll(os.path.join(reports, "roll"), make=True)
-        roll.sign(_rank.STARTER, f"starter {os.getpid()}")
+        roll = Roll(os.path.join(reports, "roll"), make=True)
+        roll.sign(STARTER, f"starter {os.getpid()}")
         try:
             yield reports, roll
         finally:

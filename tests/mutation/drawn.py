@@ -1,0 +1,220 @@
+"""Mutants that the test commands themselves judge: ``python tests/mutation/drawn.py [-j 2] [--count N]``.
+
+Of the layers, movements, checkpoints and training, which need ranks, some mutants are drawn, always the same ones. Each
+is judged in a copy of this checkout: by the tests that know its module, then by all of ``make test`` and, where that
+lets it live, by ``make test-full``. Hours: what is judged is kept in ``results.json`` beside this file, and another run
+goes on there. Of those that both tiers together kill, the first must kill nine of ten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT / "tests")]
+
+import tiers  # noqa: E402
+from equivalent import EQUIVALENT  # noqa: E402
+from mutate import named  # noqa: E402
+
+RESULTS = HERE / "results.json"
+SEED, COUNT, SHARE = 2024, 120, 0.9
+FROM = ("functional/*.py", "movement/*.py", "agree.py", "signature.py", "checkpoint/*.py", "parallel/*.py", "nn/*.py")
+FIRST, REST = "not full and not slow", "full and not slow"
+# Which tests know a module that no file of tests is named after.
+KNOWN = {
+    "agree": ["agreement", "vmap"],
+    "along": ["reduce", "norm"],
+    "autocast": ["dtypes"],
+    "blocks": ["value", "derivatives"],
+    "call": ["value", "derivatives"],
+    "copies": ["value", "derivatives"],
+    "dropout": ["dropout_init"],
+    "enter": ["outside", "linear"],
+    "gathers": ["value", "derivatives"],
+    "moments": ["norm", "reduce"],
+    "neon": ["local"],
+    "numeric": ["reduce", "loss"],
+    "peers": ["value", "derivatives"],
+    "random": ["dropout_init"],
+    "schedules": ["pipeline", "pipeline_schedule"],
+    "signature": ["agreement", "checking"],
+    "sync": ["sums"],
+    "window": ["conv", "pool"],
+}
+COPIED = (
+    *("distdl", "tests", "bench", "docs", "notebooks", "requirements", "pyproject.toml", "mkdocs.yml", "Makefile"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+)
+UNCHANGED = "unchanged"
+
+
+def chosen(count: int, seed: int = SEED) -> list[tuple[str, str, int]]:
+    """(key, file, which of its mutants) of those that are drawn."""
+    everyone = []
+    for pattern in FROM:
+        for path in sorted((ROOT / "distdl").glob(pattern)):
+            module = ".".join(path.relative_to(ROOT / "distdl").with_suffix("").parts)
+            argued = EQUIVALENT.get(module, {})
+            for i, (line, text, what, _) in enumerate(named(path.read_text())):
+                if what not in argued.get(text, ()):
+                    everyone.append((f"{module}:{line}: {what}: {text}", str(path.relative_to(ROOT)), i))
+    return random.Random(seed).sample(everyone, count)
+
+
+def mutated(source: str, which: int) -> str:
+    """The source of a mutant; of number -1, the source as it is."""
+    if which < 0:
+        return ast.unparse(ast.parse(source))
+    for i, (*_, tree) in enumerate(named(source)):
+        if i == which:
+            return ast.unparse(ast.fix_missing_locations(tree))
+    raise IndexError(which)
+
+
+def known(file: str) -> list[str]:
+    """The test files that know a module: those named after it, or else those of its folder."""
+    stem, folder = Path(file).stem, Path(file).parent.name
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    stems = KNOWN.get(stem, [stem])
+    found = [p for p in tests if p.stem[5:] in stems] or [p for p in tests if p.parent.name == folder]
+    return [str(p.relative_to(ROOT)) for p in found]
+
+
+def commands(file: str):
+    """(tier, seconds, arguments of Python) in the order in which a mutant meets them."""
+    alone = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+
+    def ranks(n, *args):
+        return ["-m", "distdl", "run", "-n", str(n), *alone, *args]
+
+    mine = known(file)
+    on_ranks, in_one = ([f for f in mine if f.startswith("tests/mpi") is there] for there in (True, False))
+    for tier, marks, worlds in ((1, FIRST, (1, 2, 4)), (2, REST, (2, 3, 4, 8))):
+        if in_one:
+            yield tier, 300, [*alone, *in_one, "-m", marks]
+        for n in worlds:
+            files = [f for f in on_ranks if n in tiers.RANKS.get(Path(f).stem[5:], tiers.ANY)]
+            if files:
+                yield tier, 300, ranks(n, *files, "-m", marks)
+        for n in sorted(worlds, key=lambda n: n != 2):
+            yield tier, 900, ranks(n, "tests/mpi", "-m", marks)
+        yield tier, 900, [*alone, "tests", "--ignore=tests/mpi", "-m", marks]
+
+
+def run(where: Path, seconds: float, arguments: list[str]) -> str | None:
+    """How a command fails, or ``None``."""
+    path = os.pathsep.join([str(where), str(where / "tests")])
+    job = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=where,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        out, _ = job.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGTERM)  # the launcher ends its ranks
+        try:
+            job.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.communicate()
+        return f"no end within {seconds:g} s"
+    if job.returncode in (0, 5):  # 5: none of the tests is in this tier
+        return None
+    lines = out.splitlines() or [f"exit code {job.returncode}"]
+    return next((line for word in ("FAILED", "failed in", "ERROR") for line in lines if word in line), lines[-1])[:200]
+
+
+def copy_to(where: Path) -> None:
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, where / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(ROOT / name, where / name)
+
+
+def judged(where: Path, file: str, which: int) -> dict:
+    """Which command kills a mutant first."""
+    original = (ROOT / file).read_text()
+    began, fine = time.monotonic(), {"tier": None, "how": None, "command": None}
+    (where / file).write_text(mutated(original, which))
+    try:
+        for tier, seconds, arguments in commands(file):
+            how = run(where, seconds, arguments)
+            if how:
+                fine = {"tier": tier, "how": how, "command": " ".join(arguments)}
+                break
+    finally:
+        (where / file).write_text(original)
+    return fine | {"seconds": round(time.monotonic() - began)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests/mutation/drawn.py")
+    parser.add_argument("--jobs", "-j", type=int, default=2, help="mutants judged at the same time")
+    parser.add_argument("--count", type=int, default=COUNT, help="only the first so many of those that are drawn")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    results = json.loads(options.results.read_text()) if options.results.exists() else {}
+    mutants = chosen(COUNT)[: options.count]
+    unchanged = (UNCHANGED, mutants[0][1], -1)  # the tests as they are: else everything would be killed
+    waiting = [one for one in (unchanged, *mutants) if one[0] not in results]
+    lock = threading.Lock()
+
+    def work():
+        with tempfile.TemporaryDirectory(prefix="distdl-mutants-") as folder:
+            where = Path(folder)
+            copy_to(where)
+            while True:
+                with lock:
+                    if not waiting or results.get(UNCHANGED, {}).get("tier"):
+                        return
+                    key, file, which = waiting.pop(0)
+                result = judged(where, file, which)
+                with lock:
+                    results[key] = result
+                    options.results.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+                    print(
+                        f"{'survived' if result['tier'] is None else result['tier']}  {key}  {result['how']}",
+                        flush=True,
+                    )
+
+    workers = [threading.Thread(target=work) for _ in range(options.jobs)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if results[UNCHANGED]["tier"] is not None:
+        print(f"the tests fail as they are: {results[UNCHANGED]}; delete {options.results} when they do not")
+        return 2
+    counts = [sum(results[key]["tier"] == tier for key, *_ in mutants) for tier in (1, 2, None)]
+    killed, share = counts[0] + counts[1], counts[0] / max(counts[0] + counts[1], 1)
+    print(
+        f"of {len(mutants)} mutants {killed} killed ({100 * killed / len(mutants):.1f} %), "
+        f"{counts[0]} of them by `make test` ({100 * share:.1f} %); {counts[2]} survive"
+    )
+    return int(share < SHARE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
