@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from . import checkpoint, errors, func, functional, init, maps, nn, parallel, testing
 from ._names import only_public
+from .calls import public
 from .linear_map import LinearMap, linear_map
 from .movement.halo import HaloSpec
 from .nodes import Topology
@@ -53,8 +54,9 @@ __all__ = [
     "testing",
     "viz",
 ]
+public({name: globals()[name] for name in ("Partition", "Layout", "HaloSpec", "World", "Topology")}, alike=False)
 _SUBMODULES = ("agree", "autograd", "engine", "held", "movement", "partition", "plan", "signature", "ties", "watching")
 __getattr__ = only_public(
     __name__, keep=_SUBMODULES, lazy={"data": "programs.data", "interop": "interop", "viz": "viz"}
 )
-del TYPE_CHECKING, only_public
+del TYPE_CHECKING, only_public, public
