@@ -19,6 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _known: dict[str, bool] = {}
 _names: dict[CodeType, str] = {}  # of public functions, by their code; "" of a constructor: its class says
 _alike: set[CodeType] = set()  # those that get the same plain arguments on all ranks that call them together
+_wrappers: set[CodeType] = set()  # of what stands around public functions
 _trees: set[CodeType] = set()  # of functions whose ``tree`` is the structure of the pytree that moves
 _NO_LINE, _TENSOR = "backward, on a thread of torch's own", "a tensor"
 
@@ -55,6 +56,17 @@ def _register(name: str, function: Any, alike: bool) -> None:
 
 def _name_of(frame: FrameType) -> str:
     return _names[frame.f_code] or type(frame.f_locals["self"]).__name__
+
+
+def name_of(function: Any) -> str:
+    """The name of a public function, "" of a constructor: its class says."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return _names.get(code, "" if function.__name__ == "__init__" else function.__name__)
+
+
+def wrapper(code: CodeType) -> None:
+    """A frame of this code, ``call(*args, **kwargs)``, is the call of what it wraps."""
+    _wrappers.add(code)
 
 
 def has_tree(function: F) -> F:
@@ -129,12 +141,25 @@ def collective_call() -> tuple[FrameType, tuple[int, ...], str] | None:
     found = None
     for frame, users in _stack():
         code = frame.f_code
-        if not users and (code in _alike or code.co_name in ("__call__", "operand")):
+        if not users and (code in _alike or _wraps_alike(frame) or code.co_name in ("__call__", "operand")):
             places = [place for _, value in _arguments(frame) for place in _places(value)]
             ranks = {r for place in places for r in place.ranks}
             if len(ranks) > 1:
                 found = frame, tuple(sorted(ranks)), places[0].world
     return found
+
+
+def _wraps_alike(frame: FrameType) -> bool:
+    return frame.f_code in _wrappers and getattr(frame.f_locals["function"], "__code__", None) in _alike
+
+
+def single_plan() -> Any:
+    """The plan of the movement whose operand is looked at, where it is the only one of its map; ``None`` elsewhere."""
+    found = None
+    for frame, users in _stack():
+        if not users and frame.f_code.co_name in ("operand", "__call__"):
+            found = getattr(frame.f_locals.get("self"), "plans", found)
+    return found[0] if found and len(found) == 1 else None
 
 
 def of_error() -> tuple[str | None, Any]:
@@ -153,6 +178,8 @@ def of_error() -> tuple[str | None, Any]:
 
 def _arguments(frame: FrameType) -> list[tuple[str, Any]]:
     code, values = frame.f_code, frame.f_locals
+    if code in _wrappers:
+        return [("", value) for value in (*values["args"], *values["kwargs"].values())]
     return [(name, values.get(name)) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
 
 

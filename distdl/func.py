@@ -15,6 +15,7 @@ import torch
 from torch.func import grad, jvp, vjp, vmap
 
 from . import _torch
+from ._arguments import check_functions
 from ._types import Dims, Place, Tree
 from .calls import public
 from .errors import PartitionError, ShapeError
@@ -172,3 +173,4 @@ def linear_transpose(f: Callable[..., Any], x: Any) -> Callable[[Any], Any]:
 
 
 public({name: globals()[name] for name in __all__}, alike=False)
+check_functions(globals(), __all__)

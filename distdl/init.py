@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.init import calculate_gain
 
-from ._arguments import checked
+from ._arguments import check_functions, checked
 from ._types import Device, Place
 from .calls import public
 from .errors import PartitionError
@@ -222,3 +222,4 @@ def bias_uniform(
 
 
 public({name: globals()[name] for name in __all__}, alike=False)
+check_functions(globals(), __all__)

@@ -4,6 +4,7 @@
 Hewett & Grady, arXiv:2006.03108. Each stands in :mod:`distdl.movement`, above the function of its name.
 """
 
+from ._arguments import check_functions
 from .calls import public
 from .movement.blocks import gather_map as gather
 from .movement.blocks import repartition_map as repartition
@@ -49,4 +50,5 @@ __all__ = [
     "transposed",
 ]
 public({name: globals()[name] for name in __all__})
-del public
+check_functions(globals(), __all__)
+del check_functions, public

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch.func import jvp, vjp, vmap
 
+from ._arguments import check_functions
 from ._types import Dims, Place
 from .calls import public
 from .engine import transport as traffic
-from .errors import InvariantError
+from .errors import InvariantError, PartitionError
 from .held import holders, named
 from .linear_map import LinearMap, Pair
 from .partition import partition_of
@@ -66,6 +67,13 @@ def gather_objects(value: Any, ranks: Sequence[int] | None = None, world_name: s
     """Every rank's (picklable) value, in the order of ``ranks`` (sorted; default: the whole world)."""
     where = world(world_name)
     ranks = tuple(range(where.size)) if ranks is None else tuple(ranks)
+    if where.rank not in ranks:
+        raise PartitionError(
+            "this rank is none of those that gather",
+            expected=f"ranks with {where.rank} among them",
+            actual=ranks,
+            next_step="call it on these ranks alone, or leave ranks out",
+        )
     return list(where.all_gather(value, ranks, "gather_objects").values())
 
 
@@ -263,3 +271,4 @@ def check_grads(
 
 
 public({name: globals()[name] for name in __all__}, alike=False)
+check_functions(globals(), __all__)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ._arguments import check_functions
 from .calls import public
 from .linear_map import LinearMap
 from .movement.halo import HaloSpec, source_of
@@ -173,3 +174,4 @@ def spy(plan: Plan | LinearMap, ax: Any = None, title: str | None = None) -> Any
 
 
 public({name: globals()[name] for name in __all__}, alike=False)
+check_functions(globals(), __all__)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from .calls import collective_call, user_line
+from .calls import collective_call, single_plan, user_line
 from .engine import transport as _transport
 from .engine.local import LocalTransport
 from .engine.transport import DeviceEngines, Transport
@@ -177,7 +177,10 @@ class World:
         all raise."""
         _transport.begun += 1
         moving.moves = True
-        data, ranks = pickle.dumps((purpose, value)), tuple(sorted(ranks))
+        ranks = tuple(sorted(ranks))
+        lookout = None if self.watch is None or len(ranks) < self.size else self.watch.lookout
+        doubtful = (lookout.era,) if lookout is not None and lookout.doubts else ()
+        data = pickle.dumps((purpose, value, *doubtful))
         if _transport.log is not None:
             _transport.log.append(("agree", ranks, len(data)))
         host = (
@@ -186,10 +189,13 @@ class World:
             else _transport.observer.agreement(self.watch, self.host, value, ranks, purpose)
         )
         parts = host.all_gather(data, ranks)
-        if parts.count(data) == len(parts):  # mostly all say the same
+        if not doubtful and parts.count(data) == len(parts):  # mostly all say the same
             return dict.fromkeys(ranks, value)
         found = {part: pickle.loads(part) for part in set(parts)}
-        if any(theirs != purpose for theirs, _ in found.values()):
+        eras = [era for _, _, *eras in found.values() for era in eras]
+        if eras and lookout is not None:
+            lookout.align(max(eras) + 1)
+        if any(theirs[0] != purpose for theirs in found.values()):
             said = {r: getattr(found[part][1], "op", found[part][0]) for r, part in zip(ranks, parts)}
             raise AgreementError(**disagreement("the operator called", said), op="agreement", rank=self.rank)
         return {r: found[part][1] for r, part in zip(ranks, parts)}
@@ -219,7 +225,10 @@ def _tell(error) -> None:
         return  # the first: an error about an error, in one call
     op, text = error.op or frame.f_code.co_name, f"{type(error).__name__}, {error} at {user_line()}"
     if _transport.observer is None or not _transport.observer.local_error(where.watch, ranks, op, text):
-        where.watch.lookout.local_error(ranks, op, text)
+        plan = single_plan()
+        view = None if plan is None else plan.view(where.rank)
+        peers = None if view is None else {message.peer for message in (*view.sends, *view.received)}
+        where.watch.lookout.local_error(ranks, op, text, peers)
 
 
 class _Bystander(LocalTransport):

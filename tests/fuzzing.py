@@ -99,6 +99,8 @@ def _is_kind(kind, layouts) -> bool:
 
 def _halves(rng, n):
     """Two disjoint sets of ranks."""
+    if n < 2:
+        raise Unfit
     ranks = rng.sample(range(n), n)
     k = rng.randint(1, n - 1)
     return ranks[:k], ranks[k:]
@@ -255,7 +257,10 @@ def _shift(rng, n, kind, zero):
 
 
 def _permute(rng, n, kind, zero):
-    ranks = rng.sample(range(1 if kind == "disjoint" else 0, n), rng.randint(2, n - (kind == "disjoint")))
+    first = 1 if kind == "disjoint" else 0
+    if n - first < 2:
+        raise Unfit
+    ranks = rng.sample(range(first, n), rng.randint(2, n - first))
     P, ndim = dd.Partition((len(ranks),), ranks), rng.randint(1, 2)
     least = 0 if kind == "empty" else 1
     shapes = [tuple(rng.randint(least, 4) for _ in range(ndim)) for _ in ranks]

@@ -1,10 +1,10 @@
-"""Soak: ``python -m distdl run -n 4 tests/soak.py OPERATIONS [PARTITIONS]``.
+"""Soak: ``python -m distdl run -n 4 tests/soak.py OPERATIONS [PARTITIONS]``, on 1 to 4 ranks.
 
 Mixed operations over random partitions: maps and their adjoints, backward, forward mode, batches and split-phase calls.
 Small integers as float64, so that sums are exact and every result can be compared with the simulated one by its bytes.
-Said at the end,
-and checked: the checksums of the run and of the simulated one, over how many different partitions of a tensor (at least
-PARTITIONS), and how far memory and the numbers of file descriptors and communicators have grown since half time.
+Printed ten times on the way, and checked: the checksums of the run and of the simulated one. At the end: over how many
+different partitions of a tensor (at least PARTITIONS), operations per second, and how far memory and the numbers of
+file descriptors and communicators have grown since half time.
 """
 
 from __future__ import annotations
@@ -94,21 +94,50 @@ def population(turn, n):
     rng, found = random.Random(turn), []
     cells = [(name, kind) for name in BUILDERS for kind in KINDS]
     while len(found) < MAPS:
-        name, kind = rng.choice(cells)
-        case = draw(name, kind, rng, n)
-        if case is not None:
-            A = case.map
-            for B in (A, A.T):
-                held = B.plan.held
-                found.append((B, [integers(held.local_shape(r), 7 * r + turn) for r in held.partition.ranks]))
+        A = alone(rng) if n == 1 else drawn(rng, n, cells)
+        for B in (A, A.T):
+            held = B.plan.held
+            found.append((B, [integers(held.local_shape(r), 7 * r + turn) for r in held.partition.ranks]))
     return found
 
 
+def drawn(rng, n, cells):
+    """A map of one of these cells; those of which there is none on ``n`` ranks go."""
+    while True:
+        cell = rng.choice(cells)
+        case = draw(*cell, rng, n)
+        if case is not None:
+            return case.map
+        cells.remove(cell)
+
+
+def alone(rng):
+    """A map of one rank with itself: no message, but everything else."""
+    ndim = rng.randint(1, 3)
+    L = dd.Layout(dd.Partition((1,) * ndim), [rng.randint(1, 40) for _ in range(ndim)])
+    d, maps = rng.randrange(ndim), dd.maps
+    width = [rng.randint(0, min(2, size)) for size in L.shape]
+    return rng.choice(
+        [
+            lambda: maps.shift(L, d, rng.randint(-1, 1), rng.random() < 0.5),
+            lambda: maps.halo_exchange(dd.HaloSpec(L, width, boundary=rng.choice(["zeros", "circular"]))),
+            lambda: maps.repartition(L, L),
+            lambda: maps.all_sum_reduce(L),
+            lambda: maps.permute(L.partition, rng.choice([[], [(0, 0)]]), L.shape),
+        ]
+    )()
+
+
 def shrink_caches() -> None:
-    rooms = [module for name, module in sys.modules.items() if name.startswith(("distdl.maps", "distdl.movement."))]
-    for place, name, rule in [(room, *pair) for room in rooms for pair in vars(room).items()]:
-        if hasattr(rule, "cache_info"):
-            setattr(place, name, lru_cache(CACHED, typed=True)(rule.__wrapped__))
+    """Let every cache of maps in the library keep :data:`CACHED` of them, wherever the factory is imported."""
+    small: dict = {}
+    for module in [m for name, m in sys.modules.items() if name.partition(".")[0] == "distdl"]:
+        for name, factory in list(vars(module).items()):
+            if hasattr(factory, "cache_parameters") and factory.cache_parameters()["maxsize"] == 1024:
+                if factory not in small:
+                    small[factory] = lru_cache(CACHED, typed=True)(factory.__wrapped__)
+                setattr(module, name, small[factory])
+    assert len(small) > 10, "the factories' caches were not found"
 
 
 def main(total: int, partitions: int = 0) -> None:
@@ -151,6 +180,7 @@ def main(total: int, partitions: int = 0) -> None:
     found = dd.testing.gather_objects((resident() - half, len(where.host.groups) - groups, descriptors() - files))
     if me == 0:
         told = (f"{grown / 2**20:+.1f} MiB, {c} communicators, {d} descriptors" for grown, c, d in found)
+        print(f"{total / (time.monotonic() - began):.0f} operations per second on {n} ranks")
         print("growth in the second half, by rank: " + "; ".join(told))
     assert all(grown < GROWTH for grown, _, _ in found), f"memory grows: {found}"
     assert total < 10_000 or all(c == 0 for _, c, _ in found), f"communicators are made without end: {found}"

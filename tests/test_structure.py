@@ -72,7 +72,7 @@ ORDER = [set(line.split()) for line in """
     calls
     errors failure flat _names
     partition
-    _arguments _types
+    _types
     plan
     _torch
     engine
@@ -84,6 +84,7 @@ ORDER = [set(line.split()) for line in """
     linear_map
     agree held
     movement
+    _arguments
     maps
     functional
     init

@@ -7,6 +7,7 @@ them, :mod:`.state` knows modules and optimizers. Others' files: :mod:`.hub` rea
 :mod:`.dcp` reads and writes folders of torch.distributed.checkpoint.
 """
 
+from .._arguments import check_functions
 from ..calls import public
 from .dcp import load_dcp, save_dcp
 from .hub import load_safetensors
@@ -27,4 +28,5 @@ __all__ = [
     "save_dcp",
 ]
 public({f"checkpoint.{name}": globals()[name] for name in __all__}, alike=False)
-del public
+check_functions(globals(), __all__)
+del check_functions, public

@@ -163,7 +163,7 @@ class MpiTransport(MpiJob, Transport):
         for peer, address, nbytes in sends:
             for part in self._parts(address, nbytes):
                 requests.append(comm.Isend(part, peer, numbers[peer] & wrap | mark))
-        return requests, receives, call
+        return requests, receives, call, mark
 
     def _parts(self, address, nbytes):
         """The messages of MPI that carry these bytes."""
@@ -181,11 +181,11 @@ class MpiTransport(MpiJob, Transport):
     def wait(self, handle):
         if handle is None:  # a collective, which is done
             return
-        requests, receives, call = handle
+        requests, receives, call, mark = handle
         statuses = [MPI.Status() for _ in requests]
         try:
             if not MPI.Request.Testall(requests, statuses):
-                self._patiently(requests, statuses, receives, call)
+                self._patiently(requests, statuses, receives, call, mark)
         except MPI.Exception as error:
             raise TransportError(
                 f"MPI failed: {error}",
@@ -210,7 +210,7 @@ class MpiTransport(MpiJob, Transport):
         """(rank, bytes) of each message of MPI."""
         return [(p, size) for p, _, n in receives for size in self._lengths(n)]
 
-    def _patiently(self, requests, statuses, receives, call):
+    def _patiently(self, requests, statuses, receives, call, mark):
         """Wait for all messages; :attr:`waiting` hears who has not sent yet, and looks why."""
         for _ in range(_SPINS):
             if MPI.Request.Testall(requests, statuses):
@@ -225,7 +225,7 @@ class MpiTransport(MpiJob, Transport):
             peers = [peer for peer, _ in self._expected(receives)]
             missing = sorted({p for p, request in zip(peers, requests) if not request.Get_status()})
             try:
-                self.waiting.look(call, now - began, missing)
+                self.waiting.look(call, mark, now - began, missing)
             except DistdlError:
                 for request in requests[: len(peers)]:
                     request.Cancel()

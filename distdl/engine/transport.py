@@ -47,9 +47,9 @@ class Waiting(Protocol):
     mark: int
     codes: int
 
-    def look(self, call: Call, waited: float, missing: list[int]) -> None:
-        """A rank has waited so long for ``call``, and messages of the ranks ``missing`` are not here. Raises what ends
-        the wait."""
+    def look(self, call: Call, mark: int, waited: float, missing: list[int]) -> None:
+        """A rank has waited so long for ``call``, and messages of the ranks ``missing`` are not here; ``mark`` was in
+        their tags. Raises what ends the wait."""
 
 
 class Channel(Protocol):
@@ -217,5 +217,5 @@ class Unwatched:
         self.numbers: dict[int, int] = defaultdict(int)
         self.recent: dict[int, deque] = defaultdict(lambda: deque(maxlen=0))
 
-    def look(self, call: Call, waited: float, missing: list[int]) -> None:
+    def look(self, call: Call, mark: int, waited: float, missing: list[int]) -> None:
         return None

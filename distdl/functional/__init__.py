@@ -7,6 +7,7 @@ connected tensor without elements. Every function raises ShapeError or Partition
 negotiates, AgreementError on every rank.
 """
 
+from .._arguments import check_functions
 from .._names import only_public
 from ..calls import public
 from ..movement.blocks import gather, repartition, roll, scatter
@@ -172,5 +173,6 @@ __all__ = [
     "dist_feature_dropout",
 ]
 public({name: globals()[name] for name in __all__})
+check_functions(globals(), __all__)
 __getattr__ = only_public(__name__)
-del only_public, public
+del check_functions, only_public, public

@@ -6,6 +6,7 @@ gradients are right on every copy as they stand. They work under ``torch.func.fu
 ``deepcopy``, pickle, ``.to`` and on the meta device (``to_empty`` and ``reset_parameters`` then fill them).
 """
 
+from .._arguments import check_functions
 from .._names import only_public
 from ..calls import public
 from ..held import declare
@@ -120,5 +121,6 @@ __all__ = [
     "declare",
 ]
 public({name: globals()[name] for name in __all__}, alike=False)
+check_functions(globals(), __all__)
 __getattr__ = only_public(__name__)
-del only_public, public
+del check_functions, only_public, public

@@ -8,6 +8,7 @@ mixed precision         w = policy.cast(w)               a cast's adjoint casts 
 hierarchical sums       hierarchical_all_reduce(x, ...)  reduce-scatter, all-reduce, all-gather
 """
 
+from .._arguments import check_functions
 from ..calls import public
 from . import hooks
 from .average import average_due, average_parameters
@@ -61,4 +62,6 @@ __all__ = [
 ]
 public({name: globals()[name] for name in __all__}, alike=False)
 public({name: getattr(hooks, name) for name in hooks.__all__}, alike=False)
-del public
+check_functions(globals(), __all__)
+check_functions(vars(hooks), hooks.__all__)
+del check_functions, public

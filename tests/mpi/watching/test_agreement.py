@@ -171,7 +171,6 @@ def all_raise(first, second, *words):
     assert all(w in text for w in words), text
 
 
-@pytest.mark.worlds(1, 2, 3, 4)
 def test_calls_in_another_order(impatient):
     """Messages of one size: without tags of the plan each rank would take the other call's for its own (both were
     wrong)."""
@@ -199,7 +198,6 @@ def test_calls_in_another_order(impatient):
     all_raise(lambda: y.sum().backward(), lambda: z.sum().backward(), "shift.T", "all_gather.T")
 
 
-@pytest.mark.worlds(1, 2, 3, 4)
 def test_ranks_that_take_no_part_hear_of_it(impatient):
     n, r, P, rows, columns = world()
     if n < 3:
@@ -212,7 +210,6 @@ def test_ranks_that_take_no_part_hear_of_it(impatient):
     assert F.shift(x * r, P, 0).tolist() == [(r - 1.0) % n] * 2
 
 
-@pytest.mark.worlds(1, 2, 3, 4)
 def test_a_rank_that_skips_a_call(impatient):
     """It caught an error of its own: those that miss its message hear of it, with its cause, and all are together
     again."""
@@ -237,7 +234,6 @@ def test_tags_fit_every_mpi():
         assert min(eras, numbers - 4, plans - 6) > 0 and (1 << eras + numbers + plans) - 1 <= most
 
 
-@pytest.mark.worlds(1, 2, 3, 4)
 def test_another_dtype(impatient):
     """A promise broken (no negotiation, another dtype on one rank): an error that names both, not garbage, whatever the
     sizes."""
