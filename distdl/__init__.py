@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from . import checkpoint, errors, func, functional, init, maps, nn, parallel, testing
 from ._arguments import check_classes, check_functions
 from ._names import only_public
+from .calls import public
 from .linear_map import LinearMap, linear_map
 from .movement.halo import HaloSpec
 from .nodes import Topology
@@ -54,10 +55,11 @@ __all__ = [
     "testing",
     "viz",
 ]
+public({name: globals()[name] for name in ("Partition", "Layout", "HaloSpec", "World", "Topology")}, alike=False)
 check_functions(globals(), ("launch", "linear_map", "remat", "world"))
 check_classes(HaloSpec, Layout, Partition, World)
 _SUBMODULES = ("agree", "autograd", "engine", "held", "movement", "partition", "plan", "signature", "ties", "watching")
 __getattr__ = only_public(
     __name__, keep=_SUBMODULES, lazy={"data": "programs.data", "interop": "interop", "viz": "viz"}
 )
-del TYPE_CHECKING, check_classes, check_functions, only_public
+del TYPE_CHECKING, check_classes, check_functions, only_public, public

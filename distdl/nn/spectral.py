@@ -52,7 +52,6 @@ class SpectralConv(Layer):
         if x.is_complex() or self.weight.is_complex():
             raise ShapeError(
                 "the module is of real numbers",
-                op=type(self).__name__,
                 expected="a real x",
                 actual=x.dtype,
                 next_step="call F.dist_spectral_conv with a weight of spectral_layout(..., real=False)",
@@ -90,7 +89,6 @@ class FNOBlock(Checked, torch.nn.Module):
         if n not in (1, 2, 3):
             raise PartitionError(
                 "x needs batch, channels and 1 to 3 dims",
-                op=type(self).__name__,
                 expected="3 to 5 dims",
                 actual=n + 2,
                 next_step="give P one dim for the batch, one for the channels and one for each spatial dim",

@@ -9,7 +9,7 @@ from torch.func import grad, jvp, vmap
 
 import distdl as dd
 import distdl.functional as F
-from distdl.engine import exchange
+from distdl.engine import dispatch, exchange
 from distdl.testing import count_messages
 
 
@@ -17,7 +17,7 @@ from distdl.testing import count_messages
 def way(request, monkeypatch):
     """On CUDA a movement under way is an Aside; but for the streams, here as well."""
     if request.param == "as on CUDA":
-        monkeypatch.setattr(exchange, "start", exchange.Aside)
+        monkeypatch.setattr(dispatch, "begin_exchange", exchange.Aside)
 
 
 @each_case(thin=True)
