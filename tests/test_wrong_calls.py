@@ -211,8 +211,9 @@ WITHOUT |= {
 
 
 @pytest.fixture(autouse=True)
-def worlds(monkeypatch):
-    """World(name=...) adds to them."""
+def apart(monkeypatch, tmp_path):
+    """Some wrong things are right all the same: save(path="text") writes, and World(name="text") is one more world."""
+    monkeypatch.chdir(tmp_path)
     module = sys.modules["distdl.world"]
     monkeypatch.setattr(module, "_worlds", dict(module._worlds))
 
