@@ -79,6 +79,10 @@ def _is_dims(value) -> bool:
     return value is None or is_int(value) or (isinstance(value, (tuple, list, set, range)) and all(map(is_int, value)))
 
 
+def _is_modes(value) -> bool:
+    return value is None or is_int(value) or (_several(is_int)(value) and len(value) == 2)
+
+
 def _is_tree(value) -> bool:
     leaves = torch.utils._pytree.tree_leaves(value)
     return bool(leaves) and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
@@ -199,6 +203,10 @@ _KINDS: dict[str, Kind] = {
     "nonlinearity": Kind("one that torch.nn.init.calculate_gain knows", _has_gain),
     "containers": Kind("classes of torch.nn.Module", _several(_is(type))),
     "classes": Kind("a class, or a tuple of them", _one_or_several(_is(type))),
+    "s": Kind("None, or a size (or None) for each dim", _or_none(_one_or_several(_or_none(is_int)))),
+    **dict.fromkeys(("keep", "modes"), Kind("for each dim a number, or (low, high)", _one_or_several(_is_modes))),
+    "d": _NUMBER,
+    **dict.fromkeys(("dist_fftfreq.dim", "dist_rfftfreq.dim"), _INTEGER),
     # dd.parallel
     **dict.fromkeys(("params", "grads", "yes", "no", "v"), _TREE),
     **dict.fromkeys(("total", "norm"), Kind("a tensor of one number", lambda v: _TENSOR.fits(v) and v.numel() == 1)),

@@ -124,9 +124,14 @@ def written(folder):
     path = str(folder / "file")
     dd.checkpoint.save(path, {"x": X}, {"x": L})
     dd.checkpoint.save(path + ".model", *dd.checkpoint.state(model, P=LINE))
+    dd.checkpoint.save_dcp(path + ".dcp", {"x": X}, {"x": L})
     table, par = dd.parallel.schedule("gpipe", 1, 2), dd.parallel
     sharding = par.Sharding.of(w, LINE) if hasattr(par.Sharding, "of") else None
     return {
+        "F.fft_stages": (F.fft_stages, (L, (0, 1)), {}),
+        "checkpoint.load_safetensors": (dd.checkpoint.load_safetensors, (path, {"x": L}), {}),
+        "checkpoint.load_dcp": (dd.checkpoint.load_dcp, (path + ".dcp", {"x": L}), {}),
+        "checkpoint.save_dcp": (dd.checkpoint.save_dcp, (path + ".new", {"x": X}, {"x": L}), {}),
         "F.cat_layout": (F.cat_layout, ([L, L], 0), {}),
         "F.stack_layout": (F.stack_layout, (L, 0, 2), {}),
         "F.pad_layout": (F.pad_layout, (L, (1, 1)), {}),

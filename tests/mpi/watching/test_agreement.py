@@ -392,5 +392,5 @@ def test_ranks_in_different_agreements():
     )
     for other, text in zip(others, ("gather_objects", "sizes of a parameter's blocks")):
         call = (lambda: F.repartition(torch.ones(1), P, P.take(0, 0, keepdim=True))) if r == 0 else other
-        with pytest.raises(AgreementError, match=f"rank 0: repartition; rank 1: {text}"):
+        with pytest.raises(AgreementError, match=f"rank 0: repartition; ranks? [1, 2-9]+: {text}"):
             call()

@@ -28,7 +28,7 @@ def late_alarms(monkeypatch, request):
     for what should not be there after 0.2 s; a hang ends the job after two minutes."""
     if request.config.getoption("--engine") != "mpi":
         pytest.skip("NCCL has no tags: dd.checking() does it")
-    arrived, lookout = SideChannel.alarms, dd.world().host.lookout
+    arrived, lookout = SideChannel.alarms, dd.world().watch.lookout
     rng, held = random.Random(dd.world().rank), defaultdict(deque)
 
     def alarms(side):
