@@ -177,10 +177,6 @@ _KINDS: dict[str, Kind] = {
     "check_grads.step": _NUMBER,
     "rank": _COUNT,
     **dict.fromkeys(("param", "reduce", "output"), Kind("a torch.dtype", _is(torch.dtype))),
-    # Fourier transforms
-    **dict.fromkeys(("s", "modes", "keep"), Kind("an integer (or None) for each dim", _several(_or_none(_is_count)))),
-    **dict.fromkeys((f"{op}.dim" for op in ("dist_fftfreq", "dist_rfftfreq")), _INTEGER),
-    "d": _NUMBER,
     "pairs": Kind("pairs of ranks", _several(lambda v: isinstance(v, (tuple, list)) and len(v) == 2)),
     "seed": Kind("an integer, or a tensor of one", lambda v: is_int(v)),
     "dtype": Kind("a torch.dtype", _is(torch.dtype)),

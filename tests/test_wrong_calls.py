@@ -135,7 +135,6 @@ def written(folder):
         "F.cat_layout": (F.cat_layout, ([L, L], 0), {}),
         "F.stack_layout": (F.stack_layout, (L, 0, 2), {}),
         "F.pad_layout": (F.pad_layout, (L, (1, 1)), {}),
-        "F.fft_stages": (F.fft_stages, (L, (0,)), {}),
         "nn.Layer": (dd.nn.Layer, (P,), {}),
         "nn.Loss": (dd.nn.Loss, (P,), {}),
         "nn.stands_for": (dd.nn.stands_for, (model, torch.nn.Linear), {}),
@@ -174,7 +173,6 @@ def written(folder):
         **{f"hooks.{n}": (getattr(par.hooks, n), (LINE,), {}) for n in par.hooks.__all__ if n != "Hook"},
         "checkpoint.save": (dd.checkpoint.save, (path, {"x": X}, {"x": L}), {}),
         "checkpoint.load": (dd.checkpoint.load, (path, {"x": L}), {}),
-        "checkpoint.load_safetensors": (dd.checkpoint.load_safetensors, (path, {"x": L}), {}),
         "checkpoint.state": (dd.checkpoint.state, (model,), {"P": LINE}),
         "checkpoint.restore": (dd.checkpoint.restore, (path + ".model", model), {"P": LINE}),
         "func.hessian": (lambda *a, **k: dd.func.hessian(*a, **k)(X), (loss, L), {}),
@@ -203,16 +201,9 @@ def written(folder):
     }
 
 
-# Not called with arguments that could be wrong, drawn on a canvas, or by torch.distributed's own readers and writers.
+# Not called with arguments that could be wrong, or drawn on a canvas.
 WITHOUT = {"nn.Movement", "checkpoint.Pending", "checkpoint.State", "checkpoint.async_save", "parallel.Task"}
-WITHOUT |= {
-    "checkpoint.save_dcp",
-    "checkpoint.load_dcp",
-    "parallel.Timeline",
-    "testing.count_messages",
-    "viz.draw",
-    "viz.spy",
-}
+WITHOUT |= {"parallel.Timeline", "testing.count_messages", "viz.draw", "viz.spy"}
 
 
 @pytest.fixture(autouse=True)
@@ -251,7 +242,7 @@ def outcomes(name, function, args, kwargs):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         for wrong in WRONG:
-            if wrong is MANY and (parameter.name in SIZES or name.startswith("nn.")):
+            if wrong is MANY and parameter.name in SIZES:
                 continue
             bound = signature.bind(*args, **kwargs)
             bound.arguments[parameter.name] = wrong
