@@ -379,4 +379,6 @@ def check_functions(namespace: MutableMapping[str, Any], names: Iterable[str]) -
             if thing.__module__.startswith("distdl.") and not issubclass(thing, BaseException):
                 check_classes(thing)
         elif callable(thing) and getattr(thing, "__code__", None) not in _wrappers:
-            namespace[name] = checked(thing)
+            namespace[name] = function = checked(thing)
+            # Where it is found, by a pickle too: the module that defines it has it as it was.
+            function.__module__, function.__qualname__ = namespace["__name__"], name

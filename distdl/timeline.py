@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import platform
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -107,7 +107,7 @@ def _machine() -> str:
     """What tells this machine's clock from others'."""
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
-    return socket.gethostname()
+    return platform.node()
 
 
 public({"timeline": timeline}, alike=False)

@@ -96,7 +96,8 @@ class World:
         self.wide = half_sums == "float32"  # whether sums of more than two halves are taken in float32
         self.watch: Watch | None = watch_of(self.host)
         self.host.serve(self.wide, None if self.watch is None else self.watch.lookout)
-        self.rank, self.size = self.host.rank, self.host.size
+        self.rank: int = self.host.rank
+        self.size: int = self.host.size
         self._engines: DeviceEngines | None = None
         _worlds[name] = self
         if transport is None:

@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from inspect import unwrap
 from pathlib import Path
 
 import pytest
@@ -214,7 +215,7 @@ def test_executor_through_counting_and_null_transports():
 
 def test_the_compiler_breaks_its_graph_at_every_movement():
     """And looks into none; layers, which do local work too, it compiles up to their movements."""
-    movements = {name for name in F.__all__ if getattr(F, name).__module__.startswith("distdl.movement.")}
+    movements = {name for name in F.__all__ if unwrap(getattr(F, name)).__module__.startswith("distdl.movement.")}
     assert {"repartition", "roll", "halo_exchange", "wait"} <= movements
     assert [
         name for name in (*movements, "nothing", "tie") if not hasattr(getattr(F, name), "_torchdynamo_disable")

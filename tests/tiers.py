@@ -33,6 +33,8 @@ ONLY = {
 LATER = {
     "bench": ("test_one_operator_on_two_ranks", "test_plots"),
     "files": ("test_a_save_that_nobody_waits_for", "test_killed_while_saving"),
+    "typing": ("test_a_typed_program",),
+    "wrong_calls": ("test_wrong_arguments",),
     "security": ("test_no_rank_listens_on_a_network", "test_words_are_not_expanded"),
 }
 

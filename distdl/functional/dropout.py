@@ -10,6 +10,7 @@ from .._arguments import checked
 from .._types import Place
 from ..agree import alike
 from ..errors import PartitionError
+from ..partition import partition_of
 from . import random
 from .enter import enter, outside
 from .window import kept
@@ -28,19 +29,19 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
         )
     alike(op, P)
     draws = training and p > 0
+    if draws and dims is not None and partition_of(P).ndim < dims:
+        raise PartitionError(
+            "x needs batch and channel",
+            expected=f"{dims} dims or more",
+            actual=partition_of(P).ndim,
+            next_step="use dist_dropout, or lay x out over (batch, channel, *space)",
+        )
     x, L, at = enter(op, x, P, shape=shape, agreed=draws)
     if at is None:
         return outside(x, like=L)
     if not draws:
         return x
     n = L.ndim if dims is None else dims
-    if L.ndim < n:
-        raise PartitionError(
-            "x needs batch and channel",
-            expected=f"{n} dims or more",
-            actual=L.ndim,
-            next_step="use dist_dropout, or lay x out over (batch, channel, *space)",
-        )
     least, scale = round(p * 2**62), 0.0 if p == 1 else 1 / (1 - p)
     keep = random.bits(L.box()[:n], L.shape[:n], seed, x.device, lambda h: random.shift_right(h, 1) >= least)
     return kept(x * keep.reshape((*keep.shape, *(1,) * (L.ndim - n))) * scale, x)

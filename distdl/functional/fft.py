@@ -14,11 +14,14 @@ wave numbers twice that half a spectrum stands for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from .._arguments import checked
+from .._types import Place
 from ..agree import alike, check_tensor, resolve
 from ..errors import PartitionError, ShapeError
 from ..movement.halo import plain, sizes_of
@@ -41,6 +44,8 @@ __all__ = [
     "spectral_layout",
 ]
 
+# None, or for each dim a number of wave numbers or how many (low, high) ones.
+Keeps = int | Sequence[int | Sequence[int] | None] | None
 _NORMS = ("backward", "ortho", "forward")
 
 
@@ -172,7 +177,16 @@ def _check_norm(norm) -> None:
 
 
 @checked
-def fft_stages(L, dims, *, real=False, inverse=False, s=None, keep=None, P_out=None) -> tuple[Stage, ...]:
+def fft_stages(
+    L: Layout,
+    dims: int | Sequence[int] | None,
+    *,
+    real: bool = False,
+    inverse: bool = False,
+    s: int | Sequence[int | None] | None = None,
+    keep: Keeps = None,
+    P_out: Place | None = None,
+) -> tuple[Stage, ...]:
     """What a transform of a tensor of layout ``L`` does, stage by stage: where the tensor lies, which dims are
     transformed there, and the map that brings it to the next stage. Pure, and no message; ``dd.viz`` draws the maps.
 
@@ -191,7 +205,15 @@ def fft_stages(L, dims, *, real=False, inverse=False, s=None, keep=None, P_out=N
 
 
 @checked
-def fft_layout(L, dims, *, real=False, inverse=False, s=None, keep=None) -> Layout:
+def fft_layout(
+    L: Layout,
+    dims: int | Sequence[int] | None,
+    *,
+    real: bool = False,
+    inverse: bool = False,
+    s: int | Sequence[int | None] | None = None,
+    keep: Keeps = None,
+) -> Layout:
     """The layout of a transform's result where ``P_out`` is left out: that of the last stage, so that nothing is moved
     back.
 
@@ -222,7 +244,16 @@ def _frequencies(L, dim, n, d, keep, dtype, device, half):
 
 
 @checked
-def dist_fftfreq(L, dim, n, d=1.0, *, keep=None, dtype=None, device=None):
+def dist_fftfreq(
+    L: Layout,
+    dim: int,
+    n: int,
+    d: float = 1.0,
+    *,
+    keep: Any = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
     """This rank's part of torch.fft.fftfreq(n, d), for dim ``dim`` of a spectrum of layout ``L``. No message.
 
     Args:
@@ -235,7 +266,16 @@ def dist_fftfreq(L, dim, n, d=1.0, *, keep=None, dtype=None, device=None):
 
 
 @checked
-def dist_rfftfreq(L, dim, n, d=1.0, *, keep=None, dtype=None, device=None):
+def dist_rfftfreq(
+    L: Layout,
+    dim: int,
+    n: int,
+    d: float = 1.0,
+    *,
+    keep: Any = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
     """This rank's part of torch.fft.rfftfreq(n, d): the same for the dim of which there is half a spectrum."""
     return _frequencies(L, dim, n, d, keep, dtype, device, True)
 
@@ -368,7 +408,17 @@ def _fft(op, x, P, dims, s, norm, keep, P_out, shape, real, inverse):
     return _run(x, t, norm)
 
 
-def dist_fftn(x, P, dims, *, s=None, norm="backward", keep=None, P_out=None, shape=None):
+def dist_fftn(
+    x: torch.Tensor,
+    P: Place,
+    dims: int | Sequence[int] | None,
+    *,
+    s: int | Sequence[int | None] | None = None,
+    norm: str = "backward",
+    keep: Keeps = None,
+    P_out: Place | None = None,
+    shape: Sequence[int] | None = None,
+) -> torch.Tensor:
     """The discrete Fourier transform over ``dims``, as torch.fft.fftn: X[k] = Σ_j x[j] exp(-2πi j·k/n).
 
     Args:
@@ -396,7 +446,17 @@ def dist_fftn(x, P, dims, *, s=None, norm="backward", keep=None, P_out=None, sha
     return _fft("dist_fftn", x, P, dims, s, norm, keep, P_out, shape, False, False)
 
 
-def dist_ifftn(x, P, dims, *, s=None, norm="backward", keep=None, P_out=None, shape=None):
+def dist_ifftn(
+    x: torch.Tensor,
+    P: Place,
+    dims: int | Sequence[int] | None,
+    *,
+    s: int | Sequence[int | None] | None = None,
+    norm: str = "backward",
+    keep: Keeps = None,
+    P_out: Place | None = None,
+    shape: Sequence[int] | None = None,
+) -> torch.Tensor:
     """The inverse of :func:`dist_fftn`, as torch.fft.ifftn; arguments and messages as there.
 
     Args:
@@ -407,7 +467,17 @@ def dist_ifftn(x, P, dims, *, s=None, norm="backward", keep=None, P_out=None, sh
     return _fft("dist_ifftn", x, P, dims, s, norm, keep, P_out, shape, False, True)
 
 
-def dist_rfftn(x, P, dims, *, s=None, norm="backward", keep=None, P_out=None, shape=None):
+def dist_rfftn(
+    x: torch.Tensor,
+    P: Place,
+    dims: int | Sequence[int] | None,
+    *,
+    s: int | Sequence[int | None] | None = None,
+    norm: str = "backward",
+    keep: Keeps = None,
+    P_out: Place | None = None,
+    shape: Sequence[int] | None = None,
+) -> torch.Tensor:
     """The transform of a real tensor, as torch.fft.rfftn: of the last of ``dims`` there are the wave numbers 0 .. n//2
     only. Otherwise as :func:`dist_fftn`; the last of dims keeps (low, 0), or a number. Where a rank splits it, it is
     made
@@ -415,7 +485,17 @@ def dist_rfftn(x, P, dims, *, s=None, norm="backward", keep=None, P_out=None, sh
     return _fft("dist_rfftn", x, P, dims, s, norm, keep, P_out, shape, True, False)
 
 
-def dist_irfftn(x, P, dims, *, s=None, norm="backward", keep=None, P_out=None, shape=None):
+def dist_irfftn(
+    x: torch.Tensor,
+    P: Place,
+    dims: int | Sequence[int] | None,
+    *,
+    s: int | Sequence[int | None] | None = None,
+    norm: str = "backward",
+    keep: Keeps = None,
+    P_out: Place | None = None,
+    shape: Sequence[int] | None = None,
+) -> torch.Tensor:
     """The inverse of :func:`dist_rfftn`, as torch.fft.irfftn: a real tensor. An odd size must be asked for by ``s``:
     half a spectrum of 5 is of 8 or 9. Imaginary parts of wave numbers that are their own conjugates (0 and n/2 of the
     last dim, when the others are transformed) are not read, on any device. Otherwise as :func:`dist_ifftn`."""
@@ -463,7 +543,7 @@ def spectral_grid(P, modes, real: bool = True) -> tuple[Partition, tuple[int, ..
 
 
 @checked
-def spectral_layout(P, modes, in_channels, out_channels, *, real=True) -> Layout:
+def spectral_layout(P: Place, modes: Keeps, in_channels: int, out_channels: int, *, real: bool = True) -> Layout:
     """The layout of the weight of :func:`dist_spectral_conv`: (in channels, out channels, *kept modes), each rank its
     own modes. It depends on the grid and the modes only, not on the size of x.
 
@@ -481,7 +561,16 @@ def spectral_layout(P, modes, in_channels, out_channels, *, real=True) -> Layout
 
 
 @checked
-def dist_spectral_conv(x, w, P, modes, *, norm="forward", params="varying", shape=None):
+def dist_spectral_conv(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    P: Place,
+    modes: Keeps,
+    *,
+    norm: str = "forward",
+    params: str = "varying",
+    shape: Sequence[int] | None = None,
+) -> torch.Tensor:
     """The convolution of a Fourier neural operator (Li et al., arXiv:2010.08895): of each kept wave number a matrix
     from channels to channels, y = F⁻¹(Σ_i (F x)[b, i, k] w[i, o, k]); other wave numbers of y are zero.
 

@@ -97,6 +97,11 @@ class FNOBlock(Checked, torch.nn.Module):
         self.spectral = SpectralConv(P, in_channels, out_channels, modes, device, dtype)
         self.pixel = (Conv1d, Conv2d, Conv3d)[n - 1](P, in_channels, out_channels, 1, device=device, dtype=dtype)
 
+    def reset_parameters(self) -> None:
+        """Draw both layers' parameters anew."""
+        self.spectral.reset_parameters()
+        self.pixel.reset_parameters()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The block of this rank's block."""
         y = self.spectral(x) + self.pixel(x)

@@ -38,6 +38,8 @@ MAKE = {
     "InstanceNorm": lambda **k: nn.InstanceNorm(IMAGES, N(4), affine=True, **k),
     "LayerNorm": lambda **k: nn.LayerNorm(IMAGES, np.array([9, 5]), **k),
     "RMSNorm": lambda **k: nn.RMSNorm(IMAGES, N(5), **k),
+    "SpectralConv": lambda **k: nn.SpectralConv(IMAGES, N(4), N(3), (2, 2), **k),
+    "FNOBlock": lambda **k: nn.FNOBlock(IMAGES, N(4), N(3), (2, 2), torch.tanh, **k),
     "Linear": lambda **k: nn.Linear(line(1, -1, 1), N(5), N(7), x_layout="replicated", **k),
     "Embedding": lambda **k: nn.Embedding(line(1, -1, 1), N(11), N(5), padding_idx=N(3), y_layout="invariant", **k),
 }
