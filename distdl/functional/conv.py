@@ -296,10 +296,9 @@ def dist_conv(
 
     Messages: one halo exchange (from each rank that holds some of the window, 1 message of just that part), and its
     transpose in backward; with ``params="invariant"`` one all-reduce of |w| + |bias| in backward. The general form adds
-    those of
-    :func:`dist_linear`. Overlap sends the same ghosts. On a device they travel on a stream of their own, forward and
-    backward; on CPUs MPI moves large messages inside of its calls only, and overlap saves the window's copy. Nothing
-    overlaps under torch.func, where channels are fetched, or on a rank whose every output reads a halo.
+    those of :func:`dist_linear`. Overlap sends the same ghosts. On a device they travel on a stream of their own,
+    forward and backward; on CPUs MPI moves large messages inside of its calls only, and overlap saves the window's
+    copy. Nothing overlaps under torch.func, where channels are fetched, or on a rank whose every output reads a halo.
 
     y[b,o,p] = bias[o] + Σ_{c,k} w[o,c,k] x[b, c, stride·p - padding + dilation·k]; Hewett & Grady, arXiv:2006.03108,
     section 4.

@@ -97,9 +97,8 @@ def dist_embedding(
     Messages, with |y| the local elements: along vocabulary, where it is split, "root" 1 reduction of |y|, "sharded" 1
     reduce-scatter, "invariant" and "replicated" 1 all-reduce; backward the transposes ("invariant": none).
     ``idx_layout="root"`` 1 broadcast of |idx|. ``max_norm`` with a split embedding dim 1 all-reduce of |idx| along it
-    (norm inf: :func:`dist_max`'s);
-    ``scale_grad_by_freq`` 1 all-reduce of a number for each of the block's rows along the batch dims; neither has a
-    derivative. ``params="invariant"``: backward 1 all-reduce of |w|.
+    (norm inf: :func:`dist_max`'s); ``scale_grad_by_freq`` 1 all-reduce of a number for each of the block's rows along
+    the batch dims; neither has a derivative. ``params="invariant"``: backward 1 all-reduce of |w|.
 
     y = Σ_v 1[idx in block v] W_v[idx - first_v]; vocabulary parallel: Shoeybi et al., arXiv:1909.08053.
 

@@ -1,11 +1,10 @@
 """Fourier transforms of partitioned tensors, equal to torch.fft, and the convolution of Fourier neural operators.
 
 A transform of a dim needs all of it on one rank. So :func:`fft_stages` lists stages: local transforms of the dims that
-no
-rank splits, a repartition that makes others whole, and so on: for a slab one repartition, for pencils two. The result
-stays where the last stage leaves it (:func:`fft_layout`), as moving it back would double the messages; the inverse
-transform takes it from there to where it came from. Wave numbers that ``keep`` leaves out are cut off before the next
-repartition.
+no rank splits, a repartition that makes others whole, and so on: for a slab one repartition, for pencils two. The
+result stays where the last stage leaves it (:func:`fft_layout`), as moving it back would double the messages; the
+inverse transform takes it from there to where it came from. Wave numbers that ``keep`` leaves out are cut off before
+the next repartition.
 
 A = F_k R_k ... R_1 F_1, with local transforms F and repartitions R; its adjoint swaps each one's lists. The
 normalisation of Aᴴ is torch's: that of "backward" is n times the inverse. From complex to real the adjoint counts the

@@ -50,14 +50,12 @@ def dist_linear(
         (*batch, out): this rank's block; where nothing is left ("root"), a connected tensor without elements.
 
     Messages, with |x| and |y| the local elements, p_out and p_in the sizes of the two dims: forward "root" 1 broadcast
-    of |x| and
-    1 reduction of |y|, "sharded" the same elements as all-gather and reduce-scatter, "invariant" and "replicated" 0 for
-    x and 1
-    all-reduce of |y|; backward the transposes ("invariant" y: none; "invariant" x: 1 all-reduce of |x|).
+    of |x| and 1 reduction of |y|, "sharded" the same elements as all-gather and reduce-scatter, "invariant" and
+    "replicated" 0 for x and 1 all-reduce of |y|; backward the transposes ("invariant" y: none; "invariant" x: 1
+    all-reduce of |x|).
 
     After Hewett & Grady, arXiv:2006.03108, section 4; column and row parallel: Shoeybi et al., arXiv:1909.08053;
-    sequence
-    parallel: Korthikanti et al., arXiv:2205.05198.
+    sequence parallel: Korthikanti et al., arXiv:2205.05198.
 
     Raises:
         PartitionError, ShapeError: unknown layouts; P without one dim for each of x's and one more; w that does not fit

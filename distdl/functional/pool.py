@@ -356,8 +356,7 @@ def dist_adaptive_avg_pool(
     """Adaptive average pooling of 1 to 3 spatial dims, as torch.nn.functional.adaptive_avg_pool1d/2d/3d.
 
     ``output_size=1`` is global average pooling: local sums, then one sum_reduce of |y| to the ranks that hold the
-    output (a
-    mean of means would be wrong on uneven blocks). Otherwise one halo exchange; arguments as for
+    output (a mean of means would be wrong on uneven blocks). Otherwise one halo exchange; arguments as for
     :func:`dist_adaptive_max_pool`.
     """
     x, L, at = enter("dist_adaptive_avg_pool", x, P, shape=shape, kinds=REAL)
