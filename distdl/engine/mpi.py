@@ -191,7 +191,7 @@ class MpiTransport(MpiJob, Transport):
                 f"MPI failed: {error}",
                 op="exchange",
                 rank=self.rank,
-                expected=f"messages of {[(p, n) for p, _, n in receives]} (rank, bytes)",
+                expected=f"messages of {self._expected(receives)} (rank, bytes)",
                 actual="an error",
                 next_step="check that every rank calls the same operators with the same layouts and dtype",
             ) from error
