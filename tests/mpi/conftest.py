@@ -18,6 +18,8 @@ from distdl.plan import View
 
 
 def pytest_ignore_collect(collection_path, config):
+    if collection_path.is_dir():
+        return None
     tier = tiers.on_ranks(collection_path.stem.removeprefix("test_"), "", dd.world().size)
     named = any(collection_path == config.invocation_params.dir / str(arg) for arg in config.args)
     return True if not named and (tier == "never" or (tier and f"not {tier}" in config.option.markexpr)) else None
