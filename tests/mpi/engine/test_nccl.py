@@ -155,7 +155,7 @@ def test_native_sums_of_halves(engines, monkeypatch):
     x = torch.tensor([256.0 if r == 0 else 1.0] * n, dtype=torch.bfloat16)
     P = dd.Partition((n,))
     for wide, wanted in ((True, torch.tensor(255.0 + n).bfloat16().item()), (False, 256.0)):
-        monkeypatch.setattr(dd.world().host, "wide", wide)
+        monkeypatch.setattr(dd.world(), "wide", wide)
         engines.close()
         dd.maps.all_sum_reduce.cache_clear()  # programs remember how they sum
         dd.maps.transposed.cache_clear()
