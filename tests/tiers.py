@@ -69,6 +69,7 @@ RANKS = {
     "nn": LAYERS,
     "nn_idioms": LAYERS,
     "norm": ODD,
+    "outside": SMALL,
     "overlap": LAYERS,
     "average": LONG,
     "data": LONG,
