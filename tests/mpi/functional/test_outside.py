@@ -323,7 +323,8 @@ def test_neon():
     L = place.layout((2, 3, 12, 8))
     out = F.conv_layout(L, 4, 3)
     h, w_ = out.local_shape(R if out.active else place.P.ranks[0])[2:]
-    for P in (L, place.P):
+    even = len({*L.sizes(2)}) == len({*out.sizes(2)}) == 1  # else nobody outside of a bare partition can know
+    for P in (L, place.P) if even else (L,):
         x, w = block(L, 1), randn(4, h, w_, 3, 3, 3, seed=2).requires_grad_()
         y = F.dist_local_conv(x, w, P)
         check(L, (y, x, w))
