@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from numbers import Number, Real
 from operator import index
 from pickle import PicklingError
-from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -289,7 +288,7 @@ def checked(function: _Function) -> _Function:
         try:
             return function(*args, **kwargs)
         except _RAW as error:
-            wrong = None if isinstance(error, DistdlError) else _misfit(function, args, kwargs)
+            wrong = None if isinstance(error, DistdlError) else _misfit(function, args, kwargs, error)
             if wrong is None:
                 raise
             raise wrong from error
@@ -297,15 +296,11 @@ def checked(function: _Function) -> _Function:
     wrapped: Any = call
     code = wrapped.__code__.replace(co_name=function.__name__)  # each its own, for torch.compile and profiles
     wrapped.__code__ = code
-    _wrappers.add(code)
-    calls.wrapper(code)
+    calls.wrappers.add(code)
     return wrapped
 
 
-_wrappers: set[CodeType] = set()
-
-
-def _misfit(function, args, kwargs) -> DistdlError | None:
+def _misfit(function, args, kwargs, error) -> DistdlError | None:
     """The error of the first argument that is not what it must be; ``None`` where all are. Too many, too few and
     unknown ones are Python's own TypeErrors."""
     try:
@@ -314,6 +309,16 @@ def _misfit(function, args, kwargs) -> DistdlError | None:
     except TypeError:
         return None
     op = calls.name_of(function) or type(args[0]).__name__
+    if isinstance(error, TypeError) and "unhashable" in str(error):
+        for value in given.values():
+            if not _is_key(value) and not _is_tree(value):
+                return PartitionError(
+                    "maps are found again by their arguments, which must be hashable",
+                    op=op,
+                    expected="layouts, partitions, numbers, and tuples of them",
+                    actual=f"{type(value).__name__} {value!r:.60}",
+                    next_step="give a tuple in place of a list",
+                )
     named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for parameter in named:
         kind = _kind_of(op.rpartition(".")[2], parameter)
@@ -324,6 +329,14 @@ def _misfit(function, args, kwargs) -> DistdlError | None:
         if given.get(parameter.name) is not None and fits and not _holds(fits, given[parameter.name], True, given):
             return _error(op, parameter.name, (_KINDS[parameter.name])._replace(words=words), given)
     return None
+
+
+def _is_key(value) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _holds(test, value, otherwise: bool, *more) -> bool:
@@ -367,7 +380,7 @@ def check_classes(*classes: type) -> None:
     """Let the constructors of these classes be :func:`checked`."""
     for cls in classes:
         constructor = cls.__dict__.get("__init__")
-        if constructor is not None and constructor.__code__ not in _wrappers:
+        if constructor is not None and constructor.__code__ not in calls.wrappers:
             cls.__init__ = checked(constructor)  # type: ignore[misc]
 
 
@@ -378,7 +391,7 @@ def check_functions(namespace: MutableMapping[str, Any], names: Iterable[str]) -
         if isinstance(thing, type):
             if thing.__module__.startswith("distdl.") and not issubclass(thing, BaseException):
                 check_classes(thing)
-        elif callable(thing) and getattr(thing, "__code__", None) not in _wrappers:
+        elif callable(thing) and getattr(thing, "__code__", None) not in calls.wrappers:
             namespace[name] = function = checked(thing)
             # Where it is found, by a pickle too: the module that defines it has it as it was.
             function.__module__, function.__qualname__ = namespace["__name__"], name

@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _known: dict[str, bool] = {}
 _names: dict[CodeType, str] = {}  # of public functions, by their code; "" of a constructor: its class says
 _alike: set[CodeType] = set()  # those that get the same plain arguments on all ranks that call them together
-_wrappers: set[CodeType] = set()  # of what stands around public functions
+wrappers: set[CodeType] = set()  # of ``call(*args, **kwargs)`` around a public ``function``: a frame of it is its call
 _trees: set[CodeType] = set()  # of functions whose ``tree`` is the structure of the pytree that moves
 _NO_LINE, _TENSOR = "backward, on a thread of torch's own", "a tensor"
 
@@ -62,11 +62,6 @@ def name_of(function: Any) -> str:
     """The name of a public function, "" of a constructor: its class says."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return _names.get(code, "" if function.__name__ == "__init__" else function.__name__)
-
-
-def wrapper(code: CodeType) -> None:
-    """A frame of this code, ``call(*args, **kwargs)``, is the call of what it wraps."""
-    _wrappers.add(code)
 
 
 def has_tree(function: F) -> F:
@@ -150,7 +145,7 @@ def collective_call() -> tuple[FrameType, tuple[int, ...], str] | None:
 
 
 def _wraps_alike(frame: FrameType) -> bool:
-    return frame.f_code in _wrappers and getattr(frame.f_locals["function"], "__code__", None) in _alike
+    return frame.f_code in wrappers and getattr(frame.f_locals["function"], "__code__", None) in _alike
 
 
 def single_plan() -> Any:
@@ -178,7 +173,7 @@ def of_error() -> tuple[str | None, Any]:
 
 def _arguments(frame: FrameType) -> list[tuple[str, Any]]:
     code, values = frame.f_code, frame.f_locals
-    if code in _wrappers:
+    if code in wrappers:
         return [("", value) for value in (*values["args"], *values["kwargs"].values())]
     return [(name, values.get(name)) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
 

@@ -87,8 +87,7 @@ def _seen(steps, xs, engine):
     plans = plans_of(steps)
     with ranged(plans, xs, engine) if profiler._is_profiler_enabled else nullcontext():
         ys = Exchange(plans, xs, engine).finish()
-    if hasattr(engine, "ended"):  # a recorded one
-        engine.ended()
+    engine.ended()
     return ys
 
 

@@ -121,6 +121,10 @@ class Transport(Protocol):
         """This rank does something else between :meth:`post` and :meth:`wait`."""
         return
 
+    def ended(self) -> None:
+        """The movement's result is there: told while an observer, or torch's profiler, looks."""
+        return
+
     @abstractmethod
     def abandon(self, handle: Any, memory: Any) -> None:
         """Nobody will wait for ``handle``, or a wait for it has failed: keep ``memory`` until the engine has done with

@@ -31,48 +31,27 @@ _Map = TypeVar("_Map")
 
 
 def rule(build: Callable[_Arguments, _Map]) -> Callable[_Arguments, _Map]:
-    """Cached: equal arguments give the same map, however they are spelt, and so the same plan.
-
-    Raises:
-        PartitionError: an argument that cannot be a key.
-    """
+    """Cached: equal arguments give the same map, however they are spelt, and so the same plan. An argument that cannot
+    be a key is a TypeError here, which the public function around explains."""
     signature = inspect.signature(build)
     made = lru_cache(maxsize=1024, typed=True)(build)  # dim 1.0 is an error, also after dim 1
 
     @lru_cache(maxsize=1024, typed=True)
+    @wraps(build)
     def spelt(*args: Any, **keywords: Any) -> _Map:
         given = signature.bind(*args, **keywords)
         given.apply_defaults()
         return made(*given.args)
 
-    @wraps(build)
-    def found(*args: _Arguments.args, **keywords: _Arguments.kwargs) -> _Map:
-        try:
-            return spelt(*args, **keywords)  # type: ignore[arg-type]
-        except TypeError:
-            _check_keys(build.__name__.removesuffix("_map"), (*args, *keywords.values()))
-            raise
+    cached: Any = spelt
+    clear = cached.cache_clear
 
     def cache_clear() -> None:
         made.cache_clear()
-        spelt.cache_clear()
+        clear()
 
-    vars(found).update(cache_clear=cache_clear, cache_info=made.cache_info)
-    return found
-
-
-def _check_keys(op: str, values: tuple[Any, ...]) -> None:
-    for value in values:
-        try:
-            hash(value)
-        except TypeError:
-            raise PartitionError(
-                "maps are found again by their arguments, which must be hashable",
-                op=op,
-                expected="layouts, partitions, numbers, and tuples of them",
-                actual=f"{type(value).__name__} {value!r:.60}",
-                next_step="give a tuple in place of a list",
-            ) from None
+    vars(cached).update(cache_clear=cache_clear, cache_info=made.cache_info)
+    return cached
 
 
 @rule
