@@ -127,9 +127,12 @@ class Lookout:
     def _send(self, peer, kind, *what, era=None) -> None:
         self.side.alarm(peer, pickle.dumps((kind, self.era if era is None else era, *what)))
 
+    def _receive(self) -> None:
+        self.inbox += [(source, *pickle.loads(data)) for source, data in self.side.alarms()]
+
     def _hear(self) -> None:
         """Act upon what others have said in this era and before; see 1. above."""
-        self.inbox += [(source, *pickle.loads(data)) for source, data in self.side.alarms()]
+        self._receive()
         for one in list(self.inbox):
             source, kind, era, *what = one
             if era > self.era:
@@ -251,7 +254,7 @@ class Lookout:
         until = time.monotonic() + self.answer
         while not theirs and time.monotonic() < until:
             time.sleep(0.001)
-            self.inbox += [(source, *pickle.loads(data)) for source, data in self.side.alarms()]
+            self._receive()
             for source, kind, era, *what in self.inbox:
                 if era == self.era and kind == "error":  # some other rank was first
                     self._leave(what[0])
