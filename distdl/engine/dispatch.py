@@ -71,15 +71,19 @@ def together(steps, xs, recorded=False):
     """Move tensors ``xs`` by ``steps``, of one kind over the same ranks, as one set of messages; returns fresh
     tensors."""
     traffic.begun += 1
-    ordinary = len(xs) == 1 and is_plain(xs[0])  # nearly always
-    if not ordinary:
+    step, x = steps[0], xs[0]
+    if len(steps) > 1 or not is_plain(x):
         xs = checked(steps, xs)
-    if dispatch_modes() or not (ordinary or all(map(is_plain, xs))):
+        if not all(map(is_plain, xs)):
+            return traced(steps, xs)
+    if dispatch_modes():
         return traced(steps, xs)
-    engine = engine_for(steps, xs, recorded)
     if profiler._is_profiler_enabled or traffic.observer is not None:
-        return _seen(steps, xs, engine)
-    return Exchange(plans_of(steps), xs, engine).finish()
+        return _seen(steps, xs, engine_for(steps, xs, recorded))
+    if not x.is_cpu:
+        settle(x.device)
+    plans = (step.plan,) if len(steps) == 1 else plans_of(steps)
+    return Exchange(plans, xs, step.world.transport(x, step.ranks)).finish()
 
 
 def _seen(steps, xs, engine):

@@ -32,18 +32,19 @@ class Exchange:
 
     def __init__(self, plans, xs, transport):
         x = xs[0]
-        self.home = None
+        self.home = self.handle = None
         if not x.is_cpu and x.device.type not in transport.device_types:  # memory that the engine cannot read
             self.home = x.device
             xs = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(_torch.plain(x)) for x in xs]
         program, xs = program_of(plans, xs, transport)
-        self.program, self.xs, self.transport, self.staging, self.handle = program, xs, transport, None, None
-        ys = self.ys = [
-            _empty_like(like)
-            if stride is None
-            else torch.empty_strided(like.shape, stride, dtype=like.dtype, device=like.device)
-            for like, stride in zip(program.likes, program.strides)
-        ]
+        self.program, self.xs, self.transport, self.staging = program, xs, transport, None
+        if program.strides is None:
+            ys = self.ys = [*map(_empty_like, program.likes)]
+        else:
+            ys = self.ys = [
+                torch.empty_strided(like.shape, stride, dtype=like.dtype, device=like.device)
+                for like, stride in zip(program.likes, program.strides)
+            ]
         for leaf, prepare in program.fresh:
             prepare(ys[leaf])
         if program.kind == "all_reduce":
@@ -110,9 +111,8 @@ class Exchange:
         return nullcontext()
 
     def __del__(self):
-        handle = getattr(self, "handle", None)  # absent where this rank raised before it sent
-        if handle is not None:  # dropped, or given up in an error: the memory must outlive the messages
-            self.transport.abandon(handle, (self.xs, self.ys, self.staging))
+        if self.handle is not None:  # dropped, or given up in an error: the memory must outlive the messages
+            self.transport.abandon(self.handle, (self.xs, self.ys, self.staging))
 
 
 def _collect(transport, kind, source, target, count, dtype, group):

@@ -88,7 +88,7 @@ class Program:
     """
 
     likes: list[torch.Tensor]  # for each output a tensor without memory, of its shape and working dtype,
-    strides: list[tuple[int, ...] | None]  # and its strides, where it is not contiguous
+    strides: list[tuple[int, ...]] | None  # and their strides, where some are not contiguous
     zeroed: list[int]  # the outputs that start as zeros,
     blanks: list[Part]  # and the boxes of large ones that do
     casts: list[torch.dtype] | None  # dtypes of the results, where the working ones differ
@@ -302,7 +302,7 @@ def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> Program:
     sends, receives = [[(rank, *at, n)] for at in (ends if kind == "all_gather" else ends[::-1])]
     packs, unpacks = (staged_small, staged_blocks) if kind == "all_gather" else (staged_blocks, staged_small)
     late: list[tuple[Part, Part | None]] = [(to, None) for to in unpacks]
-    return Program(likes, [None], [], [], None, sends, receives, [], [], packs, [], late, end, kind, group, True, [])
+    return Program(likes, None, [], [], None, sends, receives, [], [], packs, [], late, end, kind, group, True, [])
 
 
 def _program(plans, leads, strides, dtypes, transport, device) -> Program:
@@ -316,7 +316,7 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
         shape = (*lead, *view.out_shape)
         likes.append(_like(shape, work, device))
         fresh = _dense(shape) if kind else _fresh(shape, ((*lead, *view.in_shape), stride), len(lead))
-        formats.append(None if fresh == _dense(shape) else fresh)
+        formats.append(fresh)
         empty = gaps(view)
         if empty is None or (empty and math.prod(shape) * work.itemsize < _SMALL):
             zeroed.append(leaf)
@@ -359,7 +359,7 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
     travels = bool(send_messages or receive_messages)
     return Program(
         likes,
-        formats,
+        None if formats == [_dense(like.shape) for like in likes] else formats,
         zeroed,
         blanks,
         casts,

@@ -109,6 +109,6 @@ def use(engine):
     if engine in ("nccl", "nccl-messages"):
         calls._known[__file__] = False  # the line below is no user's
         device = torch.device("cuda", dd.world().rank % torch.cuda.device_count())
-        engine_for = dispatch.engine_for
-        dispatch.engine_for = lambda steps, xs, recorded: engine_for(steps, [x.to(device) for x in xs], recorded)
+        transport = dd.World.transport
+        dd.World.transport = lambda self, x, ranks: transport(self, x.to(device), ranks)
         dispatch.Exchange = _OnDevice
