@@ -1,16 +1,15 @@
 """Linear maps between distributed tensors.
 
 A :class:`LinearMap` runs *steps*, one after the other. A step is a :class:`Move`: a plan, and the plan of its adjoint;
-or a :class:`Pair` of a user's own functions. Transposing a map transposes its steps and their order, and that is all
-there is to derivatives: :mod:`autograd` has the rules.
+or a pair of a user's own functions (user_map.py). Transposing a map transposes its steps and their order, and that is
+all there is to derivatives: :mod:`autograd` has the rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from operator import index as as_int
 from typing import Any
 
 import torch
@@ -167,99 +166,6 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A step of a user's own functions, see :func:`linear_map`."""
-
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    backward: Callable[[torch.Tensor], torch.Tensor]
-    in_shape: tuple[int, ...]
-    out_shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-    batched: bool
-    world_name: str = "default"
-    domain: Space = VARYING
-    range: Space = VARYING
-
-    plans: tuple[Plan, ...] = ()
-    is_identity = False
-
-    @property
-    def world(self) -> World:
-        """The world of :attr:`ranks`."""
-        return world(self.world_name)
-
-    @property
-    def active(self) -> bool:
-        """Whether this rank is one of them."""
-        return not self.ranks or self.world.rank in self.ranks
-
-    @property
-    def partitions(self) -> str:
-        """Its ranks, for messages."""
-        return f"ranks {self.ranks}" if self.ranks else "each rank alone"
-
-    @property
-    def alone(self) -> tuple[Pair]:
-        """This step as all the steps of one call."""
-        return (self,)
-
-    @property
-    def T(self) -> Pair:
-        """The adjoint."""
-        return replace(
-            self,
-            forward=self.backward,
-            backward=self.forward,
-            in_shape=self.out_shape,
-            out_shape=self.in_shape,
-            domain=self.range,
-            range=self.domain,
-        )
-
-    def operand(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, checked."""
-        if not isinstance(x, torch.Tensor) or x.shape != self.in_shape:
-            raise ShapeError(
-                "the local tensor has the wrong shape",
-                op=str(self),
-                expected=self.in_shape,
-                actual=tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__,
-                partitions=self.partitions,
-                next_step="pass a tensor of the map's in_shape, batched by vmap only",
-            )
-        return x
-
-    @staticmethod
-    def together(steps: Sequence[Pair], xs: Sequence[torch.Tensor], recorded: bool) -> list[torch.Tensor]:
-        """Each step on its tensor, of plain memory."""
-        return [step.run(x) for step, x in zip(steps, dispatch.checked(steps, xs))]
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """The pair's forward on a tensor with any number of leading batch axes."""
-        lead = x.shape[: x.dim() - len(self.in_shape)]
-        if not lead or self.batched:
-            y = self.forward(x)
-        elif 0 in lead:
-            y = x.new_empty((*lead, *self.out_shape))
-        else:
-            flat = x.reshape(-1, *self.in_shape)
-            y = torch.stack([self.forward(one) for one in flat]).reshape(*lead, *self.out_shape)
-        if not isinstance(y, torch.Tensor) or y.shape != (*lead, *self.out_shape):
-            raise ShapeError(
-                "the map returned another shape",
-                op=str(self),
-                expected=(*lead, *self.out_shape),
-                actual=tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__,
-                partitions=self.partitions,
-                next_step="let the function return out_shape, after the batch axes that it was given",
-            )
-        return y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y
-
-    def __str__(self) -> str:
-        return f"linear_map({getattr(self.forward, '__name__', 'forward')})"
-
-
-@dataclass(frozen=True)
 class LinearMap:
     """A linear map and its adjoint, between the products of the ranks' local tensors (arXiv:2006.03108, section 2).
 
@@ -270,7 +176,7 @@ class LinearMap:
         steps: what runs, in order; a movement of :mod:`distdl.maps` is one :class:`Move`.
     """
 
-    steps: tuple[Any, ...]  # Move or Pair
+    steps: tuple[Any, ...]  # Move, or user_map.Pair
 
     def __post_init__(self) -> None:
         for a, b in zip(self.steps, self.steps[1:]):
@@ -400,43 +306,3 @@ def movement(name: str, held: Side, wanted: Side) -> LinearMap:
     """The map that moves what is held to where it is wanted; its adjoint swaps the two."""
     plan = Plan(held, wanted)
     return LinearMap((Move(name, plan, plan.T),))
-
-
-def linear_map(
-    forward: Callable[[torch.Tensor], torch.Tensor],
-    adjoint: Callable[[torch.Tensor], torch.Tensor],
-    in_shape: Sequence[int],
-    out_shape: Sequence[int],
-    *,
-    ranks: Iterable[int] = (),
-    batched: bool = False,
-) -> LinearMap:
-    """A user's own linear map and its adjoint, with every transform.
-
-    Args:
-        forward: this rank's part of y = A x, from a tensor of ``in_shape`` to one of ``out_shape``. Must be linear, and
-            run the same movements on every rank.
-        adjoint: x = Aᴴ y (for real entries Aᵀ); check the pair with ``dd.testing.dot_test``.
-        in_shape, out_shape: this rank's local shapes.
-        ranks: the ranks that exchange messages inside, if any; they then agree on batches under vmap.
-        batched: both functions take any number of leading batch axes. Otherwise a batch runs one by one.
-    """
-    try:
-        first, last, members = (tuple(map(as_int, numbers)) for numbers in (in_shape, out_shape, ranks))
-    except TypeError:
-        raise ShapeError(
-            "shapes and ranks must be sequences of integers",
-            op="linear_map",
-            expected="integers",
-            actual=(in_shape, out_shape, ranks),
-            next_step="linear_map(f, fT, (3,), (2,), ranks=(0, 1))",
-        ) from None
-    if not callable(forward) or not callable(adjoint):
-        raise ShapeError(
-            "forward and adjoint must be functions",
-            op="linear_map",
-            expected="two functions of a tensor",
-            actual=(forward, adjoint),
-            next_step="linear_map(lambda x: 2 * x, lambda y: 2 * y, (3,), (3,))",
-        )
-    return LinearMap((Pair(forward, adjoint, first, last, tuple(sorted(members)), batched),))

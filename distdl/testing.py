@@ -15,9 +15,10 @@ from .calls import public
 from .engine import transport as traffic
 from .errors import InvariantError, PartitionError
 from .held import holders, named
-from .linear_map import LinearMap, Pair
+from .linear_map import LinearMap
 from .partition import partition_of
 from .signature import fingerprint, names
+from .user_map import Pair
 from .world import world
 
 __all__ = [

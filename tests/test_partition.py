@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import distdl as dd
+from distdl.boxes import balanced
 from distdl.errors import PartitionError, ShapeError
-from distdl.partition import balanced
 
 
 def test_ranks_and_index():

@@ -71,7 +71,8 @@ except dd.errors.TransportError as error:
 # siblings.
 ORDER = [set(line.split()) for line in """
     calls
-    errors failure flat _names
+    errors failure flat _names _value boxes
+    _faults
     partition
     _types
     plan
@@ -83,6 +84,7 @@ ORDER = [set(line.split()) for line in """
     nodes
     autograd
     linear_map
+    user_map
     agree held
     movement
     _arguments

@@ -12,9 +12,10 @@ import torch.nn.functional as tf
 from .._arguments import checked
 from .._types import Place, Size
 from ..agree import block_sizes
+from ..boxes import balanced
 from ..errors import PartitionError, ShapeError
 from ..movement.halo import HaloSpec, halo_exchange, per_dim
-from ..partition import Layout, balanced, partition_of
+from ..partition import Layout, partition_of
 from ..ties import nothing
 from .along import bias_once, check_layouts, collect, collected, spread
 from .autocast import autocast

@@ -22,9 +22,10 @@ import torch
 from .._arguments import checked
 from .._types import Place
 from ..agree import alike, check_tensor, resolve
+from ..boxes import is_int
 from ..errors import PartitionError, ShapeError
 from ..movement.halo import plain, sizes_of
-from ..partition import Layout, Partition, is_int, partition_of
+from ..partition import Layout, Partition, partition_of
 from ..ties import nothing
 from .autocast import autocast
 from .enter import check_block, enter, outside, replicated

@@ -22,8 +22,8 @@ from safetensors.torch import load, load_file, save_file
 
 import distdl as dd
 from distdl import checkpoint
+from distdl.boxes import row_major
 from distdl.checkpoint.format import DTYPES, Report, header, plan
-from distdl.partition import row_major
 from distdl.programs.launch import find_mpi
 
 needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="needs mpi4py and an MPI library")
