@@ -29,10 +29,8 @@ from .fft import (
     dist_irfftn,
     dist_rfftfreq,
     dist_rfftn,
-    dist_spectral_conv,
     fft_layout,
     fft_stages,
-    spectral_layout,
 )
 from .interpolate import dist_interpolate, interpolate_layout
 from .linear import dist_linear
@@ -71,6 +69,7 @@ from .reshape import (
     pad_layout,
     stack_layout,
 )
+from .spectral import dist_spectral_conv, spectral_layout
 
 __all__ = [
     # movements: blocks of a global tensor
