@@ -17,7 +17,8 @@ from ..movement.halo import halo_exchange
 from ..movement.peers import permute, shift
 from ..movement.split_phase import start, wait
 from ..ties import nothing, tie
-from .conv import conv_layout, conv_transpose_layout, dist_conv, dist_conv_transpose
+from .conv import conv_layout, dist_conv
+from .conv_transpose import conv_transpose_layout, dist_conv_transpose
 from .dropout import dist_dropout, dist_feature_dropout
 from .embedding import dist_embedding
 from .enter import check_bias, replicated
