@@ -125,6 +125,24 @@ def test_imports_run_one_way(path):
             assert above, f"{mine} imports {name}, which does not stand above it in ORDER"
 
 
+LONGEST = 450  # lines of a file
+LONGER: dict[str, int] = {}  # files that are longer, and by how many lines at most: entries may go, and numbers sink
+
+
+def test_files_are_short():
+    lines = {str(p.relative_to(PACKAGE)): len(p.read_text().splitlines()) for p in PACKAGE.rglob("*.py")}
+    assert {name: n for name, n in lines.items() if n > LONGEST + LONGER.get(name, 0)} == {}
+    assert {name: by for name, by in LONGER.items() if lines.get(name, 0) < LONGEST + by} == {}, "let these sink"
+
+
+def test_three_files_to_read():
+    """README sends a reader of the source to these three."""
+    assert (
+        sum(len((PACKAGE / f"{name}.py").read_text().splitlines()) for name in ("partition", "plan", "linear_map"))
+        <= 1000
+    )
+
+
 def test_one_autograd_function():
     """DESIGN: one torch.autograd.Function is all movements; another recomputes under torch.func, as no checkpoint
     can."""
