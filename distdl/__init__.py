@@ -9,14 +9,13 @@ from . import checkpoint, errors, func, functional, init, maps, nn, parallel, te
 from ._arguments import check_classes, check_functions
 from ._names import only_public
 from .calls import public
-from .linear_map import LinearMap
+from .linear_map import LinearMap, linear_map
 from .movement.halo import HaloSpec
 from .nodes import Topology
 from .partition import Layout, Partition
 from .programs.launch import launch
 from .remat import remat
 from .timeline import timeline
-from .user_map import linear_map
 from .watching.checking import checking
 from .world import World, world
 

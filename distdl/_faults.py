@@ -139,6 +139,7 @@ def layout_of_no_partition(P: Any) -> PartitionError:
         op="Layout",
         expected="a Partition",
         actual=repr(P),
+        partitions=None,
         next_step="dd.Partition(shape); layout.with_shape(shape) lays out another shape",
     )
 

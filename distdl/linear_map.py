@@ -1,13 +1,13 @@
 """Linear maps between distributed tensors.
 
 A :class:`LinearMap` runs *steps*, one after the other. A step is a :class:`Move`: a plan, and the plan of its adjoint;
-or a pair of a user's own functions (user_map.py). Transposing a map transposes its steps and their order, and that is
-all there is to derivatives: :mod:`autograd` has the rules.
+or a :class:`Pair` of a user's own functions (pair.py). Transposing a map transposes its steps and their order, and that
+is all there is to derivatives: :mod:`autograd` has the rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from . import _torch
 from .autograd import apply
 from .engine import dispatch
 from .errors import PartitionError, ShapeError
+from .pair import Pair, pair_of
 from .plan import Plan, Side
 from .ties import nothing
 from .world import World, world
@@ -176,7 +177,7 @@ class LinearMap:
         steps: what runs, in order; a movement of :mod:`distdl.maps` is one :class:`Move`.
     """
 
-    steps: tuple[Any, ...]  # Move, or user_map.Pair
+    steps: tuple[Any, ...]  # Move or Pair
 
     def __post_init__(self) -> None:
         for a, b in zip(self.steps, self.steps[1:]):
@@ -306,3 +307,28 @@ def movement(name: str, held: Side, wanted: Side) -> LinearMap:
     """The map that moves what is held to where it is wanted; its adjoint swaps the two."""
     plan = Plan(held, wanted)
     return LinearMap((Move(name, plan, plan.T),))
+
+
+def linear_map(
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    adjoint: Callable[[torch.Tensor], torch.Tensor],
+    in_shape: Sequence[int],
+    out_shape: Sequence[int],
+    *,
+    ranks: Iterable[int] = (),
+    batched: bool = False,
+) -> LinearMap:
+    """A user's own linear map and its adjoint, with every transform.
+
+    Args:
+        forward: this rank's part of y = A x, from a tensor of ``in_shape`` to one of ``out_shape``. Must be linear, and
+            run the same movements on every rank.
+        adjoint: x = Aᴴ y (for real entries Aᵀ); check the pair with ``dd.testing.dot_test``.
+        in_shape, out_shape: this rank's local shapes.
+        ranks: the ranks that exchange messages inside, if any; they then agree on batches under vmap.
+        batched: both functions take any number of leading batch axes. Otherwise a batch runs one by one.
+
+    Raises:
+        ShapeError: shapes or ranks that are no integers, or what cannot be called.
+    """
+    return LinearMap((pair_of(forward, adjoint, in_shape, out_shape, ranks, batched, VARYING),))

@@ -16,9 +16,9 @@ from .engine import transport as traffic
 from .errors import InvariantError, PartitionError
 from .held import holders, named
 from .linear_map import LinearMap
+from .pair import Pair
 from .partition import partition_of
 from .signature import fingerprint, names
-from .user_map import Pair
 from .world import world
 
 __all__ = [

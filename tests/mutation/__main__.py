@@ -40,7 +40,7 @@ MODULES = (
     "ties",
     "autograd",
     "linear_map",
-    "user_map",
+    "pair",
     "engine.dispatch",
     "engine.recognise",
     "engine.program",

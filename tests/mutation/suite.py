@@ -22,7 +22,7 @@ FIRST = {
     "partition": ["test_partition"],
     "plan": ["test_plan"],
     "linear_map": ["test_one_process", "test_forked"],
-    "user_map": ["test_one_process", "test_forked"],
+    "pair": ["test_one_process", "test_forked"],
     "autograd": ["test_one_process", "test_forked"],
     "ties": ["test_one_process", "test_forked"],
     "engine.dispatch": ["test_one_process", "test_forked"],
@@ -150,7 +150,7 @@ def tests(module):
         if name not in FIRST.get(module, ()):
             yield from of_module(name)
     yield from fuzz([1, 2])
-    if module in ("autograd", "linear_map", "user_map"):
+    if module in ("autograd", "linear_map", "pair"):
         yield "nonlinear", partial(importlib.import_module("test_forked").test_one_rank_alone_is_nonlinear, 0)
     for name in ONE_RANK:
         yield from of_module(f"test_{name}")

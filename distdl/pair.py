@@ -1,23 +1,26 @@
-"""A user's own linear map and its adjoint: a step of a :class:`LinearMap` beside the movements'."""
+"""A user's own pair of functions as a step of a map, beside the movements."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import index as as_int
+from typing import TYPE_CHECKING
 
 import torch
 
 from .engine import dispatch
 from .errors import ShapeError
-from .linear_map import VARYING, LinearMap, Space
 from .plan import Plan
 from .world import World, world
+
+if TYPE_CHECKING:
+    from .linear_map import Space  # which stands above this file
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A step of a user's own functions, see :func:`linear_map`."""
+    """A step of a user's own functions, see ``linear_map``."""
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     backward: Callable[[torch.Tensor], torch.Tensor]
@@ -25,9 +28,9 @@ class Pair:
     out_shape: tuple[int, ...]
     ranks: tuple[int, ...]
     batched: bool
+    domain: Space
+    range: Space
     world_name: str = "default"
-    domain: Space = VARYING
-    range: Space = VARYING
 
     plans: tuple[Plan, ...] = ()
     is_identity = False
@@ -108,24 +111,19 @@ class Pair:
         return f"linear_map({getattr(self.forward, '__name__', 'forward')})"
 
 
-def linear_map(
+def pair_of(
     forward: Callable[[torch.Tensor], torch.Tensor],
     adjoint: Callable[[torch.Tensor], torch.Tensor],
     in_shape: Sequence[int],
     out_shape: Sequence[int],
-    *,
-    ranks: Iterable[int] = (),
-    batched: bool = False,
-) -> LinearMap:
-    """A user's own linear map and its adjoint, with every transform.
+    ranks: Iterable[int],
+    batched: bool,
+    space: Space,
+) -> Pair:
+    """The step of a user's functions, from and to ``space``.
 
-    Args:
-        forward: this rank's part of y = A x, from a tensor of ``in_shape`` to one of ``out_shape``. Must be linear, and
-            run the same movements on every rank.
-        adjoint: x = Aᴴ y (for real entries Aᵀ); check the pair with ``dd.testing.dot_test``.
-        in_shape, out_shape: this rank's local shapes.
-        ranks: the ranks that exchange messages inside, if any; they then agree on batches under vmap.
-        batched: both functions take any number of leading batch axes. Otherwise a batch runs one by one.
+    Raises:
+        ShapeError: shapes or ranks that are no integers, or what cannot be called.
     """
     try:
         first, last, members = (tuple(map(as_int, numbers)) for numbers in (in_shape, out_shape, ranks))
@@ -145,4 +143,4 @@ def linear_map(
             actual=(forward, adjoint),
             next_step="linear_map(lambda x: 2 * x, lambda y: 2 * y, (3,), (3,))",
         )
-    return LinearMap((Pair(forward, adjoint, first, last, tuple(sorted(members)), batched),))
+    return Pair(forward, adjoint, first, last, tuple(sorted(members)), batched, space, space)
