@@ -18,7 +18,7 @@ from . import _torch
 from .autograd import apply
 from .engine import dispatch
 from .errors import PartitionError, ShapeError
-from .pair import Pair, pair_of
+from .pair import Pair
 from .plan import Plan, Side
 from .ties import nothing
 from .world import World, world
@@ -331,4 +331,4 @@ def linear_map(
     Raises:
         ShapeError: shapes or ranks that are no integers, or what cannot be called.
     """
-    return LinearMap((pair_of(forward, adjoint, in_shape, out_shape, ranks, batched, VARYING),))
+    return LinearMap((Pair.of(forward, adjoint, in_shape, out_shape, ranks, batched, VARYING),))

@@ -35,6 +35,42 @@ class Pair:
     plans: tuple[Plan, ...] = ()
     is_identity = False
 
+    @classmethod
+    def of(
+        cls,
+        forward: Callable[[torch.Tensor], torch.Tensor],
+        adjoint: Callable[[torch.Tensor], torch.Tensor],
+        in_shape: Sequence[int],
+        out_shape: Sequence[int],
+        ranks: Iterable[int],
+        batched: bool,
+        space: Space,
+    ) -> Pair:
+        """The step of a user's functions, from and to ``space``.
+
+        Raises:
+            ShapeError: shapes or ranks that are no integers, or what cannot be called.
+        """
+        try:
+            first, last, members = (tuple(map(as_int, numbers)) for numbers in (in_shape, out_shape, ranks))
+        except TypeError:
+            raise ShapeError(
+                "shapes and ranks must be sequences of integers",
+                op="linear_map",
+                expected="integers",
+                actual=(in_shape, out_shape, ranks),
+                next_step="linear_map(f, fT, (3,), (2,), ranks=(0, 1))",
+            ) from None
+        if not callable(forward) or not callable(adjoint):
+            raise ShapeError(
+                "forward and adjoint must be functions",
+                op="linear_map",
+                expected="two functions of a tensor",
+                actual=(forward, adjoint),
+                next_step="linear_map(lambda x: 2 * x, lambda y: 2 * y, (3,), (3,))",
+            )
+        return cls(forward, adjoint, first, last, tuple(sorted(members)), batched, space, space)
+
     @property
     def world(self) -> World:
         """The world of :attr:`ranks`."""
@@ -109,38 +145,3 @@ class Pair:
 
     def __str__(self) -> str:
         return f"linear_map({getattr(self.forward, '__name__', 'forward')})"
-
-
-def pair_of(
-    forward: Callable[[torch.Tensor], torch.Tensor],
-    adjoint: Callable[[torch.Tensor], torch.Tensor],
-    in_shape: Sequence[int],
-    out_shape: Sequence[int],
-    ranks: Iterable[int],
-    batched: bool,
-    space: Space,
-) -> Pair:
-    """The step of a user's functions, from and to ``space``.
-
-    Raises:
-        ShapeError: shapes or ranks that are no integers, or what cannot be called.
-    """
-    try:
-        first, last, members = (tuple(map(as_int, numbers)) for numbers in (in_shape, out_shape, ranks))
-    except TypeError:
-        raise ShapeError(
-            "shapes and ranks must be sequences of integers",
-            op="linear_map",
-            expected="integers",
-            actual=(in_shape, out_shape, ranks),
-            next_step="linear_map(f, fT, (3,), (2,), ranks=(0, 1))",
-        ) from None
-    if not callable(forward) or not callable(adjoint):
-        raise ShapeError(
-            "forward and adjoint must be functions",
-            op="linear_map",
-            expected="two functions of a tensor",
-            actual=(forward, adjoint),
-            next_step="linear_map(lambda x: 2 * x, lambda y: 2 * y, (3,), (3,))",
-        )
-    return Pair(forward, adjoint, first, last, tuple(sorted(members)), batched, space, space)
