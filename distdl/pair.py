@@ -57,6 +57,7 @@ class Pair:
             raise ShapeError(
                 "shapes and ranks must be sequences of integers",
                 op="linear_map",
+                partitions=None,
                 expected="integers",
                 actual=(in_shape, out_shape, ranks),
                 next_step="linear_map(f, fT, (3,), (2,), ranks=(0, 1))",
@@ -65,6 +66,7 @@ class Pair:
             raise ShapeError(
                 "forward and adjoint must be functions",
                 op="linear_map",
+                partitions=None,
                 expected="two functions of a tensor",
                 actual=(forward, adjoint),
                 next_step="linear_map(lambda x: 2 * x, lambda y: 2 * y, (3,), (3,))",
