@@ -1,4 +1,4 @@
-"""How a partition or a layout that cannot be is told: the errors of partition.py, whose rules stand there."""
+"""The errors of partitions, layouts and maps that cannot be; the rules stand in partition.py and linear_map.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 from .errors import PartitionError, ShapeError
 
 if TYPE_CHECKING:
+    import torch
+
+    from .linear_map import Move
     from .partition import Layout, Partition
 
 
@@ -212,4 +215,58 @@ def another_shape(L: Layout, shape: tuple[int, ...]) -> ShapeError:
         expected=L.shape,
         actual=shape,
         next_step="leave shape out, or pass the partition and the shape",
+    )
+
+
+# ---------------------------------------------------------------- maps
+
+
+def not_a_tensor(step: Move, x: Any) -> ShapeError:
+    """What goes into a movement is no tensor."""
+    return ShapeError(
+        "not a tensor",
+        op=str(step),
+        partitions=step.partitions,
+        expected=f"a tensor of shape {step.in_shape}",
+        actual=type(x).__name__,
+        rank=step.world.rank,
+        next_step="ranks that hold nothing pass any tensor of the dtype and device that the others have",
+    )
+
+
+def not_the_block(step: Move, x: torch.Tensor) -> ShapeError:
+    """What goes into a movement is not this rank's block."""
+    return ShapeError(
+        "the local tensor has the wrong shape",
+        op=str(step),
+        partitions=step.partitions,
+        expected=step.in_shape,
+        actual=tuple(x.shape),
+        rank=step.world.rank,
+        next_step="pass this rank's block: layout.shard(x_global) or layout.local_shape()",
+    )
+
+
+def no_composition(a: Any, b: Any) -> PartitionError:
+    """Step ``b`` does not take what step ``a`` gives."""
+    return PartitionError(
+        "these maps do not compose",
+        op=f"{b} @ {a}",
+        rank=b.world.rank,
+        expected=f"{b.domain.kind} {b.in_shape}",
+        actual=f"{a.range.kind} {a.out_shape}",
+        partitions=[a.partitions, b.partitions],
+        next_step="put a map between them: repartition, or mark_varying for an invariant value",
+    )
+
+
+def not_a_map(other: Any) -> PartitionError:
+    """What a map is to be composed with is none."""
+    return PartitionError(
+        "not a linear map",
+        op="@",
+        expected="a map of dd.maps or dd.linear_map",
+        partitions=None,
+        actual=type(other).__name__,
+        next_step="B @ A composes maps; apply one to a tensor by A(x)",
     )

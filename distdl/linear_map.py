@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from . import _torch
+from . import _faults, _torch
 from .autograd import apply
 from .engine import dispatch
-from .errors import PartitionError, ShapeError
 from .pair import Pair
 from .plan import Plan, Side
 from .ties import nothing
@@ -126,26 +125,10 @@ class Move:
         if not self._fits:
             self.world.check(str(self), self.plan.held.partition, self.plan.wanted.partition)
         if not isinstance(x, torch.Tensor):
-            raise ShapeError(
-                "not a tensor",
-                op=str(self),
-                partitions=self.partitions,
-                expected=f"a tensor of shape {self.in_shape}",
-                actual=type(x).__name__,
-                rank=self.world.rank,
-                next_step="ranks that hold nothing pass any tensor of the dtype and device that the others have",
-            )
+            raise _faults.not_a_tensor(self, x)
         if self.active:
             if x.shape != self.in_shape:
-                raise ShapeError(
-                    "the local tensor has the wrong shape",
-                    op=str(self),
-                    partitions=self.partitions,
-                    expected=self.in_shape,
-                    actual=tuple(x.shape),
-                    rank=self.world.rank,
-                    next_step="pass this rank's block: layout.shard(x_global) or layout.local_shape()",
-                )
+                raise _faults.not_the_block(self, x)
         elif x.shape != self.in_shape:
             x = nothing(self.in_shape, x)
         return x
@@ -182,15 +165,7 @@ class LinearMap:
     def __post_init__(self) -> None:
         for a, b in zip(self.steps, self.steps[1:]):
             if a.out_shape != b.in_shape or a.range.kind != b.domain.kind:
-                raise PartitionError(
-                    "these maps do not compose",
-                    op=f"{b} @ {a}",
-                    rank=b.world.rank,
-                    expected=f"{b.domain.kind} {b.in_shape}",
-                    actual=f"{a.range.kind} {a.out_shape}",
-                    partitions=[a.partitions, b.partitions],
-                    next_step="put a map between them: repartition, or mark_varying for an invariant value",
-                )
+                raise _faults.no_composition(a, b)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the map to this rank's tensor. Returns fresh memory, unless the map is the identity on every rank.
@@ -213,14 +188,7 @@ class LinearMap:
 
     def __matmul__(self, other: LinearMap) -> LinearMap:
         if not isinstance(other, LinearMap):
-            raise PartitionError(
-                "not a linear map",
-                op="@",
-                expected="a map of dd.maps or dd.linear_map",
-                partitions=None,
-                actual=type(other).__name__,
-                next_step="B @ A composes maps; apply one to a tensor by A(x)",
-            )
+            raise _faults.not_a_map(other)
         return LinearMap(other.steps + self.steps)
 
     @property

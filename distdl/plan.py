@@ -267,6 +267,7 @@ class Plan(Value):
 
 
 def fills(runs: Sequence[Run], n: int) -> bool:
+    """Whether these runs are one that is all of a local dim of size ``n``."""
     return len(runs) == 1 and runs[0][2] == 0 and runs[0][1] - runs[0][0] == n
 
 

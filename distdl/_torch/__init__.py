@@ -120,7 +120,7 @@ with_tensors = _reparametrize_module
 
 def no_modes():
     """A context without __torch_dispatch__ modes: tensors made in it are real, under FakeTensorMode too."""
-    return _disable_modes() if dispatch_modes() else _here
+    return _disable_current_modes() if dispatch_modes() else _here
 
 
 def is_fake(tensor) -> bool:
@@ -128,7 +128,6 @@ def is_fake(tensor) -> bool:
     return tensor.is_meta or type(tensor).__torch_dispatch__ is not _ordinary
 
 
-_disable_modes = torch.utils._python_dispatch._disable_current_modes
 _strided, _ordinary = torch.strided, torch.Tensor.__torch_dispatch__
 
 
