@@ -76,13 +76,6 @@ def test_every_byte_of_every_box_has_its_place():
         assert all(torch.equal(found[k], x) for k, x in tensors.items()), case
 
 
-def test_runs_are_as_long_as_they_can_be():
-    assert [(n, list(at)) for n, at in [row_major(((1, 3), (0, 4), (0, 5)), (6, 4, 5))]] == [(40, [20])]
-    assert [(n, list(at)) for n, at in [row_major(((1, 3), (2, 4), (0, 5)), (6, 4, 5))]] == [(10, [30, 50])]
-    assert [(n, list(at)) for n, at in [row_major(((0, 2), (1, 2)), (2, 3))]] == [(1, [1, 4])]
-    assert [(n, list(at)) for n, at in [row_major((), ()), row_major(((0, 7),), (7,))]] == [(1, [0]), (7, [0])]
-
-
 def test_copies_are_written_in_turn():
     """Eight tensors that four ranks hold: each writes two of them."""
     entries = plan(
