@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import distdl as dd
-from distdl.partition import balanced
+from distdl.boxes import balanced
 from distdl.programs.bench.cases import COLLECTIVES, REDUCING
 
 COMM = MPI.COMM_WORLD

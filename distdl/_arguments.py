@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from . import calls
+from .boxes import is_int
 from .errors import DistdlError, PartitionError, ShapeError
 from .linear_map import LinearMap
 from .movement.halo import HaloSpec
-from .partition import Layout, Partition, is_int
+from .partition import Layout, Partition
 from .plan import Plan
 from .world import world
 

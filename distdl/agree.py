@@ -16,9 +16,10 @@ import torch
 from torch.autograd import forward_ad
 
 from . import _torch
+from .boxes import balanced
 from .engine import transport as _transport
 from .errors import AgreementError, DistdlError, ShapeError
-from .partition import Layout, Partition, balanced, layout_of, partition_of
+from .partition import Layout, Partition, layout_of, partition_of
 from .signature import disagreement, names
 from .ties import nothing
 from .world import world
@@ -97,7 +98,7 @@ def negotiate(op: str, xs, P, partitions=(), ndim=None, tree=None, arguments="")
     Raises:
         AgreementError: on every rank, when any rank reports a failure or differs.
     """
-    places, partitions = (P, *partitions), (P, *[partition_of(p, op) for p in partitions])
+    places, partitions = (P, *partitions), (P, *[partition_of(p) for p in partitions])
     where = world(P.world)
     where.check(op, *partitions)
     ranks = tuple(sorted({r for p in partitions for r in p.ranks}))
@@ -199,8 +200,8 @@ def resolve_tree(op: str, xs, tree, P, shape=None, others=()):
     ``P`` and ``others`` (the call's other partitions): block sizes add up to the global shape, whatever they are.
     """
     if isinstance(P, Layout) or shape is not None:
-        return xs, tree, [P if shape is None else layout_of(P, shape, op)] * len(xs)
-    P = partition_of(P, op)
+        return xs, tree, [P if shape is None else layout_of(P, shape)] * len(xs)
+    P = partition_of(P)
     xs, tree, reports = negotiate(op, xs, P, others, P.ndim, tree)
     if reports is None:
         return xs, tree, None
@@ -243,7 +244,7 @@ def alike(op: str, P) -> None:
     """Under ``dd.checking()`` compare the arguments of a call that sends no message: ranks that mean different ones
     would not notice."""
     if _transport.observer is not None:
-        where = partition_of(P, op)
+        where = partition_of(P)
         _transport.observer.alike(world(where.world).watch, op, where)
 
 

@@ -17,10 +17,11 @@ from torch.func import grad, jvp, vjp, vmap
 from . import _torch
 from ._arguments import check_functions
 from ._types import Dims, Place, Tree
+from .boxes import is_int
 from .calls import public
 from .errors import PartitionError, ShapeError
 from .movement.copies import invariant_sum
-from .partition import Layout, is_int, partition_of
+from .partition import Layout, partition_of
 
 __all__ = ["hessian", "hvp", "inner", "jacfwd", "jacrev", "linear_transpose"]
 

@@ -1,24 +1,23 @@
 """Linear maps between distributed tensors.
 
 A :class:`LinearMap` runs *steps*, one after the other. A step is a :class:`Move`: a plan, and the plan of its adjoint;
-or a :class:`Pair` of a user's own functions. Transposing a map transposes its steps and their order, and that is all
-there is to derivatives: :mod:`autograd` has the rules.
+or a :class:`Pair` of a user's own functions (pair.py). Transposing a map transposes its steps and their order, and that
+is all there is to derivatives: :mod:`autograd` has the rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from operator import index as as_int
 from typing import Any
 
 import torch
 
-from . import _torch
+from . import _faults, _torch
 from .autograd import apply
 from .engine import dispatch
-from .errors import PartitionError, ShapeError
+from .pair import Pair
 from .plan import Plan, Side
 from .ties import nothing
 from .world import World, world
@@ -126,26 +125,10 @@ class Move:
         if not self._fits:
             self.world.check(str(self), self.plan.held.partition, self.plan.wanted.partition)
         if not isinstance(x, torch.Tensor):
-            raise ShapeError(
-                "not a tensor",
-                op=str(self),
-                partitions=self.partitions,
-                expected=f"a tensor of shape {self.in_shape}",
-                actual=type(x).__name__,
-                rank=self.world.rank,
-                next_step="ranks that hold nothing pass any tensor of the dtype and device that the others have",
-            )
+            raise _faults.not_a_tensor(self, x)
         if self.active:
             if x.shape != self.in_shape:
-                raise ShapeError(
-                    "the local tensor has the wrong shape",
-                    op=str(self),
-                    partitions=self.partitions,
-                    expected=self.in_shape,
-                    actual=tuple(x.shape),
-                    rank=self.world.rank,
-                    next_step="pass this rank's block: layout.shard(x_global) or layout.local_shape()",
-                )
+                raise _faults.not_the_block(self, x)
         elif x.shape != self.in_shape:
             x = nothing(self.in_shape, x)
         return x
@@ -167,99 +150,6 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A step of a user's own functions, see :func:`linear_map`."""
-
-    forward: Callable[[torch.Tensor], torch.Tensor]
-    backward: Callable[[torch.Tensor], torch.Tensor]
-    in_shape: tuple[int, ...]
-    out_shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-    batched: bool
-    world_name: str = "default"
-    domain: Space = VARYING
-    range: Space = VARYING
-
-    plans: tuple[Plan, ...] = ()
-    is_identity = False
-
-    @property
-    def world(self) -> World:
-        """The world of :attr:`ranks`."""
-        return world(self.world_name)
-
-    @property
-    def active(self) -> bool:
-        """Whether this rank is one of them."""
-        return not self.ranks or self.world.rank in self.ranks
-
-    @property
-    def partitions(self) -> str:
-        """Its ranks, for messages."""
-        return f"ranks {self.ranks}" if self.ranks else "each rank alone"
-
-    @property
-    def alone(self) -> tuple[Pair]:
-        """This step as all the steps of one call."""
-        return (self,)
-
-    @property
-    def T(self) -> Pair:
-        """The adjoint."""
-        return replace(
-            self,
-            forward=self.backward,
-            backward=self.forward,
-            in_shape=self.out_shape,
-            out_shape=self.in_shape,
-            domain=self.range,
-            range=self.domain,
-        )
-
-    def operand(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, checked."""
-        if not isinstance(x, torch.Tensor) or x.shape != self.in_shape:
-            raise ShapeError(
-                "the local tensor has the wrong shape",
-                op=str(self),
-                expected=self.in_shape,
-                actual=tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__,
-                partitions=self.partitions,
-                next_step="pass a tensor of the map's in_shape, batched by vmap only",
-            )
-        return x
-
-    @staticmethod
-    def together(steps: Sequence[Pair], xs: Sequence[torch.Tensor], recorded: bool) -> list[torch.Tensor]:
-        """Each step on its tensor, of plain memory."""
-        return [step.run(x) for step, x in zip(steps, dispatch.checked(steps, xs))]
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """The pair's forward on a tensor with any number of leading batch axes."""
-        lead = x.shape[: x.dim() - len(self.in_shape)]
-        if not lead or self.batched:
-            y = self.forward(x)
-        elif 0 in lead:
-            y = x.new_empty((*lead, *self.out_shape))
-        else:
-            flat = x.reshape(-1, *self.in_shape)
-            y = torch.stack([self.forward(one) for one in flat]).reshape(*lead, *self.out_shape)
-        if not isinstance(y, torch.Tensor) or y.shape != (*lead, *self.out_shape):
-            raise ShapeError(
-                "the map returned another shape",
-                op=str(self),
-                expected=(*lead, *self.out_shape),
-                actual=tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__,
-                partitions=self.partitions,
-                next_step="let the function return out_shape, after the batch axes that it was given",
-            )
-        return y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y
-
-    def __str__(self) -> str:
-        return f"linear_map({getattr(self.forward, '__name__', 'forward')})"
-
-
-@dataclass(frozen=True)
 class LinearMap:
     """A linear map and its adjoint, between the products of the ranks' local tensors (arXiv:2006.03108, section 2).
 
@@ -275,15 +165,7 @@ class LinearMap:
     def __post_init__(self) -> None:
         for a, b in zip(self.steps, self.steps[1:]):
             if a.out_shape != b.in_shape or a.range.kind != b.domain.kind:
-                raise PartitionError(
-                    "these maps do not compose",
-                    op=f"{b} @ {a}",
-                    rank=b.world.rank,
-                    expected=f"{b.domain.kind} {b.in_shape}",
-                    actual=f"{a.range.kind} {a.out_shape}",
-                    partitions=[a.partitions, b.partitions],
-                    next_step="put a map between them: repartition, or mark_varying for an invariant value",
-                )
+                raise _faults.no_composition(a, b)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the map to this rank's tensor. Returns fresh memory, unless the map is the identity on every rank.
@@ -306,14 +188,7 @@ class LinearMap:
 
     def __matmul__(self, other: LinearMap) -> LinearMap:
         if not isinstance(other, LinearMap):
-            raise PartitionError(
-                "not a linear map",
-                op="@",
-                expected="a map of dd.maps or dd.linear_map",
-                partitions=None,
-                actual=type(other).__name__,
-                next_step="B @ A composes maps; apply one to a tensor by A(x)",
-            )
+            raise _faults.not_a_map(other)
         return LinearMap(other.steps + self.steps)
 
     @property
@@ -420,23 +295,8 @@ def linear_map(
         in_shape, out_shape: this rank's local shapes.
         ranks: the ranks that exchange messages inside, if any; they then agree on batches under vmap.
         batched: both functions take any number of leading batch axes. Otherwise a batch runs one by one.
+
+    Raises:
+        ShapeError: shapes or ranks that are no integers, or what cannot be called.
     """
-    try:
-        first, last, members = (tuple(map(as_int, numbers)) for numbers in (in_shape, out_shape, ranks))
-    except TypeError:
-        raise ShapeError(
-            "shapes and ranks must be sequences of integers",
-            op="linear_map",
-            expected="integers",
-            actual=(in_shape, out_shape, ranks),
-            next_step="linear_map(f, fT, (3,), (2,), ranks=(0, 1))",
-        ) from None
-    if not callable(forward) or not callable(adjoint):
-        raise ShapeError(
-            "forward and adjoint must be functions",
-            op="linear_map",
-            expected="two functions of a tensor",
-            actual=(forward, adjoint),
-            next_step="linear_map(lambda x: 2 * x, lambda y: 2 * y, (3,), (3,))",
-        )
-    return LinearMap((Pair(forward, adjoint, first, last, tuple(sorted(members)), batched),))
+    return LinearMap((Pair.of(forward, adjoint, in_shape, out_shape, ranks, batched, VARYING),))

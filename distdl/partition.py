@@ -9,33 +9,20 @@ from __future__ import annotations
 import math
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate
 from operator import index as as_int
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from .errors import PartitionError, ShapeError, rank_of
+from . import _faults
+from ._value import Value
+from .boxes import balanced, is_int
+from .errors import rank_of
 
 if TYPE_CHECKING:
     import torch
-
-
-class Value:
-    """Hash once: partitions and layouts are dictionary keys on every call, and may hold thousands of ranks."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((type(self).__name__, *(getattr(self, name) for name in self.__dataclass_fields__)))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,40 +48,16 @@ class Partition(Value):
             shape = tuple(as_int(n) for n in self.shape)
             ranks = None if self.ranks is None else tuple(as_int(r) for r in self.ranks)
         except TypeError as error:
-            raise PartitionError(
-                f"shape and ranks must be sequences of integers ({error})",
-                op="Partition",
-                expected="integers",
-                actual=(self.shape, self.ranks),
-                next_step="for example Partition((2, 2), ranks=(0, 1, 2, 3))",
-            ) from None
+            raise _faults.not_integers(self.shape, self.ranks, error) from None
         if any(n < 1 for n in shape):
-            raise PartitionError(
-                "every dim needs at least one rank",
-                op="Partition",
-                expected="sizes >= 1",
-                actual=shape,
-                next_step="leave out dims without ranks, or give them 1",
-            )
+            raise _faults.dim_without_ranks(shape)
         size = math.prod(shape)
         if ranks is None:
             ranks = tuple(range(size))
         if len(ranks) != size:
-            raise PartitionError(
-                "the number of ranks does not fill the grid",
-                op="Partition",
-                expected=f"{size} ranks for {shape}",
-                actual=f"{len(ranks)}: {ranks}",
-                next_step="list one rank for each place of the grid, or leave ranks out",
-            )
+            raise _faults.not_filled(shape, size, ranks)
         if len(set(ranks)) != size or min(ranks) < 0:
-            raise PartitionError(
-                "ranks must be distinct and not negative",
-                op="Partition",
-                actual=ranks,
-                expected="each rank once",
-                next_step="list every rank once",
-            )
+            raise _faults.not_distinct(ranks)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "ranks", ranks)
 
@@ -136,14 +99,7 @@ class Partition(Value):
     def _as_rank(self, rank: Any) -> int:
         if is_int(rank) and not isinstance(rank, bool):
             return as_int(rank)
-        raise PartitionError(
-            "not a rank",
-            op="Partition.index",
-            partitions=self,
-            expected="a rank (int)",
-            actual=repr(rank),
-            next_step="leave it out for this process's own; P.rank_at(coords) is the rank at grid coordinates",
-        )
+        raise _faults.not_a_rank(self, rank)
 
     @cached_property
     def _coords(self) -> dict[int, tuple[int, ...] | None]:
@@ -171,62 +127,46 @@ class Partition(Value):
             or len(found) != self.ndim
             or any(not is_int(c) or not -n <= c < n for c, n in zip(found, self.shape))
         ):
-            raise PartitionError(
-                "not a place of the grid",
-                op="Partition.rank_at",
-                partitions=self,
-                actual=repr(coords),
-                expected=f"{self.ndim} coordinates (ints) below {self.shape}",
-                next_step="P.index(rank) gives a rank's coordinates",
-            )
+            raise _faults.not_a_place(self, coords)
         place = 0
         for c, n in zip(found, self.shape):
             place = place * n + c % n
         return self.ranks[place]
 
-    def dim(self, dim: int, op: str | None = None) -> int:
-        """``dim`` as a non-negative grid dim."""
+    def dim(self, dim: int) -> int:
+        """``dim`` as a non-negative grid dim.
+
+        Raises:
+            PartitionError: the grid has no such dim; so do all methods that take dims.
+        """
         if not is_int(dim) or not -self.ndim <= dim < self.ndim:
-            raise PartitionError(
-                f"no dim {dim}",
-                op=op,
-                partitions=self,
-                expected=f"a dim of {self.ndim}",
-                actual=dim,
-                next_step="count dims from 0, or from the end with negative numbers",
-            )
+            raise _faults.no_dim(self, dim)
         return as_int(dim) % self.ndim
 
-    def dims(self, dims: int | Iterable[int] | None, op: str | None = None) -> tuple[int, ...]:
-        """``dims`` (``None``: all, an int, or a sequence of distinct ones) as sorted, non-negative grid dims."""
+    def dims(self, dims: int | Iterable[int] | None) -> tuple[int, ...]:
+        """``dims`` (``None``: all, an int, or a sequence of distinct ones) as sorted, non-negative grid dims.
+
+        Raises:
+            PartitionError: a dim that the grid does not have, or the same one twice.
+        """
         if dims is None:
             return tuple(range(self.ndim))
         several: Any = dims if isinstance(dims, Iterable) and not is_int(dims) else (dims,)
-        found = sorted(self.dim(d, op) for d in several)
+        found = sorted(self.dim(d) for d in several)
         if len(set(found)) < len(found):
-            raise PartitionError(
-                "a dim is named twice",
-                op=op,
-                partitions=self,
-                expected="distinct dims",
-                actual=tuple(several),
-                next_step="name each dim once",
-            )
+            raise _faults.dim_twice(self, several)
         return tuple(found)
 
     def take(self, dim: int, index: int, keepdim: bool = False) -> Partition:
-        """The sub-partition at ``index`` of ``dim``; the dim is dropped, or kept with size 1."""
-        dim = self.dim(dim, "Partition.take")
+        """The sub-partition at ``index`` of ``dim``; the dim is dropped, or kept with size 1.
+
+        Raises:
+            PartitionError: the dim has no such index.
+        """
+        dim = self.dim(dim)
         n = self.shape[dim]
         if not is_int(index) or not -n <= index < n:
-            raise PartitionError(
-                f"no index {index} in dim {dim}",
-                op="Partition.take",
-                partitions=self,
-                expected=f"an index of {n}",
-                actual=index,
-                next_step="count from 0, or from the end with negative numbers",
-            )
+            raise _faults.no_index(self, dim, index)
         inner = math.prod(self.shape[dim + 1 :])
         start, step = (index % n) * inner, n * inner
         ranks = tuple(r for s in range(start, self.size, step) for r in self.ranks[s : s + inner])
@@ -241,7 +181,7 @@ class Partition(Value):
         coords = self.index(rank)
         if coords is None:
             return None
-        dims = self.dims(dims, "Partition.along")
+        dims = self.dims(dims)
         fibre = self
         for d in range(self.ndim):
             if d not in dims:
@@ -273,66 +213,11 @@ class Partition(Value):
         return "\n".join([text, *("  [" + " ".join(f"{r:>{width}}" for r in row) + "]" for row in rows)])
 
 
-def is_int(value: Any) -> bool:
-    """Whether ``value`` stands for one integer, Python's, NumPy's or torch's; a truth value does not."""
-    try:
-        as_int(value)
-    except TypeError:
-        return False
-    return not is_bool(value)
-
-
-def is_bool(value: Any) -> bool:
-    """Whether ``value`` is a truth value, of which Python would make 0 or 1."""
-    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
-
-
-def partition_of(P: Partition | Layout, op: str | None = None) -> Partition:
+def partition_of(P: Partition | Layout) -> Partition:
     """The partition of a Partition or a Layout."""
     if not isinstance(P, (Partition, Layout)):
-        raise PartitionError(
-            "not a partition",
-            op=op,
-            expected="a Partition or a Layout",
-            actual=repr(P),
-            next_step="dd.Partition(shape), or dd.Layout(P, shape)",
-            partitions=None,
-        )
+        raise _faults.not_a_partition(P)
     return P.partition if isinstance(P, Layout) else P
-
-
-def balanced(n: int, p: int) -> tuple[int, ...]:
-    """Block sizes of ``n`` over ``p``: ⌊n/p⌋ + [i < n mod p], so the last blocks are empty where n < p."""
-    q, r = divmod(n, p)
-    return (q + 1,) * r + (q,) * (p - r)
-
-
-def joined(runs: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Runs (start, stop, at) of indices that lie at ``at``, those that follow one another on both sides made one; empty
-    ones left out."""
-    found: list[tuple[int, int, int]] = []
-    for start, stop, at in runs:
-        if start == stop:
-            continue
-        if found and found[-1][1] == start and found[-1][2] + start - found[-1][0] == at:
-            found[-1] = (found[-1][0], stop, found[-1][2])
-        else:
-            found.append((start, stop, at))
-    return tuple(found)
-
-
-def row_major(box: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int, Iterator[int]]:
-    """The block ((start, stop), ...) of a tensor as contiguous runs of the whole, in row-major order: (elements of a
-    run, an iterator over their offsets), in the block's own order. Of a block without elements the runs are empty."""
-    d = len(shape)
-    while d and box[d - 1] == (0, shape[d - 1]):
-        d -= 1
-    if not d:
-        return math.prod(shape), iter((0,))
-    strides = [math.prod(shape[i + 1 :]) for i in range(d)]
-    start, stop = box[d - 1]
-    outer = product(*(range(a * s, b * s, s) for (a, b), s in zip(box[: d - 1], strides)))
-    return (stop - start) * strides[d - 1], (sum(at) + start * strides[d - 1] for at in outer)
 
 
 @dataclass(frozen=True, repr=False)
@@ -356,44 +241,16 @@ class Layout(Value):
     def __post_init__(self) -> None:
         P = self.partition
         if not isinstance(P, Partition):
-            raise PartitionError(
-                "not a partition",
-                op="Layout",
-                expected="a Partition",
-                actual=repr(P),
-                partitions=None,
-                next_step="dd.Partition(shape); layout.with_shape(shape) lays out another shape",
-            )
+            raise _faults.layout_of_no_partition(P)
         try:
             shape = tuple(as_int(n) for n in self.shape)
         except TypeError:
-            raise PartitionError(
-                "not a global shape",
-                op="Layout",
-                partitions=P,
-                expected="a sequence of integers",
-                actual=self.shape,
-                next_step="pass the tensor's global shape, for example x.shape",
-            ) from None
+            raise _faults.not_a_shape(P, self.shape) from None
         if len(shape) != P.ndim or any(n < 0 for n in shape):
-            raise PartitionError(
-                "the shape does not fit the partition",
-                op="Layout",
-                partitions=P,
-                expected=f"{P.ndim} sizes >= 0",
-                actual=shape,
-                next_step="give the partition one dim for each dim of the tensor (1: not split)",
-            )
+            raise _faults.shape_does_not_fit(P, shape)
         splits = (None,) * P.ndim if self.splits is None else self.splits
         if not isinstance(splits, Iterable) or len(splits := tuple(splits)) != P.ndim:
-            raise PartitionError(
-                "splits needs one entry for each dim",
-                op="Layout",
-                expected=P.ndim,
-                actual=splits,
-                partitions=P,
-                next_step="use None for a dim of balanced blocks",
-            )
+            raise _faults.not_one_split_per_dim(P, splits)
         splits = tuple(self._check_split(d, s, shape[d]) for d, s in enumerate(splits))
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "splits", splits if any(splits) else None)
@@ -407,14 +264,7 @@ class Layout(Value):
         fits = isinstance(split, Iterable) and all(map(is_int, split := tuple(split)))
         split = tuple(as_int(s) for s in split) if fits else split
         if not fits or len(split) != p or sum(split) != n or min(split) < 0:
-            raise PartitionError(
-                f"splits of dim {dim} do not fit",
-                op="Layout",
-                partitions=self.partition,
-                actual=split,
-                expected=f"{p} sizes >= 0 that sum to {n}",
-                next_step="list one size for each coordinate of that dim, or None for balanced blocks",
-            )
+            raise _faults.split_does_not_fit(self.partition, dim, split, n)
         return None if split == balanced(n, p) else split  # one spelling for one layout
 
     @cached_property
@@ -478,14 +328,7 @@ class Layout(Value):
         """
         shape = tuple(getattr(x_global, "shape", ()))
         if shape != self.shape or not hasattr(x_global, "shape"):
-            raise ShapeError(
-                "not the layout's global shape",
-                op="Layout.shard",
-                partitions=self,
-                expected=self.shape,
-                actual=shape if hasattr(x_global, "shape") else type(x_global).__name__,
-                next_step="pass the whole tensor, or lay out its shape: layout.with_shape(x.shape)",
-            )
+            raise _faults.not_the_layouts_shape(self, x_global)
         if not self.ndim and self.box(rank) is None:
             return x_global.reshape(1)[:0]
         return x_global[self.slices(rank)]
@@ -501,21 +344,14 @@ class Layout(Value):
         return f"Layout({str(self.partition).splitlines()[0]}, {self.shape}{splits})"
 
 
-def layout_of(P: Partition | Layout, shape: Any = None, op: str | None = None) -> Layout:
+def layout_of(P: Partition | Layout, shape: Any = None) -> Layout:
     """A Layout as it is, or the one of a partition and a global shape.
 
     Raises:
         ShapeError: a Layout, and another shape than its own. (PartitionError: see :class:`Layout`.)
     """
     if not isinstance(P, Layout):
-        return Layout(partition_of(P, op or "Layout"), shape)
+        return Layout(partition_of(P), shape)
     if shape is not None and tuple(shape) != P.shape:
-        raise ShapeError(
-            "shape differs from the layout's",
-            op=op,
-            partitions=P,
-            expected=P.shape,
-            actual=tuple(shape),
-            next_step="leave shape out, or pass the partition and the shape",
-        )
+        raise _faults.another_shape(P, tuple(shape))
     return P

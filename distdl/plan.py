@@ -22,7 +22,9 @@ from functools import cached_property
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any
 
-from .partition import Layout, Partition, Value
+from ._value import Value
+from .boxes import collide
+from .partition import Layout, Partition
 
 if TYPE_CHECKING:
     import torch
@@ -265,6 +267,7 @@ class Plan(Value):
 
 
 def fills(runs: Sequence[Run], n: int) -> bool:
+    """Whether these runs are one that is all of a local dim of size ``n``."""
     return len(runs) == 1 and runs[0][2] == 0 and runs[0][1] - runs[0][0] == n
 
 
@@ -293,20 +296,6 @@ def _overlaps(held: Iterable[Run], wanted: Sequence[Run]) -> Overlaps:
 def _arrivals(overlaps: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
     """The box in the wanted tensor: (start, stop) per dim."""
     return [(w, w + n) for _, w, n in overlaps]
-
-
-def collide(boxes: Sequence[list[tuple[int, int]]]) -> bool:
-    """Whether two of these boxes, (start, stop) per dim, have a common element."""
-    if boxes and not boxes[0]:
-        return len(boxes) > 1  # of no dim, or of a grid dim that no axis uses: copies, all with the same box
-    boxes = sorted(boxes)
-    for i, box in enumerate(boxes):
-        for other in boxes[i + 1 :]:
-            if other[0][0] >= box[0][1]:
-                break
-            if all(a0 < b1 and b0 < a1 for (a0, a1), (b0, b1) in zip(box, other)):
-                return True
-    return False
 
 
 def _message(peer: int, per_axis: Sequence[Overlaps], end: int, side: Side) -> Message:

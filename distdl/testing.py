@@ -15,7 +15,8 @@ from .calls import public
 from .engine import transport as traffic
 from .errors import InvariantError, PartitionError
 from .held import holders, named
-from .linear_map import LinearMap, Pair
+from .linear_map import LinearMap
+from .pair import Pair
 from .partition import partition_of
 from .signature import fingerprint, names
 from .world import world

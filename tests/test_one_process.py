@@ -382,6 +382,28 @@ def test_chains():
     assert [y.tolist() for y in shards] == [[0.0, 1.0, 2.0, 3.0]] * 3
 
 
+def test_what_a_map_says_of_itself():
+    """Its ranks, sorted, whether anything moves, and the names of its plans, those of its adjoint too."""
+
+    def program():
+        P, back = dd.Partition((2,), (1, 0)), dd.Partition((2,), (0, 1))
+        L = dd.Layout(P, (5,))
+        there, stays = dd.maps.repartition(L, back), dd.maps.repartition(L, L)
+        assert stays.is_identity is (stays @ stays).is_identity is True
+        assert there.is_identity is (there @ stays).is_identity is False
+        far = dd.maps.permute(dd.Partition((1,), (1,)), [(1, 0)], (3,)) @ dd.maps.permute(
+            dd.Partition((1,), (0,)), [(0, 1)], (3,)
+        )
+        assert far.ranks == (0, 1) and dd.maps.repartition(L, L).ranks == (0, 1)
+        assert there.T.T is there and there.steps[0].T.T is there.steps[0]
+        move = there.steps[0]
+        assert (move.plan.named[0], move.adjoint.named[0]) == ("repartition", "repartition.T")
+        assert (move.T.plan.named[0], str(move.T)) == ("repartition.T", "repartition.T")
+
+    every_rank(2, program)
+    assert dd.LinearMap.__call__._torchdynamo_disable
+
+
 def test_weights_of_the_invariant_pair():
     A, B = dd.maps.mark_varying(line(), (2,)), dd.maps.invariant_sum(line(), (2,))
     assert (A.domain.kind, A.domain.copies, A.domain.weight, A.range.kind) == ("invariant", 3, 1 / 3, "varying")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import distdl as dd
 from distdl.errors import PartitionError, ShapeError
-from distdl.partition import balanced
 
 
 def test_ranks_and_index():
@@ -150,13 +149,6 @@ def test_repr():
     assert repr(dd.Partition((2, 1, 2))) == "Partition((2, 1, 2))"
     assert len(repr(dd.Partition((100,), range(1, 101)))) < 80
     assert repr(dd.Layout(dd.Partition((2,)), (5,), ((1, 4),))) == "Layout(Partition((2,)), (5,), splits=((1, 4),))"
-
-
-@given(st.integers(0, 200), st.integers(1, 40))
-def test_balanced(n, p):
-    sizes = balanced(n, p)
-    assert sizes == tuple(len(b) for b in np.array_split(np.arange(n), p))
-    assert sizes == tuple(n // p + (i < n % p) for i in range(p))
 
 
 @st.composite

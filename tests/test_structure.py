@@ -71,7 +71,8 @@ except dd.errors.TransportError as error:
 # siblings.
 ORDER = [set(line.split()) for line in """
     calls
-    errors failure flat _names
+    errors failure flat _names _value boxes
+    _faults
     partition
     _types
     plan
@@ -82,6 +83,7 @@ ORDER = [set(line.split()) for line in """
     world ties
     nodes
     autograd
+    pair
     linear_map
     agree held
     movement
@@ -121,6 +123,21 @@ def test_imports_run_one_way(path):
         if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists():
             above = name == mine or LEVEL[name] < LEVEL[mine]
             assert above, f"{mine} imports {name}, which does not stand above it in ORDER"
+
+
+LONGEST = 450  # lines of a file
+LONGER: dict[str, int] = {}  # files that are longer, with their lines: entries may go and numbers sink, nothing else
+
+
+def test_files_are_short():
+    lines = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {name: n for name, n in lines.items() if n > LONGEST} == LONGER
+
+
+def test_the_three_files_to_read_first_are_a_thousand_lines():
+    """README sends a reader of the source to them."""
+    lines = [len((PACKAGE / f"{name}.py").read_text().splitlines()) for name in ("partition", "plan", "linear_map")]
+    assert sum(lines) <= 1000
 
 
 def test_one_autograd_function():

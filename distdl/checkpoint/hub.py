@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .._types import Place
-from ..partition import row_major
+from ..boxes import row_major
 from .choice import Layouts, Names, block_of, chosen
 from .format import DTYPES, Box, volume
 from .group import Group, Path

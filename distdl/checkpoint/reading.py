@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from .._types import Device, Place
-from ..partition import Layout, row_major
+from ..boxes import row_major
+from ..partition import Layout
 from .format import DTYPES, volume
 from .group import Group, Path
 from .sums import MARK, sealed

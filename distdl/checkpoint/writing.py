@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from .._types import Place
+from ..boxes import row_major
 from ..errors import CheckpointError
-from ..partition import Layout, row_major
+from ..partition import Layout
 from .format import DTYPES, Box, Report, header, plan
 from .group import Group, Path
 from .sums import parts, whole

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from ..plan import Plan, View, alone, collide, full
+from ..boxes import collide
+from ..plan import Plan, View, alone, full
 
 
 def summing_group(plan: Plan, rank: int) -> tuple[int, ...] | None:

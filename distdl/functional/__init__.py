@@ -17,7 +17,8 @@ from ..movement.halo import halo_exchange
 from ..movement.peers import permute, shift
 from ..movement.split_phase import start, wait
 from ..ties import nothing, tie
-from .conv import conv_layout, conv_transpose_layout, dist_conv, dist_conv_transpose
+from .conv import conv_layout, dist_conv
+from .conv_transpose import conv_transpose_layout, dist_conv_transpose
 from .dropout import dist_dropout, dist_feature_dropout
 from .embedding import dist_embedding
 from .enter import check_bias, replicated
@@ -29,10 +30,8 @@ from .fft import (
     dist_irfftn,
     dist_rfftfreq,
     dist_rfftn,
-    dist_spectral_conv,
     fft_layout,
     fft_stages,
-    spectral_layout,
 )
 from .interpolate import dist_interpolate, interpolate_layout
 from .linear import dist_linear
@@ -71,6 +70,7 @@ from .reshape import (
     pad_layout,
     stack_layout,
 )
+from .spectral import dist_spectral_conv, spectral_layout
 
 __all__ = [
     # movements: blocks of a global tensor

@@ -7,10 +7,10 @@ from functools import lru_cache
 
 import torch
 
+from ..boxes import balanced
 from ..errors import PartitionError
 from ..movement.copies import all_sum_reduce, broadcast, invariant_sum, mark_varying, sum_reduce
 from ..movement.gathers import all_gather, reduce_scatter
-from ..partition import balanced
 from ..ties import tie
 
 __all__: list[str] = []

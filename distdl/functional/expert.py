@@ -14,9 +14,10 @@ import torch
 from .. import _torch
 from .._types import Place
 from ..agree import check_tensor
+from ..boxes import balanced
 from ..errors import AgreementError, PartitionError, ShapeError
 from ..linear_map import LinearMap, movement
-from ..partition import Partition, balanced, partition_of
+from ..partition import Partition, partition_of
 from ..plan import Axis, Side, whole
 from ..ties import nothing
 from ..world import world

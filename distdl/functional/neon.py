@@ -14,10 +14,11 @@ from .. import maps
 from .._arguments import checked
 from .._types import Place, Size
 from ..agree import block_sizes
+from ..boxes import balanced
 from ..errors import PartitionError, ShapeError
 from ..movement.copies import all_sum_reduce
 from ..movement.halo import HaloSpec, halo_exchange, per_dim
-from ..partition import Layout, balanced, partition_of
+from ..partition import Layout, partition_of
 from ..ties import nothing
 from .autocast import autocast, without_autocast
 from .enter import FLOATING, at_least, enter, outside, replicated, spatial

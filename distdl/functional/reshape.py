@@ -17,10 +17,11 @@ from .. import maps
 from .._arguments import checked
 from .._types import Place
 from ..agree import resolve
+from ..boxes import joined, row_major
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
 from ..movement.halo import HaloSpec, halo_exchange, sizes_of
-from ..partition import Layout, Partition, joined, layout_of, partition_of, row_major
+from ..partition import Layout, Partition, layout_of, partition_of
 from ..plan import Axis, Side
 from ..ties import nothing
 from .enter import at_least, check_block, enter, outside, supposed

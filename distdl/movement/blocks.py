@@ -7,9 +7,10 @@ from operator import index as as_int
 
 from .._torch import opaque
 from .._types import Place, Tree
+from ..boxes import is_int
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
-from ..partition import Layout, is_int, layout_of, partition_of
+from ..partition import Layout, layout_of, partition_of
 from ..plan import Axis, Run, Side
 from .call import by_layout, by_map, laid_out, moved, on_one_rank, rule
 

@@ -14,9 +14,11 @@ from typing import Any
 
 from .._torch import opaque
 from .._types import Place, Size, Tree
+from .._value import Value
+from ..boxes import is_bool, is_int, joined
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
-from ..partition import Layout, Value, is_bool, is_int, joined, layout_of
+from ..partition import Layout, layout_of
 from ..plan import Axis, Plan, Run, Side
 from .call import by_map, moved, rule
 

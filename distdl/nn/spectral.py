@@ -12,7 +12,7 @@ from .. import init
 from .._arguments import Checked
 from .._types import Device, Place
 from ..errors import PartitionError, ShapeError
-from ..functional.fft import spectral_grid
+from ..functional.spectral import spectral_grid
 from ..partition import Layout, partition_of
 from .conv import Conv1d, Conv2d, Conv3d
 from .layer import Layer

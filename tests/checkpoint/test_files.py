@@ -22,8 +22,8 @@ from safetensors.torch import load, load_file, save_file
 
 import distdl as dd
 from distdl import checkpoint
+from distdl.boxes import row_major
 from distdl.checkpoint.format import DTYPES, Report, header, plan
-from distdl.partition import row_major
 from distdl.programs.launch import find_mpi
 
 needs_mpi = pytest.mark.skipif(find_mpi() is None, reason="needs mpi4py and an MPI library")
@@ -74,13 +74,6 @@ def test_every_byte_of_every_box_has_its_place():
         assert seen == len(written) - len(head), "a byte is written twice, or not at all"
         found = load(bytes(written))
         assert all(torch.equal(found[k], x) for k, x in tensors.items()), case
-
-
-def test_runs_are_as_long_as_they_can_be():
-    assert [(n, list(at)) for n, at in [row_major(((1, 3), (0, 4), (0, 5)), (6, 4, 5))]] == [(40, [20])]
-    assert [(n, list(at)) for n, at in [row_major(((1, 3), (2, 4), (0, 5)), (6, 4, 5))]] == [(10, [30, 50])]
-    assert [(n, list(at)) for n, at in [row_major(((0, 2), (1, 2)), (2, 3))]] == [(1, [1, 4])]
-    assert [(n, list(at)) for n, at in [row_major((), ()), row_major(((0, 7),), (7,))]] == [(1, [0]), (7, [0])]
 
 
 def test_copies_are_written_in_turn():

@@ -34,11 +34,13 @@ from mutate import named  # noqa: E402
 from torch.fx.experimental import proxy_tensor  # noqa: E402
 
 MODULES = (
+    "boxes",
     "partition",
     "plan",
     "ties",
     "autograd",
     "linear_map",
+    "pair",
     "engine.dispatch",
     "engine.recognise",
     "engine.program",

@@ -41,6 +41,8 @@ KNOWN = {
     "autocast": ["dtypes"],
     "blocks": ["value", "derivatives"],
     "call": ["value", "derivatives"],
+    "channels": ["conv"],
+    "conv_transpose": ["conv"],
     "copies": ["value", "derivatives"],
     "dropout": ["dropout_init"],
     "enter": ["outside", "linear"],
@@ -52,7 +54,9 @@ KNOWN = {
     "random": ["dropout_init"],
     "schedules": ["pipeline", "pipeline_schedule"],
     "signature": ["agreement", "checking"],
+    "spectral": ["fft", "fno"],
     "sync": ["sums"],
+    "transform": ["fft"],
     "window": ["conv", "pool"],
 }
 COPIED = (

@@ -5,6 +5,14 @@ They are not judged, and count as alive; ``python tests/mutation --argued`` judg
 """
 
 EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
+    "boxes": {
+        "if other[0][0] >= box[0][1]:": {
+            "GtE -> Gt": "where the search for two boxes that meet may stop: time only",
+        },
+        "break": {
+            "jump removed": "where the search for two boxes that meet may stop: time only",
+        },
+    },
     "plan": {
         "found = sorted(((start, stop, c) for c, runs in enumerate(self.runs) for start, stop, _ in runs if start < stop))": {
             "without its filter": "an empty run among the candidates meets nothing, which is found out when the overlaps are taken",
@@ -15,12 +23,6 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
         },
         "programs: dict[Any, Any] = field(default_factory=dict, repr=False)": {
             "False -> True": "wording",
-        },
-        "if other[0][0] >= box[0][1]:": {
-            "GtE -> Gt": "where the search for two boxes that meet may stop: time only",
-        },
-        "break": {
-            "jump removed (2)": "where the search for two boxes that meet may stop: time only",
         },
     },
     "engine.recognise": {

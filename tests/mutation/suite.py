@@ -18,9 +18,11 @@ import pytest
 
 sys.path[:0] = sorted({str(path.parent) for path in Path(__file__).parents[1].rglob("test_*.py")})
 FIRST = {
+    "boxes": ["test_boxes", "test_partition", "test_plan"],
     "partition": ["test_partition"],
     "plan": ["test_plan"],
     "linear_map": ["test_one_process", "test_forked"],
+    "pair": ["test_one_process", "test_forked"],
     "autograd": ["test_one_process", "test_forked"],
     "ties": ["test_one_process", "test_forked"],
     "engine.dispatch": ["test_one_process", "test_forked"],
@@ -117,6 +119,7 @@ def examples(count):
     """The bodies of the tests that hypothesis drives, with a few examples of our own."""
     import random
 
+    import test_boxes
     import test_partition
     import test_plan
     from fuzzing import KINDS, _layout
@@ -129,7 +132,7 @@ def examples(count):
         M = _layout(rng, 6, KINDS[(i + 1) % 3], ndim=L.ndim, least=1)
         M = dd.Layout(M.partition, L.shape)
         test_partition.test_blocks_cover_exactly_once.hypothesis.inner_test(L)
-        test_partition.test_balanced.hypothesis.inner_test(3 * i, 1 + i % 5)
+        test_boxes.test_balanced.hypothesis.inner_test(3 * i, 1 + i % 5)
         test_plan.test_repartition.hypothesis.inner_test((L, M))
         test_plan.test_repartition.hypothesis.inner_test((L, L))
         test_plan.test_transpose_is_the_matrix_transpose.hypothesis.inner_test((L, M))
@@ -144,11 +147,11 @@ def tests(module):
         yield from of_module(name)
     yield from examples(6)
     yield from fuzz([0])
-    for name in ["test_partition", "test_plan", "test_one_process"]:
+    for name in ["test_boxes", "test_partition", "test_plan", "test_one_process"]:
         if name not in FIRST.get(module, ()):
             yield from of_module(name)
     yield from fuzz([1, 2])
-    if module in ("autograd", "linear_map"):
+    if module in ("autograd", "linear_map", "pair"):
         yield "nonlinear", partial(importlib.import_module("test_forked").test_one_rank_alone_is_nonlinear, 0)
     for name in ONE_RANK:
         yield from of_module(f"test_{name}")

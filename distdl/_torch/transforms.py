@@ -1,56 +1,22 @@
-"""Every private torch API that distdl uses, in one place, looked up once at import."""
+"""The transforms of torch.func, and forward mode: which are active, which tensors are theirs, a rule's way through."""
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._C import _functorch
 from torch.autograd import forward_ad
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
-from .errors import DistdlError
+from ..errors import DistdlError
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+_shares_memory: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
 _Kind = _functorch.TransformType
 # True while any torch.func transform (grad, vjp, jvp, vmap, ...) is being evaluated.
 transforms_active = torch._C._are_functorch_transforms_active
-# Number of active __torch_dispatch__ modes (make_fx, FakeTensorMode, ...): then even plain calls must be torch
-# operators.
-dispatch_modes = torch._C._len_torch_dispatch_stack
-# Whether torch.autocast is on for some kind of device.
-any_autocast = torch._C._is_any_autocast_enabled
-# Its ``_is_profiler_enabled`` is true while torch.profiler, or emit_nvtx, records: a look at it costs no call.
-profiler = torch.autograd.profiler
-# Context manager: operators called inside skip their Autograd kernels.
-below_autograd = torch._C._AutoDispatchBelowAutograd
-
-
 # A tensor of a transform that has ended (a pullback's memory, say) as the plain tensor that it now is.
 unwrap_if_dead = _functorch.unwrap_if_dead
 of_torch_func = _functorch.is_functorch_wrapped_tensor  # whether a tensor belongs to a transform, active or ended
-
-# Address of torch's current stream on a CUDA device, the current device, and whether a graph is being captured:
-# torch.cuda's own functions cost several times as much. Absent in builds without CUDA.
-current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-current_device = getattr(torch._C, "_cuda_getDevice", None)
-capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-
-
-_here = contextlib.nullcontext()
-
-
-def on_device(index: int):
-    """A context in which CUDA device ``index`` is the current one."""
-    return _here if current_device() == index else torch.cuda.device(index)
 
 
 def forward_mode_active() -> bool:
@@ -71,31 +37,6 @@ def has_tangent(tensor) -> bool:
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 
 
-_reduced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
-def reduced_by_ddp() -> tuple[tuple[int, ...], frozenset]:
-    """Of the DistributedDataParallel whose forward is running: its ranks, and the ids of the parameters whose gradients
-    it sums."""
-    ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
-    if ddp is None:
-        return (), frozenset()
-    if ddp not in _reduced:
-        _reduced[ddp] = frozenset(map(id, ddp._module_parameters))
-    return tuple(torch.distributed.get_process_group_ranks(ddp.process_group)), _reduced[ddp]
-
-
-def opaque(function: Function) -> Function:
-    """Mark a function at which torch.compile shall break its graph, without a look inside: what torch.compiler.disable
-    does, but without importing the compiler, and without a wrapper."""
-    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="a movement of distdl")
-    frames = torch._C._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):  # newer torch: nor are functions that it calls compiled on their own
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    return function
-
-
 def vmap_levels() -> tuple[tuple[int, int], ...]:
     """(level, batch size) of every active vmap, outermost first."""
     alone = _functorch.get_dynamic_layer_stack_depth() == 1  # the whole stack takes long to build
@@ -109,28 +50,6 @@ def randomness() -> dict[int, tuple[int, str]]:
     stack = _functorch.get_interpreter_stack() or () if transforms_active() else ()
     vmaps = {i.level(): _functorch.CVmapInterpreterPtr(i) for i in stack if i.key() == _Kind.Vmap}
     return {level: (vmap.batchSize(), vmap.randomness().name) for level, vmap in vmaps.items()}
-
-
-def drawn() -> int:
-    """The next number of torch's CPU generator: it tells a place in the stream. Under vmap as all that is random there:
-    an error, unless ``randomness`` says otherwise."""
-    with _disable_current_modes() if dispatch_modes() else _here:
-        number = torch.randint(2**62, (), device="cpu")
-        while of_torch_func(number):
-            number = _functorch.get_unwrapped(number)
-        return int(number.reshape(-1)[0])
-
-
-def in_backward() -> bool:
-    """Whether autograd runs a backward pass right here: what is a forward then is run again, by a checkpoint."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def checkpointed() -> bool:
-    """Whether torch's checkpoint may run again what runs now: there are hooks on what is saved, or
-    (``use_reentrant=True``) this is the forward of a Function, which has neither grad mode nor forward mode."""
-    plain = torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
-    return not plain or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def batching_levels(tensors) -> set[int]:
@@ -265,16 +184,12 @@ class Transform:
             _functorch.set_single_level_autograd_function_allowed(before)
 
 
-# A context in which a module has other tensors as its parameters and buffers, by name.
-with_tensors = _reparametrize_module
-shares_memory: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
 transform_depth = _functorch.get_dynamic_layer_stack_depth  # how many transforms are active
 
 
 def apart(depth: int, function, args):
     """``function(*args)`` of constants, and which of its results (a tuple of tensors) some transform or autograd
-    follows all the
-    same: they depend on tensors that the function reached by itself.
+    follows all the same: they depend on tensors that the function reached by itself.
 
     It runs inside ``depth`` transforms that follow nothing, at the levels of those in which it was called: there a
     tensor of an outer one shows what it is (outside of all of them, its derivative would be dropped without a word),
@@ -295,7 +210,7 @@ def apart(depth: int, function, args):
                 results[i] = _functorch._unwrap_for_grad(y, opened) if opened else y
             if not opened:
                 return [
-                    y.clone() if any(shares_memory(y, x) for x in constants) else _spread(y) for y in results
+                    y.clone() if any(_shares_memory(y, x) for x in constants) else _spread(y) for y in results
                 ], followed
             opened -= 1
             _functorch._grad_decrement_nesting()
@@ -338,133 +253,3 @@ def examples(level: int, size: int, device):
 def batch_mask(level: int, size: int, device):
     """True, once per example of the vmap at ``level``: ``where(mask, x, x)`` is x, made to have that batch."""
     return examples(level, size, device) >= 0
-
-
-def no_modes():
-    """A context without __torch_dispatch__ modes: tensors made in it are real, under FakeTensorMode too."""
-    return _disable_modes() if dispatch_modes() else _here
-
-
-def is_fake(tensor) -> bool:
-    """Whether a tensor has no numbers: on the meta device, or of a class with operators of its own (FakeTensor)."""
-    return tensor.is_meta or type(tensor).__torch_dispatch__ is not _ordinary
-
-
-_disable_modes = torch.utils._python_dispatch._disable_current_modes
-_strided, _ordinary = torch.strided, torch.Tensor.__torch_dispatch__
-
-
-def is_plain(tensor) -> bool:
-    """Whether a tensor is dense memory of its own: not sparse, not quantized, of no transform, active or ended, and not
-    of a class with operators of its own (DTensor, FakeTensor), whose memory is not theirs."""
-    return (
-        (type(tensor) is torch.Tensor or type(tensor).__torch_dispatch__ is _ordinary)
-        and tensor.layout is _strided
-        and not tensor.is_quantized
-        and not of_torch_func(tensor)
-    )
-
-
-def plain(tensor):
-    """The tensor as ordinary memory: lazy conjugates, negatives and zeros written out."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return torch.zeros_like(tensor, memory_format=torch.contiguous_format) if tensor._is_zerotensor() else tensor
-
-
-def numbers(tensor) -> list[int]:
-    """``tensor.tolist()`` of integers, also inside torch.func, where older torch finds no memory."""
-    return [int(n) for n in tensor] if transforms_active() else tensor.tolist()
-
-
-foreach_copy = torch._foreach_copy_  # (targets, sources): on a device one kernel copies many small tensors
-
-
-@dataclass(frozen=True)
-class Structure:
-    """A pytree without its leaves. ``order``: the place, in torch's own order, of each leaf in :func:`flatten`'s."""
-
-    spec: Any
-    order: tuple[int, ...]
-
-    @cached_property
-    def text(self) -> str:
-        """In words, the same for equal containers, whatever order their keys stand in."""
-        return _words(self.spec)
-
-
-def flatten(tree):
-    """(leaves, :class:`Structure`) of a pytree; a tensor is its own only leaf, and its structure ``None``.
-
-    What stands under a key of a dictionary comes in the order of the keys, not in that in which they were set: two
-    ranks' leaves then match by their keys. The pytree that :func:`unflatten` makes has the keys in their own order.
-    """
-    if isinstance(tree, torch.Tensor) or tree is None:
-        return [tree], None
-    leaves, spec = pytree.tree_flatten(tree)
-    order: list[int] = []
-    _visit(spec, 0, order)
-    return [leaves[place] for place in order], Structure(spec, tuple(order))
-
-
-def unflatten(leaves, structure):
-    """The pytree of that structure."""
-    return unflatten_as_given(as_given(leaves, structure), structure)
-
-
-def as_given(leaves, structure) -> list:
-    """:func:`flatten`'s leaves in the order in which the containers of that structure have them."""
-    if structure is None:
-        return leaves
-    given = list(leaves)
-    for place, leaf in zip(structure.order, leaves, strict=True):
-        given[place] = leaf
-    return given
-
-
-def unflatten_as_given(leaves, structure):
-    """The pytree of leaves in the order of :func:`as_given`."""
-    return leaves[0] if structure is None else pytree.tree_unflatten(leaves, structure.spec)
-
-
-def _children(spec):
-    """[(key or ``None``, place of its first leaf, spec)] of a node, dictionaries in the order of their keys."""
-    found, first, keys = [], 0, None
-    children = spec.children() if hasattr(spec, "children") else spec.children_specs  # torch 2.6 to 2.8
-    if isinstance(spec.type, type) and issubclass(spec.type, dict):
-        keys = spec.context[1] if issubclass(spec.type, defaultdict) else spec.context
-    for i, child in enumerate(children):
-        found.append((None if keys is None else keys[i], first, child))
-        first += child.num_leaves
-    return found if keys is None else sorted(found, key=lambda one: _place_of(one[0]))
-
-
-def _place_of(key):
-    """By what the keys of a dictionary are sorted, the same in every process. Keys that have no such thing stay as they
-    are."""
-    if isinstance(key, (str, bytes)):
-        return type(key).__name__, key
-    if isinstance(key, (int, float)):
-        return "number", key
-    if isinstance(key, (tuple, frozenset)):
-        parts = map(_place_of, key)
-        return type(key).__name__, tuple(parts if isinstance(key, tuple) else sorted(parts))
-    text = "" if isinstance(key, (torch.Tensor, torch.nn.Module)) else repr(key)
-    return type(key).__qualname__, "" if " at 0x" in text else text
-
-
-def _visit(spec, first: int, order: list[int]) -> None:
-    if spec.is_leaf():
-        order.append(first)
-        return
-    for _, place, child in _children(spec):
-        _visit(child, first + place, order)
-
-
-def _words(spec) -> str:
-    if spec.is_leaf():
-        return "*"
-    parts = [_words(child) if key is None else f"{key!r}: {_words(child)}" for key, _, child in _children(spec)]
-    keyed = isinstance(spec.type, type) and issubclass(spec.type, dict)
-    what = "" if keyed or spec.context is None else f"{' '.join(str(spec.context).split())}: "
-    return f"{spec.type.__name__}({what}{', '.join(parts)})"
