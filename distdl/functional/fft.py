@@ -359,7 +359,7 @@ def _run(x, t: Transform, norm: str):
 
 def _numbers(op, x, P, kinds):
     """x in a dtype that can be transformed: on every rank, as those outside pass the dtype that the others have."""
-    check_tensor(op, x, P)
+    check_tensor(x, P)
     (x,) = autocast(op, partition_of(P).ndim, x)
     if not (x.is_floating_point() or x.is_complex()):
         x = x.to(torch.get_default_dtype())
@@ -392,7 +392,7 @@ def _fft(op, x, P, dims, s, norm, keep, P_out, shape, real, inverse):
             next_step="give P_out one dim for each dim of the tensor",
         )
     x = _numbers(op, x, P, _REAL if real and not inverse else _REAL + _COMPLEX)
-    (x,), layouts = resolve(op, [x], P, shape, () if P_out is None else (P_out,))
+    (x,), layouts = resolve([x], P, shape, () if P_out is None else (P_out,))
     if layouts is None:  # a bare partition, and no rank of this call
         return outside(x, like=P_out if isinstance(P_out, Layout) else None, dtype=_result(x, real and inverse))
     (L,) = layouts
@@ -403,7 +403,7 @@ def _fft(op, x, P, dims, s, norm, keep, P_out, shape, real, inverse):
     t = _transform(L, dims, s, keep, real, inverse, P_out)
     stages = schedule(t)
     if len(stages) == 1:
-        alike(op, L)
+        alike(L)
     return _run(x, t, norm)
 
 
@@ -598,7 +598,7 @@ def dist_spectral_conv(
     op = "dist_spectral_conv"
     _check_norm(norm)
     modes, where = _modes(P, modes), partition_of(P)
-    x, L, at = enter(op, _numbers(op, x, P, _REAL + _COMPLEX), P, shape=shape)
+    x, L, at = enter(_numbers(op, x, P, _REAL + _COMPLEX), P, shape=shape)
     real = not x.is_complex()
     S, keep = _spectral(where, modes, real)
     (w,) = replicated(params, S, (0, 1), w)

@@ -118,7 +118,7 @@ class Calls:
     def __getstate__(self):
         return {"count": self.count, "_known": {}}
 
-    def next(self, op) -> int:
+    def next(self) -> int:
         """The number of this call."""
         drawn, same = _torch.drawn(), any(kind == "Same" for _, kind in _torch.randomness().values())
         again = _torch.in_backward()
@@ -127,7 +127,6 @@ class Calls:
             what = "another" if call == 0 else "two calls began with the same"
             raise DistdlError(
                 "this call cannot be told from others: it is run again in backward, and needs its mask",
-                op=op,
                 expected="the state that torch's generator had in forward",
                 actual=f"{what} state",
                 next_step="checkpoint with preserve_rng_state=True, and never seed two regions alike; or use "
