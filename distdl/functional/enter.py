@@ -219,7 +219,6 @@ def replicated(
     if params != "invariant":
         raise PartitionError(
             "unknown kind of parameters",
-            op="replicated",
             expected='"varying" or "invariant"',
             actual=params,
             next_step='see "The cotangent convention" in the documentation',

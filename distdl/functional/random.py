@@ -59,7 +59,6 @@ def _key(seed, device):
         if seed.dim() or seed.is_floating_point() or seed.is_complex():
             raise ShapeError(
                 "a seed is one integer",
-                op="random",
                 expected="an int, or an integer tensor of shape ()",
                 actual=f"{seed.dtype} of shape {tuple(seed.shape)}",
                 next_step="use the same int on every rank",
@@ -71,7 +70,6 @@ def _key(seed, device):
         except TypeError:
             raise ShapeError(
                 "a seed is one integer",
-                op="random",
                 expected="an int, or an integer tensor of shape ()",
                 actual=seed,
                 next_step="draw one number and give every rank the same",
