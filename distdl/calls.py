@@ -93,11 +93,10 @@ def _stack() -> list[tuple[FrameType, bool]]:
 
 def _outermost(codes: Collection[CodeType]) -> FrameType | None:
     """The outermost frame of one of the functions, inside of the user's line."""
-    outer = None
-    for frame, users in _stack():
+    for frame, users in reversed(_stack()):
         if not users and frame.f_code in codes:
-            outer = frame
-    return outer
+            return frame
+    return None
 
 
 def public_call() -> str:
