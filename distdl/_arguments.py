@@ -260,10 +260,10 @@ def _ndim(place) -> int:
     return getattr(place, "partition", place).ndim
 
 
-def _kind_of(op: str, parameter: inspect.Parameter) -> Kind | None:
+def _kind_of(function: str, parameter: inspect.Parameter) -> Kind | None:
     """What the parameter must be. Its default says it where it is a truth value or a text, and that None will do."""
     name, default = parameter.name, parameter.default
-    kind = _KINDS.get(f"{op}.{name}")
+    kind = _KINDS.get(f"{function}.{name}")
     if kind is None and isinstance(default, bool):
         kind = _TRUTH
     if kind is None:
@@ -321,15 +321,31 @@ def _misfit(function, args, kwargs, error) -> DistdlError | None:
                     next_step="give a tuple in place of a list",
                 )
     named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    for parameter in named:
-        kind = _kind_of(op.rpartition(".")[2], parameter)
-        if parameter.name in given and kind is not None and not _holds(kind.fits, given[parameter.name], False):
-            return _error(op, parameter.name, kind, given)
-    for parameter in named:
-        words, fits = _BESIDE.get(parameter.name, ("", None))
-        if given.get(parameter.name) is not None and fits and not _holds(fits, given[parameter.name], True, given):
-            return _error(op, parameter.name, (_KINDS[parameter.name])._replace(words=words), given)
-    return None
+    name, kind = _first_misfit([(p.name, _kind_of(op.rpartition(".")[2], p)) for p in named if p.name in given], given)
+    if kind is None:
+        return None
+    places = [one for one in given.values() if isinstance(one, (Partition, Layout))]
+    grid = kind.error is PartitionError and "Partition" in kind.words
+    return kind.error(
+        f"{name} is not {kind.words}",
+        op=op,
+        expected=kind.words,
+        actual=_in_words(given[name]),
+        partitions=places[0] if len(places) == 1 else tuple(places) or None,
+        next_step="dd.Partition(shape), or dd.Layout(P, shape)" if grid else f"pass {name} as the docstring says",
+    )
+
+
+def _first_misfit(named, given) -> tuple[str, Kind | None]:
+    """The first argument that is not of its kind, by itself or beside the others, and that kind."""
+    for name, kind in named:
+        if kind is not None and not _holds(kind.fits, given[name], False):
+            return name, kind
+    for name, _ in named:
+        words, fits = _BESIDE.get(name, ("", None))
+        if given[name] is not None and fits and not _holds(fits, given[name], True, given):
+            return name, _KINDS[name]._replace(words=words)
+    return "", None
 
 
 def _is_key(value) -> bool:
@@ -346,19 +362,6 @@ def _holds(test, value, otherwise: bool, *more) -> bool:
         return bool(test(value, *more))
     except _RAW:
         return otherwise
-
-
-def _error(op: str, name: str, kind: Kind, given) -> DistdlError:
-    places = [one for one in given.values() if isinstance(one, (Partition, Layout))]
-    grid = kind.error is PartitionError and "Partition" in kind.words
-    return kind.error(
-        f"{name} is not {kind.words}",
-        op=op,
-        expected=kind.words,
-        actual=_in_words(given[name]),
-        partitions=places[0] if len(places) == 1 else tuple(places) or None,
-        next_step="dd.Partition(shape), or dd.Layout(P, shape)" if grid else f"pass {name} as the docstring says",
-    )
 
 
 def _in_words(value) -> str:

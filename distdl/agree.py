@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from . import _torch
 from .boxes import balanced
+from .calls import public_call
 from .engine import transport as _transport
 from .errors import AgreementError, DistdlError, ShapeError
 from .partition import Layout, Partition, layout_of, partition_of
@@ -47,7 +48,7 @@ class Proposal:
     failure: str | None = None
 
 
-def _proposal(op, xs, active, places, ndim, tree, arguments) -> Proposal:
+def _proposal(xs, active, places, ndim, tree, arguments) -> Proposal:
     failure, leaves, grads, tangents, levels = None, [], [], [], set()
     plain, kinds = not _torch.transforms_active(), dict(_torch.grad_levels())
     for x in xs:
@@ -64,7 +65,7 @@ def _proposal(op, xs, active, places, ndim, tree, arguments) -> Proposal:
         if active and ndim is not None and x.dim() != ndim:
             failure = failure or f"expected a tensor of {ndim} dims, got shape {tuple(x.shape)}"
     return Proposal(
-        op,
+        public_call(),
         " -> ".join(str(p).splitlines()[0] for p in places),
         arguments,
         tuple(leaves),
@@ -88,7 +89,7 @@ def _told(tree, n):
     return tree.text, frame
 
 
-def negotiate(op: str, xs, P, partitions=(), ndim=None, tree=None, arguments=""):
+def negotiate(xs, P, partitions=(), ndim=None, tree=None, arguments=""):
     """Agree on a call among the ranks of ``P`` (which hold ``xs``, of the pytree ``tree``) and of ``partitions``;
     ``arguments``: whatever else must be equal, in words.
 
@@ -100,14 +101,14 @@ def negotiate(op: str, xs, P, partitions=(), ndim=None, tree=None, arguments="")
     """
     places, partitions = (P, *partitions), (P, *[partition_of(p) for p in partitions])
     where = world(P.world)
-    where.check(op, *partitions)
+    where.check(*partitions)
     ranks = tuple(sorted({r for p in partitions for r in p.ranks}))
     active = P.index(where.rank) is not None
     if where.rank not in ranks:
         return [x if isinstance(x, torch.Tensor) else torch.empty(0) for x in xs], tree, None
-    mine = _proposal(op, xs, active, places, ndim, tree, arguments)
+    mine = _proposal(xs, active, places, ndim, tree, arguments)
     reports = where.all_gather(mine, ranks, "an operator") if len(ranks) > 1 else {where.rank: mine}
-    _compare(op, reports, P, partitions, where.rank)
+    _compare(reports, P, partitions, where.rank)
     return _join(xs, active, reports, P), tree if active else _tree_of(reports[P.ranks[0]], tree), reports
 
 
@@ -120,10 +121,10 @@ def _tree_of(holder, tree):
     return None if told is None else tree if told[1] is None else _torch.flatten(told[1])[1]
 
 
-def _compare(op, reports, P, partitions, rank) -> None:
+def _compare(reports, P, partitions, rank) -> None:
     def equal(what, values):
         if len(set(values.values())) > 1:
-            raise AgreementError(**disagreement(what, values), op=op, partitions=partitions, rank=rank)
+            raise AgreementError(**disagreement(what, values), partitions=partitions, rank=rank)
 
     equal("the operator called", {r: m.op for r, m in reports.items()})
     equal("the partitions", {r: m.partitions for r, m in reports.items()})
@@ -132,7 +133,6 @@ def _compare(op, reports, P, partitions, rank) -> None:
     if failures:
         raise AgreementError(
             "not every rank's input fits",
-            op=op,
             partitions=partitions,
             rank=rank,
             expected="a block on every rank",
@@ -186,14 +186,14 @@ def _connected(x, wanted: bool, pushed: bool):
     return forward_ad.make_dual(primal, torch.zeros_like(primal) if tangent is None else tangent)
 
 
-def resolve(op: str, xs, P, shape=None, others=()):
+def resolve(xs, P, shape=None, others=()):
     """The layouts of tensors ``xs``, one for each: ``(xs, layouts)``; layouts is ``None`` on a rank that takes no
     part."""
-    xs, _, layouts = resolve_tree(op, xs, None, P, shape, others)
+    xs, _, layouts = resolve_tree(xs, None, P, shape, others)
     return xs, layouts
 
 
-def resolve_tree(op: str, xs, tree, P, shape=None, others=()):
+def resolve_tree(xs, tree, P, shape=None, others=()):
     """The same for the leaves ``xs`` of a pytree ``tree``: ``(xs, the holders' tree, layouts)``.
 
     A Layout is taken as it is, and so are a partition and ``shape``. A bare partition is negotiated with the ranks of
@@ -202,14 +202,14 @@ def resolve_tree(op: str, xs, tree, P, shape=None, others=()):
     if isinstance(P, Layout) or shape is not None:
         return xs, tree, [P if shape is None else layout_of(P, shape)] * len(xs)
     P = partition_of(P)
-    xs, tree, reports = negotiate(op, xs, P, others, P.ndim, tree)
+    xs, tree, reports = negotiate(xs, P, others, P.ndim, tree)
     if reports is None:
         return xs, tree, None
     holders = [(P.index(r), reports[r]) for r in P.ranks]
-    return xs, tree, [_layout(op, P, [(c, m.leaves[i][0]) for c, m in holders]) for i in range(len(xs))]
+    return xs, tree, [_layout(P, [(c, m.leaves[i][0]) for c, m in holders]) for i in range(len(xs))]
 
 
-def _layout(op, P, blocks) -> Layout:
+def _layout(P, blocks) -> Layout:
     """The layout of blocks [(coordinates, shape)]."""
     splits = []
     for d in range(P.ndim):
@@ -218,7 +218,6 @@ def _layout(op, P, blocks) -> Layout:
             if sizes.setdefault(coords[d], shape[d]) != shape[d]:
                 raise AgreementError(
                     f"the blocks do not fit together in dim {d}",
-                    op=op,
                     partitions=P,
                     expected=f"size {sizes[coords[d]]} at index {coords[d]}",
                     actual=f"{shape[d]} on rank {P.rank_at(coords)}",
@@ -240,21 +239,20 @@ def block_sizes(own: int, P: Partition, dim: int, total: int | None) -> tuple[in
     return tuple(found[r] for r in fibre.ranks)
 
 
-def alike(op: str, P) -> None:
+def alike(P) -> None:
     """Under ``dd.checking()`` compare the arguments of a call that sends no message: ranks that mean different ones
     would not notice."""
     if _transport.observer is not None:
         where = partition_of(P)
-        _transport.observer.alike(world(where.world).watch, op, where)
+        _transport.observer.alike(world(where.world).watch, where)
 
 
-def check_tensor(op: str, x, P) -> None:
+def check_tensor(x, P) -> None:
     """Raise where ``x`` is not even a tensor, which a rank that takes no part passes too: its result has that dtype and
     device."""
     if not isinstance(x, torch.Tensor):
         raise ShapeError(
             "not a tensor",
-            op=op,
             partitions=P,
             expected="a tensor on every rank",
             actual=type(x).__name__,

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -76,19 +76,33 @@ def _users(filename: str) -> bool:
     return not filename.startswith(libraries) and not filename.endswith(("contextlib.py", "functools.py"))
 
 
-def _stack() -> Iterator[tuple[FrameType, bool]]:
+def _stack() -> list[tuple[FrameType, bool]]:
     """The frames from the caller's outwards, to the innermost one of the user's (as far as this thread knows it: CUDA
     backward has threads of its own), each with whether it is the user's."""
-    frame, known = sys._getframe(2), _known
-    while frame is not None:
+    found: list[tuple[FrameType, bool]] = []
+    frame, known, users = sys._getframe(2), _known, False
+    while frame is not None and not users:
         filename = frame.f_code.co_filename
-        users = known.get(filename)
-        if users is None:
-            users = known[filename] = _users(filename)
-        yield frame, users
-        if users:
-            return
+        if filename not in known:
+            known[filename] = _users(filename)
+        users = known[filename]
+        found.append((frame, users))
         frame = frame.f_back
+    return found
+
+
+def _outermost(codes: Collection[CodeType]) -> FrameType | None:
+    """The outermost frame of one of the functions, inside of the user's line."""
+    for frame, users in reversed(_stack()):
+        if not users and frame.f_code in codes:
+            return frame
+    return None
+
+
+def public_call() -> str:
+    """The name of the public call in progress, as all ranks of an agreement should have it; "" of none."""
+    outer = _outermost(_alike)
+    return "" if outer is None else _name_of(outer)
 
 
 def _line(frame: FrameType) -> str:
@@ -160,10 +174,7 @@ def single_plan() -> Any:
 def of_error() -> tuple[str | None, Any]:
     """(name, its partitions) of the public call in which an error is made: what the error's text begins and ends with,
     where whoever raises it does not say more."""
-    outer = None
-    for frame, users in _stack():
-        if not users and frame.f_code in _names:
-            outer = frame
+    outer = _outermost(_names)
     if outer is None:
         return None, None
     around = [(name, outer.f_locals.get(name)) for name in outer.f_code.co_freevars]

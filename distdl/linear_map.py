@@ -123,7 +123,7 @@ class Move:
     def operand(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` as what this rank puts in: checked, or a placeholder where it holds nothing."""
         if not self._fits:
-            self.world.check(str(self), self.plan.held.partition, self.plan.wanted.partition)
+            self.world.check(self.plan.held.partition, self.plan.wanted.partition, op=str(self))
         if not isinstance(x, torch.Tensor):
             raise _faults.not_a_tensor(self, x)
         if self.active:

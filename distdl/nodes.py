@@ -70,7 +70,6 @@ class Topology:
             if share * len(peers) > count:
                 raise PartitionError(
                     f"node {name} has too few devices",
-                    op="Topology.place",
                     actual=count,
                     rank=rank,
                     expected=f"{share} for each of {len(peers)} processes",

@@ -216,9 +216,8 @@ def together(prints) -> tuple[bytes, float]:
     return bits, sum(norm**2 for _, _, norm in prints) ** 0.5
 
 
-def unequal(op: str, found: dict, groups_of_copies, copies_of: dict):
-    """What is wrong where the copies of an invariant input differ: a cotangent at an adjoint, else a value or a
-    tangent.
+def unequal(what: str, found: dict, groups_of_copies, copies_of: dict):
+    """What is wrong where the copies of an invariant input differ; ``what``: "cotangent", or "value" (or tangent).
 
     ``found``: {rank: head of its message}; ``copies_of``: {rank: what :func:`fingerprint` said there}.
     """
@@ -227,7 +226,6 @@ def unequal(op: str, found: dict, groups_of_copies, copies_of: dict):
         return None
     norms = {r: found[r][5] for r in min(wrong)}
     zero = [r for r, norm in norms.items() if norm == 0]
-    what = "cotangent" if op.endswith(".T") else "value"
     if what == "value":
         rule = "rule 1: an invariant value is one value, stored on all its ranks"
         step = (
@@ -262,12 +260,19 @@ def unequal(op: str, found: dict, groups_of_copies, copies_of: dict):
                                        expected="bitwise equal copies", actual=said, next_step=step)  # fmt: skip
 
 
-def gave_up(rank: int, op: str, text: str) -> dict[str, str]:
-    """The parts of the error that others raise where ``rank`` has left a call by an error of its own."""
+class Left(NamedTuple):
+    """How a rank has left a call by an error of its own: the call's name, and the error in words."""
+
+    op: str
+    text: str
+
+
+def gave_up(rank: int, left: Left) -> dict[str, str]:
+    """The parts of the error that others raise where ``rank`` has left a call."""
     return dict(
         problem=f"rank {rank} left this call, or one before, by an error of its own",
-        op=op,
-        actual=f"rank {rank}: {text}",
+        op=left.op,
+        actual=f"rank {rank}: {left.text}",
         expected="the call on all its ranks",
         next_step=f"mend rank {rank}'s call; catch an error on all ranks, or on none",
     )

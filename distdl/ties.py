@@ -22,12 +22,11 @@ def is_smooth(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex())
 
 
-def _check(op: str, tensors: Iterable[Any]) -> None:
+def _check(tensors: Iterable[Any]) -> None:
     for t in tensors:
         if not isinstance(t, torch.Tensor):
             raise ShapeError(
                 "not a tensor",
-                op=op,
                 expected="tensors",
                 actual=type(t).__name__,
                 next_step="pass tensors only; a pytree leaf by leaf",
@@ -59,7 +58,6 @@ def nothing(shape: Sequence[int], *tensors: torch.Tensor, dtype: torch.dtype | N
     if not isinstance(shape, (tuple, list)) or 0 not in shape:
         raise ShapeError(
             "this shape has elements",
-            op="nothing",
             expected="a size 0",
             actual=shape,
             next_step="give a shape with a 0 in it, such as (0,)",
@@ -67,12 +65,11 @@ def nothing(shape: Sequence[int], *tensors: torch.Tensor, dtype: torch.dtype | N
     if not tensors:
         raise ShapeError(
             "a placeholder of what?",
-            op="nothing",
             expected="at least one tensor",
             actual="none",
             next_step="F.nothing(shape, x): it gets dtype and device of x, and depends on it",
         )
-    _check("nothing", tensors)
+    _check(tensors)
     first, *others = tensors
     empty = tie(_flat(first)[:0], *others)
     return (empty if dtype is None else empty.to(dtype)).reshape(shape)
@@ -85,6 +82,6 @@ def tie(value: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
     For outputs that this rank, or only some ranks, do not use: the peers of an operator whose output is dropped wait
     for a backward that never comes. ``F.tie(loss, unused)`` makes it come, with cotangent zero.
     """
-    _check("tie", (value, *tensors))
+    _check((value, *tensors))
     hooks = [h.to(value.device, value.dtype) for h in _hooks(tensors)]
     return torch.cat([_flat(value).unsqueeze(1), *hooks]).reshape(value.shape) if hooks else value

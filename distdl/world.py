@@ -19,7 +19,7 @@ from .engine.local import LocalTransport
 from .engine.transport import DeviceEngines, Transport
 from .errors import AgreementError, PartitionError, TransportError
 from .failure import end_on_exceptions, job, moving
-from .signature import disagreement
+from .signature import Left, disagreement
 from .watching import meeting, watchdog
 from .watching.watch import Watch, watch_of
 
@@ -149,8 +149,9 @@ class World:
             )
         return self._engines.get(ranks) or self.host
 
-    def check(self, op: str, *partitions: Partition) -> None:
-        """Raise PartitionError where a partition is of another world, or names a rank that this one does not have."""
+    def check(self, *partitions: Partition, op: str | None = None) -> None:
+        """Raise PartitionError where a partition is of another world, or names a rank that this one does not have.
+        ``op``: in whose name, where that is a map."""
         for P in partitions:
             if P.world != self.name:
                 raise PartitionError(
@@ -224,12 +225,12 @@ def _tell(error) -> None:
     ranks = tuple(r for r in ranks if r < where.size)
     if getattr(sys.exc_info()[1], "_told", None) == id(frame) or where.rank not in ranks or where.watch is None:
         return  # the first: an error about an error, in one call
-    op, text = error.op or frame.f_code.co_name, f"{type(error).__name__}, {error} at {user_line()}"
-    if _transport.observer is None or not _transport.observer.local_error(where.watch, ranks, op, text):
+    left = Left(error.op or frame.f_code.co_name, f"{type(error).__name__}, {error} at {user_line()}")
+    if _transport.observer is None or not _transport.observer.local_error(where.watch, ranks, left):
         plan = single_plan()
         view = None if plan is None else plan.view(where.rank)
         peers = None if view is None else {message.peer for message in (*view.sends, *view.received)}
-        where.watch.lookout.local_error(ranks, op, text, peers)
+        where.watch.lookout.local_error(ranks, left, peers)
 
 
 class _Bystander(LocalTransport):

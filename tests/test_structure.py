@@ -150,6 +150,31 @@ def test_one_autograd_function():
     assert found == {("autograd.py", "_Apply"), ("remat.py", "_Recompute")}
 
 
+# Errors and agreements ask the stack for the public call (calls.py). Who still takes a name, and why; at most ten.
+TAKE_OP = {
+    "errors.DistdlError.__init__": "of what is no public call: a map, an engine, another rank's operator",
+    "autograd.refuse_older_vmap": "backward and jvp are called by torch, and name the step",
+    "functional.enter.check_bias": "public: layers written by users have names of their own",
+    "world.World.check": "maps can be called by themselves, and have a name each",
+}
+
+
+def test_the_name_of_a_call_is_not_handed_down():
+    """Whoever takes it as a parameter ``op`` stands in a list, which may only shrink."""
+
+    def taking(node, path):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            path = (*path, node.name)
+        elif isinstance(node, ast.arg) and node.arg == "op":
+            yield ".".join(path)
+        for child in ast.iter_child_nodes(node):
+            yield from taking(child, path)
+
+    modules = [(p, p.relative_to(PACKAGE).with_suffix("").parts) for p in PACKAGE.rglob("*.py")]
+    found = {name for path, module in modules for name in taking(ast.parse(path.read_text()), module)}
+    assert found == set(TAKE_OP) and len(found) <= 4
+
+
 def test_public_names():
     for module in (dd, F, dd.maps, dd.func, dd.testing):
         for name in module.__all__:

@@ -29,7 +29,7 @@ class Group:
         self.world = world() if P is None else world(partition_of(P).world)
         self.ranks = tuple(range(self.world.size)) if P is None else tuple(sorted(partition_of(P).ranks))
         if P is not None:
-            self.world.check(purpose, partition_of(P))
+            self.world.check(partition_of(P))
         if self.world.rank not in self.ranks:
             raise PartitionError(
                 "this rank is not among those of the call",

@@ -53,7 +53,7 @@ is_plain, dispatch_modes, profiler = _torch.is_plain, _torch.dispatch_modes, _to
 
 def plans_of(steps):
     """The plans of steps that go as one set of messages."""
-    return (steps[0].plan,) if len(steps) == 1 else tuple(step.plan for step in steps)
+    return tuple(step.plan for step in steps)
 
 
 def engine_for(steps, xs, recorded):

@@ -87,25 +87,26 @@ _SERIAL = {
 
 
 @lru_cache(maxsize=1024)
-def _dtype(op, n, dtype, device, _autocast_dtype):
+def _dtype(layer, n, dtype, device, _autocast_dtype):
     with torch.no_grad():
-        return _SERIAL[op](lambda *shape: torch.ones(shape, dtype=dtype, device=device), n).dtype
+        return _SERIAL[layer](lambda *shape: torch.ones(shape, dtype=dtype, device=device), n).dtype
 
 
-def autocast(op: str, ndim: int, *tensors):
-    """``tensors`` in the dtypes that torch.autocast, where it is on, gives those of the serial ``op``; a tuple.
+def autocast(layer: str | None, ndim: int, *tensors):
+    """``tensors`` in the dtypes that torch.autocast, where it is on, gives those of the serial function; a tuple.
 
     Args:
+        layer: whose function that is, see the table above; where it has none, nothing is cast.
         ndim: number of dims of the layer's x: torch's lists differ by it.
         tensors: floating ones are cast, but for float64, as torch has it; others, ``None`` and no tensors stay as they
             are.
     """
-    if not _torch.any_autocast() or op not in _SERIAL:
+    if not _torch.any_autocast() or layer not in _SERIAL:
         return tensors
-    return tuple([_cast(op, min(max(ndim - 2, 1), 3), t) for t in tensors])
+    return tuple([_cast(layer, min(max(ndim - 2, 1), 3), t) for t in tensors])
 
 
-def _cast(op, n, t):
+def _cast(layer, n, t):
     if (
         not isinstance(t, torch.Tensor)
         or not t.is_floating_point()
@@ -113,7 +114,7 @@ def _cast(op, n, t):
         or not _on(t.device.type)
     ):
         return t
-    return t.to(_dtype(op, n, t.dtype, t.device, torch.get_autocast_dtype(t.device.type)))
+    return t.to(_dtype(layer, n, t.dtype, t.device, torch.get_autocast_dtype(t.device.type)))
 
 
 def _on(device: str) -> bool:

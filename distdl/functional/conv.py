@@ -214,7 +214,7 @@ def dist_conv(
     w, bias = replicated(params, grid, BESIDE_CHANNELS[n], w, bias)
     kernel = w.shape[2:]
     stride, dilation, pads, least = _conv_arguments(kernel, stride, padding, dilation, padding_mode)
-    x, L, at = enter("dist_conv", x, P, shape=shape)
+    x, L, at = enter(x, P, layer="dist_conv", shape=shape)
     channels = block_sizes(w.shape[0], grid, 1, out_channels)
     if at is None:
         reads = [m - a - b for m, (a, b) in zip(least, pads)]

@@ -165,7 +165,7 @@ def dist_conv_transpose(
     spatial(P, n)
     w, bias = replicated(params, grid, BESIDE_CHANNELS[n], w, bias)
     kernel = _transposed_kernel(w.shape[2:], stride, padding, output_padding, dilation)
-    x, L, at = enter("dist_conv_transpose", x, P, shape=shape)
+    x, L, at = enter(x, P, layer="dist_conv_transpose", shape=shape)
     if at is None:
         channels = block_sizes(w.shape[1] * groups, grid, 1, out_channels)
         return outside(x, w, bias, like=L and conv_transpose_layout(at_least(L, kernel.least), channels, *kernel))

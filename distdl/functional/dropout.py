@@ -18,7 +18,7 @@ from .window import kept
 __all__ = ["dist_dropout", "dist_feature_dropout"]
 
 
-def _dropout(op, x, P, p, seed, shape, training, dims):
+def _dropout(x, P, p, seed, shape, training, dims):
     """Drop along the first ``dims`` dims of x (``None``: all), whole slices of the others."""
     if not 0 <= p <= 1:
         raise PartitionError(
@@ -27,7 +27,7 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
             actual=p,
             next_step="give the share of entries that becomes zero",
         )
-    alike(op, P)
+    alike(P)
     draws = training and p > 0
     if draws and dims is not None and partition_of(P).ndim < dims:
         raise PartitionError(
@@ -36,7 +36,7 @@ def _dropout(op, x, P, p, seed, shape, training, dims):
             actual=partition_of(P).ndim,
             next_step="use dist_dropout, or lay x out over (batch, channel, *space)",
         )
-    x, L, at = enter(op, x, P, shape=shape, agreed=draws)
+    x, L, at = enter(x, P, shape=shape, agreed=draws)
     if at is None:
         return outside(x, like=L)
     if not draws:
@@ -82,7 +82,7 @@ def dist_dropout(
         PartitionError: ``p`` outside [0, 1].
         ShapeError: a seed that is no integer.
     """
-    return _dropout("dist_dropout", x, P, p, seed, shape, training, None)
+    return _dropout(x, P, p, seed, shape, training, None)
 
 
 @checked
@@ -99,4 +99,4 @@ def dist_feature_dropout(
 
     All ranks of a spatial partition drop the same channels. Otherwise as :func:`dist_dropout`; no messages.
     """
-    return _dropout("dist_feature_dropout", x, P, p, seed, shape, training, 2)
+    return _dropout(x, P, p, seed, shape, training, 2)

@@ -3,7 +3,7 @@ rank that takes no part gets.
 
 A layer enters, moves something, works on its own, and moves something::
 
-    x, L, at = enter("dist_conv", x, P, shape=shape)
+    x, L, at = enter(x, P, layer="dist_conv", shape=shape)
     if at is None:
         return outside(x, w, bias, like=L and conv_layout(L, channels, kernel))
 
@@ -39,12 +39,15 @@ ANY, SMOOTH, FLOATING, REAL = "any dtype", "a floating or complex dtype", "a flo
 # ---------------------------------------------------------------- x
 
 
-def enter(op, x, P, *, shape=None, kinds=ANY, least=0, agreed=True) -> tuple[torch.Tensor, Any, tuple[int, ...] | None]:
-    """x as a layer named ``op`` takes it: ``(x, its layout, this rank's coordinates)``.
+def enter(
+    x, P, *, layer=None, shape=None, kinds=ANY, least=0, agreed=True
+) -> tuple[torch.Tensor, Any, tuple[int, ...] | None]:
+    """x as a layer takes it: ``(x, its layout, this rank's coordinates)``.
 
     Args:
         x: this rank's block over ``P``; of a rank that takes no part any tensor.
         P: a Layout is taken as it is, and so are a partition and ``shape``; a bare partition is negotiated.
+        layer: of which torch.autocast knows the dtype, see :func:`autocast`.
         kinds: the dtypes that the layer is for.
         least: how many dims it needs.
         agreed: ``False``: nothing is negotiated, and a bare partition stays one.
@@ -64,18 +67,18 @@ def enter(op, x, P, *, shape=None, kinds=ANY, least=0, agreed=True) -> tuple[tor
             next_step="lay x out over a partition with one dim for each of its own",
         )
     if _torch.any_autocast():
-        (x,) = autocast(op, grid.ndim, x)
+        (x,) = autocast(layer, grid.ndim, x)
     if kinds is not ANY and isinstance(x, torch.Tensor):
         check_kind(x, kinds)
     if at is None:
-        check_tensor(op, x, P)
+        check_tensor(x, P)
     if L is None and shape is None and not agreed:
         if at is None:
             return *supposed(x, grid), at
         check_block(x, grid)
         return x, grid, at
     if L is None or shape is not None:
-        (x,), layouts = resolve(op, [x], P, shape)
+        (x,), layouts = resolve([x], P, shape)
         if layouts is None:
             return *supposed(x, grid), at
         (L,) = layouts
@@ -216,7 +219,6 @@ def replicated(
     if params != "invariant":
         raise PartitionError(
             "unknown kind of parameters",
-            op="replicated",
             expected='"varying" or "invariant"',
             actual=params,
             next_step='see "The cotangent convention" in the documentation',

@@ -15,6 +15,7 @@ from .. import _torch
 from .._types import Place
 from ..agree import check_tensor
 from ..boxes import balanced
+from ..calls import public_call
 from ..errors import AgreementError, PartitionError, ShapeError
 from ..linear_map import LinearMap, movement
 from ..partition import Partition, partition_of
@@ -73,10 +74,10 @@ def expert_parallel(
         AgreementError: experts return different numbers of features, or dtypes.
         PartitionError, ShapeError: P has other than one dim; shapes that do not fit; an expert that does not exist.
     """
-    return _parallel("expert_parallel", f, x, expert, P, num_experts)
+    return _parallel(f, x, expert, P, num_experts)
 
 
-def _parallel(op, f, x, expert, P, num_experts, features=None, parameters=()):
+def _parallel(f, x, expert, P, num_experts, features=None, parameters=()):
     grid = partition_of(P)
     if grid.ndim != 1:
         raise PartitionError(
@@ -87,7 +88,7 @@ def _parallel(op, f, x, expert, P, num_experts, features=None, parameters=()):
         )
     at = grid.index()
     if at is None:
-        check_tensor(op, x, P)
+        check_tensor(x, P)
         if features is None:
             features = x.shape[1] if x.dim() == 2 else 0
         return outside(x, *parameters, like=(0, features))
@@ -106,8 +107,9 @@ def _parallel(op, f, x, expert, P, num_experts, features=None, parameters=()):
             next_step="experts are counted over all ranks, from 0",
         )
     order = torch.argsort(expert, stable=True)
+    call = public_call()
     mine = _torch.numbers(torch.bincount(expert, minlength=num_experts))
-    reports = world(grid.world).all_gather(mine, grid.ranks, op)
+    reports = world(grid.world).all_gather(mine, grid.ranks, call)
     counts = [reports[r] for r in grid.ranks]
     first = sum(balanced(num_experts, grid.size)[: at[0]])
     local = range(first, first + balanced(num_experts, grid.size)[at[0]])
@@ -116,7 +118,7 @@ def _parallel(op, f, x, expert, P, num_experts, features=None, parameters=()):
     sizes = [sum(of_rank[e] for of_rank in counts) for e in local]
     results = [f(k, tokens) for k, tokens in enumerate(arrived.split(sizes))] if sizes else []
     y = torch.cat(results) if results else None
-    made = world(grid.world).all_gather(None if y is None else (y.shape[1], y.dtype), grid.ranks, op)
+    made = world(grid.world).all_gather(None if y is None else (y.shape[1], y.dtype), grid.ranks, call)
     kinds = {kind for kind in made.values() if kind is not None} or {(x.shape[1], x.dtype)}
     if len(kinds) > 1:
         raise AgreementError(
@@ -159,7 +161,6 @@ def dist_expert_linear(
         )
     (x,) = autocast("dist_expert_linear", 2, x)
     return _parallel(
-        "dist_expert_linear",
         lambda k, tokens: torch.nn.functional.linear(tokens, w[k], None if bias is None else bias[k]),
         x,
         expert,

@@ -193,10 +193,10 @@ def _fft(kind: _Kind, x, P, dims, s, norm, keep, P_out, shape):
             actual=partition_of(P_out).ndim,
             next_step="give P_out one dim for each dim of the tensor",
         )
-    check_tensor(name, x, P)
+    check_tensor(x, P)
     (x,) = autocast(name, partition_of(P).ndim, x)
     x = transformable(x, REAL if real and not inverse else REAL + COMPLEX)
-    (x,), layouts = resolve(name, [x], P, shape, () if P_out is None else (P_out,))
+    (x,), layouts = resolve([x], P, shape, () if P_out is None else (P_out,))
     if layouts is None:  # a bare partition, and no rank of this call
         return outside(x, like=P_out if isinstance(P_out, Layout) else None, dtype=_result(x, real and inverse))
     (L,) = layouts
@@ -207,7 +207,7 @@ def _fft(kind: _Kind, x, P, dims, s, norm, keep, P_out, shape):
     t = transform_of(L, dims, s, keep, real, inverse, P_out)
     stages = schedule(t)
     if len(stages) == 1:
-        alike(name, L)
+        alike(L)
     return run(x, t, norm)
 
 

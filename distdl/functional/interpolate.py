@@ -231,7 +231,7 @@ def dist_interpolate(
             next_step="use the mode for this number of dims",
         )
     layer = "dist_adaptive_avg_pool" if mode == "area" else "dist_interpolate"  # as torch.autocast sees it
-    x, L, at = enter(layer, x, P, shape=shape, kinds=FLOATING)
+    x, L, at = enter(x, P, layer=layer, shape=shape, kinds=FLOATING)
     if at is None:
         least = (1,) * n if scale_factor is None else [math.ceil(1 / s) for s in _scales(n, scale_factor)]
         return outside(x, like=L and interpolate_layout(at_least(L, least), size, scale_factor))

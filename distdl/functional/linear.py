@@ -67,7 +67,7 @@ def dist_linear(
     (x,) = autocast("dist_linear", grid.ndim, x)
     batch, at = grid.ndim - 2, grid.index()
     if at is None:
-        check_tensor("dist_linear", x, P)
+        check_tensor(x, P)
     if batch < 1 or (at is not None and x.dim() != batch + 1 and (x_layout != "root" or at[batch] == 0)):
         raise PartitionError(
             "P needs one dim for each of x's and one more",

@@ -126,7 +126,7 @@ def dist_nll_loss(
     return _class_loss("dist_nll_loss", log_probs, target, P, weight, ignore_index, reduction, None)
 
 
-def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
+def _class_loss(layer, x, target, P, weight, ignore_index, reduction, smoothing):
     """Both class losses. ``smoothing=None``: x are log-probabilities, and nothing is normalised."""
     grid, softmax, eps = partition_of(P), smoothing is not None, smoothing or 0.0
     _check_reduction(reduction)
@@ -144,15 +144,15 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
             actual="no dims",
             next_step="give P a dim for the classes",
         )
-    x, L, at = enter(op, x, P, kinds=FLOATING, agreed=False)
-    target, weight = autocast(op, grid.ndim, target, weight)
+    x, L, at = enter(x, P, layer=layer, kinds=FLOATING, agreed=False)
+    target, weight = autocast(layer, grid.ndim, target, weight)
     c = min(1, grid.ndim - 1)
     rest = (0, *range(2, grid.ndim)) if c else ()
     likely = softmax and isinstance(target, torch.Tensor) and target.is_floating_point()
     dtype = torch.promote_types(x.dtype, target.dtype) if likely else x.dtype
     if at is None:
         return _outside(x, L=L, reduction=reduction, dtype=dtype, dims=rest)
-    x, first, classes = _classes(op, x, L, at, c)
+    x, first, classes = _classes(x, L, at, c)
     _check_target(x, target, weight, c, likely)
 
     x = x.to(wider(dtype))
@@ -201,12 +201,12 @@ def _class_loss(op, x, target, P, weight, ignore_index, reduction, smoothing):
     return _reduced(losses.squeeze(c), count, reduction, grid, rest, dtype)
 
 
-def _classes(op, x, L, at, c):
+def _classes(x, L, at, c):
     """(x, first class of this rank, number of classes)."""
     if not isinstance(L, Layout):
         if L.shape[c] == 1:
             return x, 0, x.shape[c]
-        (x,), (L,) = resolve(op, (x,), L)
+        (x,), (L,) = resolve((x,), L)
     return x, L.blocks(c)[at[c]][0], L.shape[c]
 
 
@@ -240,10 +240,10 @@ def _check_target(x, target, weight, c, likely) -> None:
 # ---------------------------------------------------------------- element by element
 
 
-def _pointwise(op, losses, x, y, P, reduction, weight=None):
+def _pointwise(layer, losses, x, y, P, reduction, weight=None):
     """Any loss that is a function ``losses(x, y)`` of single elements."""
-    _check_reduction(reduction, *(("batchmean",) if op == "dist_kl_div" else ()))
-    x, L, at = enter(op, x, P, agreed=False)
+    _check_reduction(reduction, *(("batchmean",) if layer == "dist_kl_div" else ()))
+    x, L, at = enter(x, P, layer=layer, agreed=False)
     if not isinstance(y, torch.Tensor):
         raise ShapeError(
             "the target is not a tensor",
@@ -252,8 +252,8 @@ def _pointwise(op, losses, x, y, P, reduction, weight=None):
             next_step="pass the target's block as a tensor",
         )
     grid = partition_of(P)
-    y, weight = autocast(op, grid.ndim, y, weight)
-    dtype = _dtype(op, x, y)
+    y, weight = autocast(layer, grid.ndim, y, weight)
+    dtype = _dtype(layer, x, y)
     if at is None:
         x, y = (t.abs() if t.is_complex() else t for t in (x, y))
         return _outside(x, y, L=L, reduction=reduction, dtype=dtype, dims=range(max(grid.ndim, 1)))
@@ -285,16 +285,16 @@ def _pointwise(op, losses, x, y, P, reduction, weight=None):
 _FLOATING_TARGETS = ("dist_bce_loss", "dist_bce_with_logits_loss", "dist_kl_div")
 
 
-def _dtype(op, x, y):
+def _dtype(layer, x, y):
     """The dtype of a loss of x and y; what torch refuses is refused."""
-    smooth = [t.is_floating_point() or (t.is_complex() and op == "dist_l1_loss") for t in (x, y)]
-    whole = not y.is_floating_point() and not y.is_complex() and op not in _FLOATING_TARGETS
-    if not smooth[0] or not (smooth[1] or (whole and (y.dtype != torch.bool or op != "dist_l1_loss"))):
+    smooth = [t.is_floating_point() or (t.is_complex() and layer == "dist_l1_loss") for t in (x, y)]
+    whole = not y.is_floating_point() and not y.is_complex() and layer not in _FLOATING_TARGETS
+    if not smooth[0] or not (smooth[1] or (whole and (y.dtype != torch.bool or layer != "dist_l1_loss"))):
         raise ShapeError(
             "this loss is not of such tensors",
             actual=(x.dtype, y.dtype),
             expected="a floating "
-            f"prediction{' (or a complex one)' * (op == 'dist_l1_loss')}, and a target that torch takes with it",
+            f"prediction{' (or a complex one)' * (layer == 'dist_l1_loss')}, and a target that torch takes with it",
             next_step="convert them first: x.float(), y.float()",
         )
     found = torch.promote_types(x.dtype, y.dtype)

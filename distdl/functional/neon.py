@@ -149,7 +149,7 @@ def dist_local_conv(
     """
     n, kernel, stride = _arguments(w, P, stride)
     (w,) = replicated(params, P, (0,), w)
-    x, L, at = enter("dist_local_conv", x, P, shape=shape)
+    x, L, at = enter(x, P, layer="dist_local_conv", shape=shape)
     filters = block_sizes(w.shape[0], partition_of(P), 1, out_channels)
     if at is None:
         return outside(x, w, like=L and _layout(at_least(L, kernel), filters, kernel, stride))
@@ -222,7 +222,7 @@ def dist_local_conv_transpose(
     n, kernel, stride = _arguments(w, P, stride)
     (w,) = replicated(params, P, (0,), w)
     channels = w.shape[n + 1]
-    y, L, at = enter("dist_local_conv_transpose", y, P, shape=shape)
+    y, L, at = enter(y, P, layer="dist_local_conv_transpose", shape=shape)
     if at is None:
         like = L and _transposed_layout(at_least(L, (1,) * n), channels, kernel, stride, output_size)
         return outside(y, w, like=like)
@@ -288,7 +288,7 @@ def dist_lcn(x: torch.Tensor, P: Place, kernel_size: Size, *, shape: Sequence[in
             actual=kernel,
             next_step="use an odd kernel_size",
         )
-    x, L, at = enter("dist_lcn", x, P, shape=shape, kinds=FLOATING)
+    x, L, at = enter(x, P, shape=shape, kinds=FLOATING)
     if at is None:
         return outside(x, like=L)
     spec, conv = _one_channel(L, kernel), (tf.conv1d, tf.conv2d, tf.conv3d)[n - 1]

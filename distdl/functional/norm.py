@@ -142,8 +142,7 @@ def dist_batch_norm(
     Messages, with C channels on this rank: training, one all-gather of 2C; backward one reduce-scatter. Evaluation:
     none.
     """
-    op = "dist_batch_norm"
-    x, L, at = enter(op, x, P, kinds=FLOATING, least=2)
+    x, L, at = enter(x, P, layer="dist_batch_norm", kinds=FLOATING, least=2)
     if at is None:
         return outside(x, weight, bias, like=L), running_mean, running_var
     dims = _beside_channels(L)
@@ -158,7 +157,7 @@ def dist_batch_norm(
         )
     dtype, x = x.dtype, wide(x)
     if not training and running_mean is not None:
-        alike(op, L)
+        alike(L)
         shift, var = -_of_channels(L, wide(running_mean)), _of_channels(L, wide(running_var))
     else:
         (mean, var, x, shift), n = moments(x, L, dims), count(L, dims)
@@ -210,7 +209,7 @@ def dist_instance_norm(
     Messages, with b examples and C channels on this rank, and space split: one all-gather of 2bC; backward one
     reduce-scatter.
     """
-    x, L, at = enter("dist_instance_norm", x, P, kinds=FLOATING, least=3)
+    x, L, at = enter(x, P, layer="dist_instance_norm", kinds=FLOATING, least=3)
     if at is None:
         return outside(x, weight, bias, like=L)
     weight, bias = _parameters(params, L, _beside_channels(L), (x.shape[1],), weight, bias)
@@ -248,7 +247,7 @@ def dist_layer_norm(
     Messages, with N sets of statistics on this rank (its leading sizes), where trailing dims are split: one all-gather
     of 2N; backward one reduce-scatter.
     """
-    x, L, at = enter("dist_layer_norm", x, P, kinds=FLOATING, least=1)
+    x, L, at = enter(x, P, layer="dist_layer_norm", kinds=FLOATING, least=1)
     if at is None:
         return outside(x, weight, bias, like=L)
     dims = _trailing(L, normalized_shape)
@@ -284,7 +283,7 @@ def dist_rms_norm(
     Messages, with N sets on this rank (its leading sizes), where trailing dims are split: one all-reduce of N; backward
     another.
     """
-    x, L, at = enter("dist_rms_norm", x, P, kinds=FLOATING, least=1)
+    x, L, at = enter(x, P, layer="dist_rms_norm", kinds=FLOATING, least=1)
     if at is None:
         return outside(x, weight, like=L)
     dims = _trailing(L, normalized_shape)
@@ -315,8 +314,7 @@ def dist_group_norm(
     Messages, with b examples on this rank, whose channels touch G groups, where space is split, or channels amid a
     group: one all-gather of 2bG; backward one reduce-scatter.
     """
-    op = "dist_group_norm"
-    x, L, at = enter(op, x, P, kinds=FLOATING, least=2)
+    x, L, at = enter(x, P, layer="dist_group_norm", kinds=FLOATING, least=2)
     if at is None:
         return outside(x, weight, bias, like=L)
     if num_groups < 1 or L.shape[1] % num_groups:

@@ -136,7 +136,7 @@ def dist_max_pool(
         PartitionError: arguments that torch would refuse.
     """
     kernel = _kernel(P, kernel_size, stride, padding, dilation, ceil_mode)
-    x, L, at = enter("dist_max_pool", x, P, shape=shape, kinds=REAL)
+    x, L, at = enter(x, P, layer="dist_max_pool", shape=shape, kinds=REAL)
     if at is None:
         y = _outside(x, L, kernel)
         return _with_indices(y) if return_indices else y
@@ -216,7 +216,7 @@ def dist_avg_pool(
             next_step="leave it out, or give another divisor",
         )
     kernel = _kernel(P, kernel_size, stride, padding, 1, ceil_mode)
-    x, L, at = enter("dist_avg_pool", x, P, shape=shape, kinds=REAL)
+    x, L, at = enter(x, P, layer="dist_avg_pool", shape=shape, kinds=REAL)
     if at is None:
         return _outside(x, L, kernel)
     spec = kernel.windows(L)
@@ -266,7 +266,7 @@ def dist_l2_pool(
     Messages: one halo exchange; its transpose in backward.
     """
     kernel = _kernel(P, kernel_size, stride)
-    x, L, at = enter("dist_l2_pool", x, P, shape=shape, kinds=REAL)
+    x, L, at = enter(x, P, layer="dist_l2_pool", shape=shape, kinds=REAL)
     if at is None:
         return _outside(x, L, kernel)
     spec = kernel.windows(L)
@@ -324,7 +324,7 @@ def dist_adaptive_max_pool(
 
     Messages: one halo exchange; its transpose in backward.
     """
-    x, L, at = enter("dist_adaptive_max_pool", x, P, shape=shape, kinds=REAL)
+    x, L, at = enter(x, P, layer="dist_adaptive_max_pool", shape=shape, kinds=REAL)
     spec = L and _adaptive(L, output_size)
     if at is None:
         y = outside(x, like=spec and spec.out_layout)
@@ -359,7 +359,7 @@ def dist_adaptive_avg_pool(
     output (a mean of means would be wrong on uneven blocks). Otherwise one halo exchange; arguments as for
     :func:`dist_adaptive_max_pool`.
     """
-    x, L, at = enter("dist_adaptive_avg_pool", x, P, shape=shape, kinds=REAL)
+    x, L, at = enter(x, P, layer="dist_adaptive_avg_pool", shape=shape, kinds=REAL)
     spec = L and _adaptive(L, output_size)
     if at is None:
         return outside(x, like=spec and spec.out_layout)

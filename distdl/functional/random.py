@@ -59,7 +59,6 @@ def _key(seed, device):
         if seed.dim() or seed.is_floating_point() or seed.is_complex():
             raise ShapeError(
                 "a seed is one integer",
-                op="random",
                 expected="an int, or an integer tensor of shape ()",
                 actual=f"{seed.dtype} of shape {tuple(seed.shape)}",
                 next_step="use the same int on every rank",
@@ -71,7 +70,6 @@ def _key(seed, device):
         except TypeError:
             raise ShapeError(
                 "a seed is one integer",
-                op="random",
                 expected="an int, or an integer tensor of shape ()",
                 actual=seed,
                 next_step="draw one number and give every rank the same",
@@ -118,7 +116,7 @@ class Calls:
     def __getstate__(self):
         return {"count": self.count, "_known": {}}
 
-    def next(self, op) -> int:
+    def next(self) -> int:
         """The number of this call."""
         drawn, same = _torch.drawn(), any(kind == "Same" for _, kind in _torch.randomness().values())
         again = _torch.in_backward()
@@ -127,7 +125,6 @@ class Calls:
             what = "another" if call == 0 else "two calls began with the same"
             raise DistdlError(
                 "this call cannot be told from others: it is run again in backward, and needs its mask",
-                op=op,
                 expected="the state that torch's generator had in forward",
                 actual=f"{what} state",
                 next_step="checkpoint with preserve_rng_state=True, and never seed two regions alike; or use "

@@ -33,11 +33,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _enter(op, x, P, dim, kinds=ANY):
+def _enter(layer, x, P, dim, kinds=ANY):
     """(x, its layout or partition, the partition and the reduced dims, this rank's coordinates)."""
     grid = partition_of(P)
     dims = grid.dims(None if dim == () else dim)  # (): all, as in torch
-    x, L, at = enter(op, x, P, kinds=kinds, agreed=False)
+    x, L, at = enter(x, P, layer=layer, kinds=kinds, agreed=False)
     return x, L, grid, dims, at
 
 
@@ -144,8 +144,8 @@ def _check_some(L, dims) -> None:
         )
 
 
-def _extreme(op, x, P, dim, keepdim, pick):
-    x, L, grid, dims, at = _enter(op, x, P, dim, REAL)
+def _extreme(layer, x, P, dim, keepdim, pick):
+    x, L, grid, dims, at = _enter(layer, x, P, dim, REAL)
     if at is None:
         return _outside(x, L, grid, dims, keepdim)
     _check_some(L, dims)
@@ -213,7 +213,7 @@ def dist_argmax(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: boo
             actual=dim,
             next_step="call it once for each dim, or with None for all of them",
         )
-    (x,), (L,) = resolve("dist_argmax", (x.detach(),), P)
+    (x,), (L,) = resolve((x.detach(),), P)
     _check_some(L, dims)
     last = torch.iinfo(torch.int64).max
     if all(x.shape[d] for d in dims):

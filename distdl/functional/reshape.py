@@ -134,7 +134,7 @@ def dist_flatten(
         PartitionError: partitions that do not fit the shapes.
     """
     grid = partition_of(P_out)
-    (x,), layouts = resolve("dist_flatten", [x], P_in, shape, (grid,))
+    (x,), layouts = resolve([x], P_in, shape, (grid,))
     if layouts is None:
         x, L = supposed(x, partition_of(P_in))
         return outside(x, like=(0,) * grid.ndim if L is None else _flat_layout(P_out, _flat_shape(L, start_dim)))
@@ -257,7 +257,7 @@ def dist_pad(
             actual=value,
             next_step="leave value out, or use mode 'constant'",
         )
-    x, L, at = enter("dist_pad", x, P, shape=shape)
+    x, L, at = enter(x, P, shape=shape)
     pairs = _pads(partition_of(P).ndim, pad)
     if at is None:
         return outside(x, like=L and pad_layout(at_least(L, [-a - b for a, b in pairs]), pad))
@@ -335,7 +335,7 @@ def _concatenation(layouts, dim: int) -> LinearMap:
     return movement("cat", Side(P, tuple(axes)), Side.of(out))
 
 
-def _enter(op, xs, P, dim, shapes):
+def _enter(xs, P, dim, shapes):
     """Several tensors, which may differ in ``dim``: ``(xs, their layouts, this rank's coordinates)``, see
     :func:`enter`. ``P``: a partition (with ``shapes``, or negotiated all at once), or one Layout for each."""
     xs = list(xs)
@@ -358,7 +358,7 @@ def _enter(op, xs, P, dim, shapes):
                 next_step="repartition them to one partition first",
             )
         bare = layouts[0]
-        xs, layouts = resolve(op, xs, bare)
+        xs, layouts = resolve(xs, bare)
         if layouts is None:
             dim = dim if dim is None else bare.dim(dim)
             xs, own = zip(*(supposed(x, bare) for x in xs))
@@ -394,7 +394,7 @@ def dist_cat(
     Raises:
         PartitionError: tensors whose other dims lie differently.
     """
-    xs, layouts, at = _enter("dist_cat", xs, P, dim, shapes)
+    xs, layouts, at = _enter(xs, P, dim, shapes)
     if at is None:
         return outside(*xs, like=layouts and cat_layout(layouts, dim))
     return _concatenation(tuple(layouts), dim)(torch.cat(list(xs), dim))
@@ -431,7 +431,7 @@ def dist_stack(
     Returns:
         This rank's block, of layout :func:`stack_layout`: over the same ranks, with a dim of size 1 more. No messages.
     """
-    xs, layouts, at = _enter("dist_stack", xs, P, None, shapes)
+    xs, layouts, at = _enter(xs, P, None, shapes)
     if at is None:
         ndim = xs[0].dim() + 1
         return outside(*xs, like=stack_layout(layouts[0], dim, len(xs)) if layouts else (0,) * ndim)

@@ -114,9 +114,9 @@ def dist_spectral_conv(
     """
     check_norm(norm)
     modes, where = _modes(P, modes), partition_of(P)
-    check_tensor("dist_spectral_conv", x, P)
+    check_tensor(x, P)
     (x,) = autocast("dist_spectral_conv", where.ndim, x)
-    x, L, at = enter("dist_spectral_conv", transformable(x, REAL + COMPLEX), P, shape=shape)
+    x, L, at = enter(transformable(x, REAL + COMPLEX), P, shape=shape)
     real = not x.is_complex()
     S, keep = _spectral(where, modes, real)
     (w,) = replicated(params, S, (0, 1), w)

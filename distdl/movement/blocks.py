@@ -50,7 +50,7 @@ def repartition(x: Tree, P_in: Place, P_out: Place, *, shape: Sequence[int] | No
     Returns:
         This rank's block over ``P_out``. Adjoint: the repartition back.
     """
-    return moved(*by_layout("repartition", x, P_in, shape, repartition_map, P_out, to=P_out))
+    return moved(*by_layout(x, P_in, shape, repartition_map, P_out, to=P_out))
 
 
 @rule
@@ -73,7 +73,7 @@ def scatter(x: Tree, P: Place, *, root: int = 0, shape: Sequence[int] | None = N
     if where is not P or shape is not None:
         return moved(*by_map(x, scatter_map(layout_of(P, shape), root)))
     one = on_one_rank(root, where.ndim, where.world)
-    return moved(*by_layout("scatter", x, one, None, lambda L: scatter_map(Layout(where, L.shape), root), to=where))
+    return moved(*by_layout(x, one, None, lambda L: scatter_map(Layout(where, L.shape), root), to=where))
 
 
 @rule
@@ -89,7 +89,7 @@ def gather(x: Tree, P: Place, *, root: int = 0, shape: Sequence[int] | None = No
     """Collect the blocks of ``x`` over ``P`` as one tensor on rank ``root``. Adjoint: scatter."""
     where = partition_of(P)
     one = on_one_rank(root, where.ndim, where.world)
-    return moved(*by_layout("gather", x, P, shape, gather_map, root, to=one))
+    return moved(*by_layout(x, P, shape, gather_map, root, to=one))
 
 
 @rule
@@ -125,4 +125,4 @@ def roll(x: Tree, P: Place, dim: int, by: int, *, shape: Sequence[int] | None = 
         dim, by: a dim, and by how many elements of it, negative ones towards its beginning.
         shape: the global shape; left out (and without a Layout), block sizes are negotiated.
     """
-    return moved(*by_layout("roll", x, P, shape, roll_map, dim, by))
+    return moved(*by_layout(x, P, shape, roll_map, dim, by))

@@ -110,7 +110,6 @@ def by_map(x: Any, A: LinearMap) -> Movement:
 
 
 def by_layout(
-    op: str,
     x: Any,
     P: Place,
     shape: Sequence[int] | None,
@@ -125,7 +124,7 @@ def by_layout(
     if type(P) is Layout and isinstance(x, torch.Tensor) and shape is None:
         return (x,), (rule(P, *args),), None
     xs, tree = _torch.flatten(x)
-    xs, tree, layouts = resolve_tree(op, xs, tree, P, shape, () if to is None else (to,))
+    xs, tree, layouts = resolve_tree(xs, tree, P, shape, () if to is None else (to,))
     if layouts is None:
         return outside(xs, P if to is None else to), None, tree
     return xs, [rule(L, *args) for L in layouts], tree

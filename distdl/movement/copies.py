@@ -55,7 +55,7 @@ def broadcast(x: Tree, P_src: Place, P_dst: Place, *, shape: Sequence[int] | Non
         P_src, P_dst: like numpy shapes: ``P_src`` is padded with 1s on the left, and each dim is equal or 1.
         shape: the copied tensor's own shape, when it is the same on all ranks; left out, shapes are negotiated.
     """
-    return moved(*_copying("broadcast", x, P_src, P_dst, shape))
+    return moved(*_copying(x, P_src, P_dst, shape))
 
 
 @rule
@@ -68,14 +68,14 @@ def sum_reduce_map(P_src: Partition, P_dst: Place, shape: Sequence[int] | None =
 @_torch.opaque
 def sum_reduce(x: Tree, P_src: Place, P_dst: Place, *, shape: Sequence[int] | None = None) -> Tree:
     """Sum the tensors of ``P_src`` along the dims in which ``P_dst`` is 1. Adjoint: broadcast."""
-    return moved(*_copying("sum_reduce", x, P_dst, P_src, shape))
+    return moved(*_copying(x, P_dst, P_src, shape, summed=True))
 
 
-def _copying(op: str, x: Any, small: Place, big: Place, shape: Sequence[int] | None) -> Movement:
-    """broadcast and sum_reduce: one copies ``x`` from ``small`` to ``big``, the other sums it back."""
+def _copying(x: Any, small: Place, big: Place, shape: Sequence[int] | None, summed: bool = False) -> Movement:
+    """broadcast and sum_reduce: one copies ``x`` from ``small`` to ``big``, the other (``summed``) sums it back."""
 
     def map_of(small: Place, big: Partition, shape: Sequence[int] | None = None) -> LinearMap:
-        return broadcast_map(small, big, shape) if op == "broadcast" else sum_reduce_map(big, small, shape)
+        return sum_reduce_map(big, small, shape) if summed else broadcast_map(small, big, shape)
 
     few, many = partition_of(small), partition_of(big)
     if isinstance(big, Layout):
@@ -86,20 +86,20 @@ def _copying(op: str, x: Any, small: Place, big: Place, shape: Sequence[int] | N
     if shape is not None:
         return by_map(x, map_of(few, many, local_shape(shape)))
     xs, tree = _torch.flatten(x)
-    holders = few if op == "broadcast" else many
-    xs, tree, reports = negotiate(op, xs, holders, (few, many), tree=tree)
+    holders = many if summed else few
+    xs, tree, reports = negotiate(xs, holders, (few, many), tree=tree)
     if reports is None:
         return outside(xs), None, tree
     maps = []
     for i in range(len(xs)):
         shapes = tuple(reports[r].leaves[i][0] for r in holders.ranks)
-        if op == "sum_reduce":
+        if summed:
             shapes = _summed_shapes(shapes, source, many)
         if len(set(shapes)) == 1:
             maps.append(map_of(few, many, shapes[0]))
         else:
             copying = keyed("broadcast", few, many, source, shapes, tuple(shapes[s] for s in source))
-            maps.append(copying if op == "broadcast" else transposed(op, copying))
+            maps.append(transposed("sum_reduce", copying) if summed else copying)
     return xs, maps, tree
 
 
@@ -233,7 +233,7 @@ def mark_varying(x: Tree, P: Place, dims: Dims = None) -> Tree:
     """
     where = partition_of(P)
     if not where.active:
-        world(where.world).check("mark_varying", where)
+        world(where.world).check(where)
         return x
     name_when_checking(x)
     along = _grid_dims(dims)

@@ -63,13 +63,13 @@ def all_gather(x: Tree, P: Place, dims: Dims | dict[int, int] = None, *, shape: 
         shape: shape of the gathered tensor on this rank; left out, block sizes are negotiated.
     """
     if isinstance(P, Layout):
-        return moved(*by_layout("all_gather", x, P, shape, all_gather_map, _layout_dims(P, dims)))
+        return moved(*by_layout(x, P, shape, all_gather_map, _layout_dims(P, dims)))
     partition_of(P)
     if shape is not None:
         shape = local_shape(shape)
         return moved(*by_map(x, gathering(P, shape, gathered_dims(P, len(shape), dims))))
     xs, tree = _torch.flatten(x)
-    xs, tree, reports = negotiate("all_gather", xs, P, tree=tree, arguments=f"dims={dims}")
+    xs, tree, reports = negotiate(xs, P, tree=tree, arguments=f"dims={dims}")
     if reports is None:
         return moved(_outside(xs, P, dims), None, tree)
     shapes = ({r: reports[r].leaves[i][0] for r in P.ranks} for i in range(len(xs)))
@@ -93,7 +93,7 @@ def reduce_scatter(x: Tree, P: Place, dims: Dims | dict[int, int] = None) -> Tre
     if isinstance(P, Layout):
         return moved(*by_map(x, reduce_scatter_map(P, _layout_dims(P, dims))))
     if not partition_of(P).active:  # what such a rank passes need not have as many dims
-        world(P.world).check("reduce_scatter", P)
+        world(P.world).check(P)
         xs, tree = _torch.flatten(x)
         return moved(_outside(xs, P, dims), None, tree)
 

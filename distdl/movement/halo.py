@@ -51,7 +51,6 @@ def _range(found: Any, layout: Layout) -> tuple[int, int]:
     except (TypeError, ValueError):
         raise PartitionError(
             "need() gave no range",
-            op="HaloSpec.needs",
             expected="two integers (lo, hi)",
             actual=found,
             partitions=layout,
@@ -66,13 +65,12 @@ def _moved(runs: tuple[Run, ...], before: list[tuple[int, int]]) -> tuple[Run, .
     return tuple((start, stop, at + by) for start, stop, at in runs)
 
 
-def plain(value: Any, what: str, op: str | None = None) -> Any:
+def plain(value: Any, what: str) -> Any:
     """An option in Python's own numbers and tuples: NumPy's and torch's integers and arrays are as good, and not all
     hashable."""
     if is_bool(value):
         raise PartitionError(
             f"{what} is a truth value",
-            op=op,
             expected="numbers",
             actual=value,
             next_step="give an int (True would count as 1)",
@@ -80,27 +78,26 @@ def plain(value: Any, what: str, op: str | None = None) -> Any:
     if is_int(value):
         return as_int(value)
     sequence = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "shape", None) != ()
-    return tuple(plain(v, what, op) for v in value) if sequence else value
+    return tuple(plain(v, what) for v in value) if sequence else value
 
 
-def sizes_of(value: Any, what: str, op: str | None = None) -> tuple[Any, ...]:
+def sizes_of(value: Any, what: str) -> tuple[Any, ...]:
     """One number, or some, as a tuple of Python's own."""
-    value = plain(value, what, op)
+    value = plain(value, what)
     return value if isinstance(value, tuple) else (value,)
 
 
-def per_dim(value: Any, n: int, what: str, op: str | None = None) -> tuple[Any, ...]:
+def per_dim(value: Any, n: int, what: str) -> tuple[Any, ...]:
     """``value`` for each of ``n`` dims, in Python's own numbers: repeated when it is a single one.
 
     Raises:
         PartitionError: another number of them, or a truth value.
     """
-    value = plain(value, what, op)
+    value = plain(value, what)
     values = value if isinstance(value, tuple) else (value,) * n
     if len(values) != n:
         raise PartitionError(
             f"{what} does not fit",
-            op=op,
             expected=f"one value or {n}",
             actual=value,
             next_step="give one value for all dims, or one for each",
@@ -150,7 +147,6 @@ class HaloSpec(Value):
             if right is not None:
                 raise PartitionError(
                     "a Layout has a shape already",
-                    op="HaloSpec",
                     partitions=P,
                     expected="left and right",
                     actual=(shape, left, right),
@@ -159,14 +155,11 @@ class HaloSpec(Value):
             left, right, shape = shape, left, None
         layout = layout_of(P, shape)
         try:
-            lefts = tuple(as_int(n) for n in per_dim(left, layout.ndim, "left", "HaloSpec"))
-            rights = tuple(
-                as_int(n) for n in per_dim(left if right is None else right, layout.ndim, "right", "HaloSpec")
-            )
+            lefts = tuple(as_int(n) for n in per_dim(left, layout.ndim, "left"))
+            rights = tuple(as_int(n) for n in per_dim(left if right is None else right, layout.ndim, "right"))
         except TypeError:
             raise PartitionError(
                 "widths must be integers",
-                op="HaloSpec",
                 partitions=layout,
                 expected="integers",
                 actual=(left, right),
@@ -175,7 +168,6 @@ class HaloSpec(Value):
         if min((*lefts, *rights, 0)) < 0:
             raise PartitionError(
                 "halo widths cannot be negative",
-                op="HaloSpec",
                 partitions=layout,
                 expected=">= 0",
                 actual=(lefts, rights),
@@ -184,12 +176,11 @@ class HaloSpec(Value):
         self._set(layout, layout, lambda d, start, stop: (start - lefts[d], stop + rights[d]), boundary)
 
     def _set(self, in_layout: Layout, out_layout: Layout, need: Need, boundary: str | Sequence[str]) -> None:
-        boundary = per_dim(boundary, in_layout.ndim, "boundary", "HaloSpec")
+        boundary = per_dim(boundary, in_layout.ndim, "boundary")
         unknown = [b for b in boundary if b not in BOUNDARIES]
         if unknown:
             raise PartitionError(
                 "no such boundary",
-                op="HaloSpec",
                 expected=BOUNDARIES,
                 actual=unknown,
                 partitions=in_layout,
@@ -208,7 +199,6 @@ class HaloSpec(Value):
             if far > limit:
                 raise PartitionError(
                     f"the {boundary[d]} boundary of dim {d} reaches beyond the tensor",
-                    op="HaloSpec",
                     partitions=in_layout,
                     expected=f"at most {max(limit, 0)} ghosts",
                     actual=far,
@@ -244,7 +234,6 @@ class HaloSpec(Value):
         if out_layout.partition != in_layout.partition:
             raise PartitionError(
                 "the windows belong to the ranks of the input",
-                op="HaloSpec.needs",
                 expected=in_layout.partition,
                 actual=out_layout.partition,
                 partitions=(in_layout, out_layout),
@@ -279,16 +268,15 @@ class HaloSpec(Value):
             PartitionError: sizes that torch would refuse, or a kernel larger than the padded input.
         """
         in_layout = layout_of(P, shape)
-        k = plain(kernel, "kernel", "HaloSpec.window")
+        k = plain(kernel, "kernel")
         k = k if isinstance(k, tuple) else (k,) * max(in_layout.ndim - 2, 1)
         first, n = in_layout.ndim - len(k), len(k)
-        s, d = (per_dim(v, n, w, "HaloSpec.window") for v, w in ((stride, "stride"), (dilation, "dilation")))
-        pads = tuple(p if isinstance(p, tuple) else (p, p) for p in per_dim(padding, n, "padding", "HaloSpec.window"))
+        s, d = (per_dim(v, n, w) for v, w in ((stride, "stride"), (dilation, "dilation")))
+        pads = tuple(p if isinstance(p, tuple) else (p, p) for p in per_dim(padding, n, "padding"))
         legal = all(map(is_int, (*k, *s, *d, *(v for p in pads for v in p))))
         if not legal or min((*k, *s, *d, 1)) < 1 or any(len(p) != 2 or min(p) < 0 for p in pads) or first < 0:
             raise PartitionError(
                 "not a legal window",
-                op="HaloSpec.window",
                 partitions=in_layout,
                 expected="kernel, stride and dilation >= 1, padding >= 0",
                 actual={"kernel": k, "stride": s, "dilation": d, "padding": padding},
@@ -300,7 +288,6 @@ class HaloSpec(Value):
             if free < 0 and not (ceil_mode and free > -step):  # ceil_mode: a window that starts inside may end outside
                 raise PartitionError(
                     f"the kernel is larger than the padded input in dim {i}",
-                    op="HaloSpec.window",
                     partitions=in_layout,
                     expected=f"kernel <= {free + size}",
                     actual=size,

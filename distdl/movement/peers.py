@@ -121,7 +121,7 @@ def permute(x: Tree, P: Place, pairs: Iterable[tuple[int, int]]) -> Tree:
     if isinstance(P, Layout):
         return moved(*by_map(x, permute_map(where, pairs, [P.local_shape(r) for r in where.ranks])))
     xs, tree = _torch.flatten(x)
-    xs, tree, reports = negotiate("permute", xs, where, tree=tree, arguments=f"pairs={pairs}")
+    xs, tree, reports = negotiate(xs, where, tree=tree, arguments=f"pairs={pairs}")
     if reports is None:
         return moved(outside(xs), None, tree)
     shapes = ([reports[r].leaves[i][0] for r in where.ranks] for i in range(len(xs)))

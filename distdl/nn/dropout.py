@@ -10,6 +10,7 @@ import torch
 from .. import functional as F
 from .._arguments import Checked
 from .._types import Place
+from ..calls import public
 from ..functional import random
 from .layer import agreed_seed, first_line
 
@@ -51,8 +52,12 @@ class Dropout(Checked, torch.nn.Module):
         """Drop elements in training; x itself in evaluation."""
         if not self.training:
             return x
-        call = self._calls.next(type(self).__name__)
+        call = self._number()
         return type(self).function(x, self.P, self.p, F.fold_in(self.seed, call, *random.examples(x.device)))
+
+    def _number(self) -> int:
+        """Of this call."""
+        return self._calls.next()
 
     def extra_repr(self) -> str:
         """The partition and the probability."""
@@ -63,3 +68,6 @@ class FeatureDropout(Dropout):
     """:func:`distdl.functional.dist_feature_dropout`: torch.nn.Dropout1d/2d/3d."""
 
     function = staticmethod(F.dist_feature_dropout)
+
+
+public({"": Dropout._number}, alike=False)

@@ -70,15 +70,15 @@ class Board:
         """What this rank last completed."""
         return f"{self.op} at {self.where}" if self.over else self.before
 
-    def enter(self, op: str, where: str) -> None:
-        """This rank is inside ``op``."""
+    def enter(self, call: str, where: str) -> None:
+        """This rank is inside ``call``."""
         before = self.done
         texts = [
-            None if op == self.op else op,
+            None if call == self.op else call,
             None if where == self.where else where,
             None if before == self.before else before,
         ]
-        self.op, self.where, self.before, self.over = op, where, before, False
+        self.op, self.where, self.before, self.over = call, where, before, False
         self.state, self.since, self.count, self.missing = INSIDE, time.monotonic(), self.count + 1, None
         self._write(texts)
 

@@ -38,7 +38,7 @@ from typing import Any
 from ..calls import called
 from ..engine.transport import Call, Transport
 from ..errors import AgreementError
-from ..signature import gave_up
+from ..signature import Left, gave_up
 
 _KEPT = 16  # calls remembered for each peer
 _NOWHERE: tuple[str, dict] = ("elsewhere", {})  # where a rank was that one has had nothing to do with
@@ -75,7 +75,7 @@ class Lookout:
         self.numbers: dict[int, int] = defaultdict(int)
         self.recent: dict[int, deque] = defaultdict(lambda: deque(maxlen=_KEPT))
         self.given_up: dict[int, set] = defaultdict(set)  # movements whose messages nobody takes any more
-        self.gaps: dict[int, list] = defaultdict(list)  # (place, op, text) of what a peer has given up
+        self.gaps: dict[int, list] = defaultdict(list)  # (place, how) of what a peer has given up
         self.doubts: dict[tuple, dict] = {}  # {(peer, place): parts of the error because of which}: see 4. above
         for peer in range(self.size):
             self._oldest(peer)
@@ -100,7 +100,7 @@ class Lookout:
             for parts in self.doubts.values():
                 self._leave(parts, self.size)
 
-    def local_error(self, ranks, op: str, text: str, peers=None) -> None:
+    def local_error(self, ranks, left: Left, peers=None) -> None:
         """This rank gives up a call over ``ranks``; all of them have begun, or will begin, the same one. ``peers``:
         those with whom it would have exchanged anything, where that is known."""
         for r in ranks:
@@ -109,14 +109,14 @@ class Lookout:
             counts = peers is None or r in peers
             if counts:
                 self.numbers[r] += self.step
-                self.recent[r].append(Call(0, (), op, text))
+                self.recent[r].append(Call(0, (), *left))
             place = self.numbers[r] + (0 if counts else self.step // 2)
             self.given_up[r].add(place)
             if any(gap[0] == place for gap in self.gaps[r]):  # that rank has too
                 self.doubts.pop((r, place), None)
             else:
-                self.doubts[r, place] = self._mine_left(op, text)
-            self._send(r, "gave up", place, op, text)
+                self.doubts[r, place] = self._mine_left(left)
+            self._send(r, "gave up", place, left)
 
     def align(self, era: int) -> None:
         """All ranks of the world have agreed on something, and begin this era together."""
@@ -153,12 +153,12 @@ class Lookout:
                 if apart:
                     self._found(source, min(apart))
 
-    def _peer_gave_up(self, source: int, place: int, op: str, text: str) -> None:
+    def _peer_gave_up(self, source: int, place: int, left: Left) -> None:
         if place in self.given_up[source]:  # this rank has too
             self.doubts.pop((source, place), None)
         else:
-            self.gaps[source].append((place, op, text))
-            self.doubts[source, place] = self._left(source, op, text)
+            self.gaps[source].append((place, left))
+            self.doubts[source, place] = self._left(source, left)
 
     def _mine(self, peer):
         """(Where this rank is, {number: (operator, partitions or error)} of its last calls with ``peer``)."""
@@ -189,21 +189,21 @@ class Lookout:
     def _gaps(self, call: Call, peer: int) -> None:
         """Raise where ``peer``, whose message is missing, has given up this call."""
         for gap in list(self.gaps[peer]):
-            place, op, text = gap
+            place, left = gap
             if place <= self.numbers[peer]:
                 self.gaps[peer].remove(gap)
             if place == self.numbers[peer]:
                 for other in call.peers:
                     self.given_up[other].add(self.numbers[other])
-                self._error(self._left(peer, op, text))
+                self._error(self._left(peer, left))
 
-    def _left(self, peer, op, text):
-        parts = gave_up(peer, op, text)
+    def _left(self, peer, left: Left):
+        parts = gave_up(peer, left)
         return {**parts, "actual": f"{parts['actual']}; rank {self.rank}: in {self._mine(peer)[0]}"}
 
-    def _mine_left(self, op, text):
+    def _mine_left(self, left: Left):
         """The parts of the error where others do not come after an error of this rank's own."""
-        return {**gave_up(self.rank, op, text), "problem": f"rank {self.rank} waits in vain since an error of its own"}
+        return {**gave_up(self.rank, left), "problem": f"rank {self.rank} waits in vain since an error of its own"}
 
     def _in_an_era_before(self, call):
         """The parts of the error where this rank waits for what it began before the last error (F.start)."""

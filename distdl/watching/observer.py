@@ -25,6 +25,7 @@ from ..signature import (
     HEAD,
     Call,
     Field,
+    Left,
     call_of,
     differs,
     disagreement,
@@ -58,8 +59,8 @@ class Checked(Transport):
     """The engine ``inner`` during one movement: the board says while this rank waits in it, and from whom something is
     missing."""
 
-    def __init__(self, inner: Transport, board: Board, op: str, where: str):
-        self.inner, self.board, self.op, self.where = inner, board, op, where
+    def __init__(self, inner: Transport, board: Board, call: str, where: str):
+        self.inner, self.board, self.call, self.where = inner, board, call, where
         self.rank, self.size, self.device_types = inner.rank, inner.size, inner.device_types
         self.collectives, self.sums, self.wide = inner.collectives, inner.sums, inner.wide
         self.takes_types, self.chunk, self.tags = inner.takes_types, inner.chunk, inner.tags
@@ -99,7 +100,7 @@ class Checked(Transport):
 
     def _enter(self):
         if self.board.state != INSIDE:
-            self.board.enter(self.op, self.where)
+            self.board.enter(self.call, self.where)
 
     def close(self):
         self.inner.close()
@@ -143,24 +144,23 @@ class Observer:
         same, who = Field("the operator called", "agreement", shown=op), Field("the ranks that agree", str(ranks))
         return self._checked(watch, host, Call(op, f"ranks {ranks}", ranks, ranks, (), True, (same, who)))
 
-    def alike(self, watch: Watch | None, op: str, P) -> None:
+    def alike(self, watch: Watch | None, P) -> None:
         """Compare a call that sends no message among the ranks of ``P``; collective over them, where this compares."""
         if self.timeout is not None and watch is not None and P.size > 1 and watch.rank in P.ranks:
             said = called()
-            fields = Field("the operator called", op), *told_of(said)
-            self._checked(
-                watch, watch.host, Call(op, str(P).splitlines()[0], P.ranks, P.ranks, (), False, fields), said
-            )
+            fields = Field("the operator called", said.name), *told_of(said)
+            call = Call(said.name, str(P).splitlines()[0], P.ranks, P.ranks, (), False, fields)
+            self._checked(watch, watch.host, call, said)
 
-    def local_error(self, watch: Watch, ranks, op: str, text: str) -> bool:
+    def local_error(self, watch: Watch, ranks, why: Left) -> bool:
         """This rank leaves a call over ``ranks`` by an error of its own: they hear of it in place of its next
         signature, and so before any message. Whether this compares."""
         side = watch.side
         if self.timeout is None:
             return False
-        parts, left = gave_up(side.rank, op, text), f"left by {text[:1000]}"
+        parts, left = gave_up(side.rank, why), f"left by {why.text[:1000]}"
         field = Field("the operator called", left, next_step=parts["next_step"])
-        call = Call(op, f"ranks {ranks}", ranks, (), (), True, (field,))
+        call = Call(why.op, f"ranks {ranks}", ranks, (), (), True, (field,))
         for r in ranks:
             if r != side.rank:
                 side.counts[r] += 1
@@ -203,7 +203,8 @@ class Observer:
             heads = swap.heads()
             if len({head[4] for head in heads.values()}) > 1:
                 prints_of = {side.rank: prints, **{r: swap.said(r).copies_of for r in others}}
-                problem = unequal(call.op, heads, {call.copies, *(swap.said(r).copies for r in others)}, prints_of)
+                what = "cotangent" if call.op.endswith(".T") else "value"
+                problem = unequal(what, heads, {call.copies, *(swap.said(r).copies for r in others)}, prints_of)
         if problem is not None:
             self._fail(side, call, problem)
         if not maps:

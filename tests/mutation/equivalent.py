@@ -38,9 +38,6 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
             "Add -> Sub (2)": "what reads it asks whether it has changed, not how",
             "1 -> 2 (2)": "what reads it asks whether it has changed, not how",
         },
-        "if dispatch_modes() or not (ordinary or all(map(is_plain, xs))):": {
-            "and <-> or (2)": "several tensors then go by way of the operator that tracers record: the same values, slower",
-        },
     },
     "linear_map": {
         "return held.world == wanted.world and max(self.plan.ranks) < self.world.size": {

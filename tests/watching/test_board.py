@@ -120,9 +120,9 @@ def test_differences_between_ranks_that_exchange_nothing_are_none():
     assert fibres[0].near == (2,) and fibres[1].near == (3,)
     heads = {r: (0, b"", b"", True, bytes([r % 2] * 8), 1.0) for r in range(4)}
     prints = {r: (("w", bytes([r % 2] * 8), 1.0), ("b", bytes(8), 0.0)) for r in range(4)}
-    assert unequal("invariant_sum.T", heads, {(0, 2), (1, 3)}, prints) is None
+    assert unequal("cotangent", heads, {(0, 2), (1, 3)}, prints) is None
     prints[3] = (("w", bytes(8), 0.0), ("b", bytes(8), 0.0))
-    kind, parts = unequal("invariant_sum.T", {**heads, 3: (0, b"", b"", True, bytes(8), 0.0)}, {(0, 2), (1, 3)}, prints)
+    kind, parts = unequal("cotangent", {**heads, 3: (0, b"", b"", True, bytes(8), 0.0)}, {(0, 2), (1, 3)}, prints)
     assert "of 2 tensors these differ: w" in parts["actual"]
     assert kind is dd.errors.InvariantError and "rank 3 gave it the cotangent 0" in parts["problem"]
 

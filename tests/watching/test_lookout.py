@@ -14,6 +14,7 @@ import pytest
 
 from distdl.engine.transport import Call
 from distdl.errors import DistdlError, ShapeError
+from distdl.signature import Left
 from distdl.watching.lookout import Lookout
 
 LATE = 0.02  # seconds that an alarm may take
@@ -101,7 +102,7 @@ class Rank:
         receives = {a for a, b in pairs if b == self.rank}
         peers = tuple(sorted({*sends, *receives}))
         if spoilt:
-            lookout.local_error(ranks, shape, "an error", set(peers) if known else None)
+            lookout.local_error(ranks, Left(shape, "an error"), set(peers) if known else None)
             raise ShapeError("an error of its own", op=shape, expected="", actual="", next_step="")
         code = zlib.crc32(repr((shape, ranks)).encode())
         move = Call(code, peers, shape, str(ranks))

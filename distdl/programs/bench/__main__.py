@@ -87,14 +87,14 @@ def read(argv=None) -> argparse.Namespace:
     return options
 
 
-def case(op: str, n: int, options) -> cases.Case:
+def case(name: str, n: int, options) -> cases.Case:
     """The case that the options describe."""
     dtype = getattr(torch, options.dtype)
-    shape = options.shape or SHAPES.get(op, (2**20,) if op in cases.COLLECTIVES else (4, 16, 64, 64))
-    if op in cases.COLLECTIVES:
-        return cases.collective(op, shape[0], n, dtype=dtype)
+    shape = options.shape or SHAPES.get(name, (2**20,) if name in cases.COLLECTIVES else (4, 16, 64, 64))
+    if name in cases.COLLECTIVES:
+        return cases.collective(name, shape[0], n, dtype=dtype)
     ndim = len(shape)
-    if op == "repartition":
+    if name == "repartition":
         if ndim < 2:
             raise ShapeError(
                 "a repartition needs two dims",
@@ -106,10 +106,10 @@ def case(op: str, n: int, options) -> cases.Case:
         grid, to = options.grid or (n,) + (1,) * (ndim - 1), options.to or (1, n) + (1,) * (ndim - 2)
         A, B = (dd.Layout(dd.Partition(g), shape) for g in (grid, to))
         return cases.repartition(A, B, f"{cases.size(grid)} to {cases.size(to)}", dtype=dtype)
-    if op == "halo":
+    if name == "halo":
         grid = options.grid or cases.grid_of(n, ndim)
         return cases.halo(shape, grid, width=options.width, boundary=options.boundary, dtype=dtype)
-    if op == "linear":
+    if name == "linear":
         if ndim != 3:
             raise ShapeError(
                 "a linear layer has three sizes",
@@ -121,12 +121,12 @@ def case(op: str, n: int, options) -> cases.Case:
         tokens, out, features = shape
         return cases.linear(tokens, out, features, options.grid or (1, n, 1), dtype=dtype)
     spatial = (1,) * (ndim - 2)
-    if op == "conv":
+    if name == "conv":
         grid = options.grid or (1, 1, n, *spatial[1:])
         return cases.conv(shape, grid, options.channels, options.kernel, padding=options.kernel // 2, dtype=dtype)
-    last = op in ("layer_norm", "rms_norm")
+    last = name in ("layer_norm", "rms_norm")
     return cases.norm(
-        op, shape, options.grid or ((1,) * (ndim - 1) + (n,) if last else (1, 1, n, *spatial[1:])), dtype=dtype
+        name, shape, options.grid or ((1,) * (ndim - 1) + (n,) if last else (1, 1, n, *spatial[1:])), dtype=dtype
     )
 
 

@@ -120,11 +120,11 @@ def repartition(A: dd.Layout, B: dd.Layout, what: str, *, dtype=torch.float32, s
     )
 
 
-def collective(op: str, nbytes: int, n: int, *, dtype=torch.float32) -> Case:
+def collective(name: str, nbytes: int, n: int, *, dtype=torch.float32) -> Case:
     """A collective of n ranks. S as in nccl-tests: the tensor of each rank; the whole for gathers, scatters and
     reduce_scatter."""
     P, one = dd.Partition((n,)), dd.Partition((1,))
-    count = max(n if op in ("all_gather", "reduce_scatter", "gather", "scatter") else 1, nbytes // dtype.itemsize)
+    count = max(n if name in ("all_gather", "reduce_scatter", "gather", "scatter") else 1, nbytes // dtype.itemsize)
     L, root, rank = dd.Layout(P, (count,)), dd.world().rank == 0, dd.world().rank
     whole, part, none = drawn((count,), dtype), drawn(L.local_shape(), dtype), torch.empty(0, dtype=dtype)
     x, call = {
@@ -136,11 +136,11 @@ def collective(op: str, nbytes: int, n: int, *, dtype=torch.float32) -> Case:
         "scatter": (whole if root else none, lambda x: F.scatter(x, L)),
         "gather": (part, lambda x: F.gather(x, L)),
         "shift": (whole, lambda x: F.shift(x, P, 0)),
-    }[op]
-    limit = copy_of(whole if op != "scatter" else part)  # what the busiest rank leaves behind
+    }[name]
+    limit = copy_of(whole if name != "scatter" else part)  # what the busiest rank leaves behind
     nbytes = count * dtype.itemsize
     return Case(
-        Result(op, _bytes(nbytes), n, short(dtype), nbytes, TRAFFIC[op](n)),
+        Result(name, _bytes(nbytes), n, short(dtype), nbytes, TRAFFIC[name](n)),
         {"distdl": lambda: call(x), "memcpy": limit if rank < n else lambda: None},
         {"x": x, "n": n, "count": count, "layout": L},
         calls_for(nbytes),
@@ -178,10 +178,10 @@ def backward(call, *leaves) -> Callable:
     return run
 
 
-def layer(op: str, what: str, ours, share, leaves, *, dtype=torch.float32, more=None, scaling="") -> Case:
+def layer(name: str, what: str, ours, share, leaves, *, dtype=torch.float32, more=None, scaling="") -> Case:
     """Forward + backward of ``ours`` against ``share``: the same work on this rank's share, without messages."""
     calls = {"distdl": backward(ours, *leaves), "share": backward(share, *leaves), **(more or {})}
-    return Case(Result(op, what, dd.world().size, short(dtype), limit="share", scaling=scaling), calls)
+    return Case(Result(name, what, dd.world().size, short(dtype), limit="share", scaling=scaling), calls)
 
 
 def leaf(shape, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
