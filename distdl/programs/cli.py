@@ -14,15 +14,18 @@ from pathlib import Path
 from ..engine.fast import paths
 from ..errors import TransportError
 from ..world import CUDA_WAYS, cuda_way
-from .launch import find_launcher, find_mpi, run
+from .launch import ENGINES, find_launcher, find_mpi, run
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m distdl", description="pure distributed operators for PyTorch")
     commands = top.add_subparsers(dest="command", required=True)
-    program = commands.add_parser("run", help="run a program on n MPI ranks; a rank that fails ends all of them")
+    program = commands.add_parser("run", help="run a program on n ranks; a rank that fails ends all of them")
     program.add_argument("-n", type=int, default=1, help="number of ranks (default: 1)")
+    program.add_argument(
+        "--engine", choices=ENGINES, help="what carries messages (default: DISTDL_TRANSPORT; else mpi, with mpi4py)"
+    )
     program.add_argument("--timeout", type=float, help="end the job after so many seconds")
     program.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, as of python -m"
@@ -115,4 +118,4 @@ def execute(top: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         top.error(f"run: no such file: {program[0]}")
     if options.n < 1:
         top.error(f"run: -n {options.n} is not a number of ranks")
-    return run(options.n, program, timeout=options.timeout)
+    return run(options.n, program, timeout=options.timeout, engine=options.engine)

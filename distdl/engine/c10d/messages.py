@@ -1,0 +1,407 @@
+"""Messages between two ranks by gloo.
+
+What gloo does decides what is done here. It tells nobody how long a message was (a shorter one passes in silence, a
+longer one ends the process); what one waits for can be waited for once, without a limit, and cannot be taken back. So
+every message begins with a slot of one size, in memory of the engine's own: its length, its number, and what there is
+room for; the rest is received when its length is known. Who waits looks at that memory. Waits that may never end are
+made by threads of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import os
+import queue
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..._distributed import plain_memory
+from ...errors import TransportError
+from ..transport import Call
+
+ROOM, _HEAD, _LITTLE = 2**18, 16, 2**12  # bytes for which a slot has room, after length plus one and number
+_BATCH, _HELD = 32, 2**22  # sent slots, and bytes of them, that nobody has asked about: more go to a thread
+REST = 2**29  # bit of a tag: what a slot had no room for
+_SPINS, _SLOW = 1000, 1.0  # polls before a rank that waits sleeps; seconds until threads wait for its messages
+_GRACE = 5.0  # seconds for a thread to end
+NOTED = 64  # messages of which a rank remembers the tags
+
+Look = Callable[[float, list[int]], None]  # is told how long a rank has waited, and for whom; may raise
+
+
+class Slot:
+    """Memory for the beginning of a message, of ``room`` bytes after its head."""
+
+    __slots__ = ("address", "cuts", "memory", "room", "words")
+
+    def __init__(self, room: int):
+        self.room, self.cuts = room, {}
+        self.memory = (ctypes.c_uint8 * (_HEAD + room))()
+        self.address, self.words = ctypes.addressof(self.memory), memoryview(self.memory).cast("B").cast("q")
+
+    def first(self, nbytes: int) -> list:
+        """[a tensor of the head and so many bytes]."""
+        found = self.cuts.get(nbytes)
+        if found is None:
+            if len(self.cuts) > NOTED:
+                self.cuts.clear()
+            with plain_memory():
+                found = self.cuts[nbytes] = [torch.frombuffer(self.memory, dtype=torch.uint8, count=_HEAD + nbytes)]
+        return found
+
+
+def tensor_at(address: int, nbytes: int, dtype=torch.uint8):
+    """Memory as a tensor, which does not own it."""
+    with plain_memory():
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=dtype)
+
+
+class Receive:
+    """A message that this rank waits for. ``expected``: its bytes, for memory at ``address``; ``None``: any number, for
+    memory of its own. ``over``: its beginning was waited for. ``number``: of its movement, ``None``: any."""
+
+    __slots__ = (
+        "address", "error", "expected", "number", "over", "own", "peer", "rest", "slot", "tag", "threaded", "wanted",
+        "work",
+    )  # fmt: skip
+
+    def __init__(self, peer, tag, number, slot, work, address=0, expected=None):
+        self.peer, self.tag, self.number, self.slot, self.work = peer, tag, number, slot, work
+        self.address, self.expected, self.own = address, expected, None
+        self.rest: deque = deque()
+        self.threaded, self.over, self.error, self.wanted = False, False, None, True
+
+    def here(self) -> bool:
+        """Whether its beginning has come, or never will."""
+        return self.over if self.threaded else self.slot.words[0] != 0
+
+    @property
+    def sent(self) -> int:
+        """How many bytes were sent."""
+        return self.slot.words[0] - 1
+
+    def data(self) -> bytes:
+        """What has come, where any number of bytes may."""
+        address = self.slot.address + _HEAD if self.own is None else ctypes.addressof(self.own)
+        return ctypes.string_at(address, self.sent)
+
+
+class Sending:
+    """Messages that were sent, and the memory that must outlive them: slots, or the user's."""
+
+    def __init__(self, works, peers, slots=(), memory=None):
+        self.works, self.peers, self.slots, self.memory, self.error = works, peers, slots, memory, None
+        self.done = threading.Event()
+
+
+class Handle:
+    """A movement under way: what is not here, what has begun to come, and what is being sent out of the user's
+    ``memory``."""
+
+    __slots__ = ("call", "coming", "mark", "memory", "missing", "sending")
+
+    def __init__(self, call: Call, mark: int = 0, memory: Any = None):
+        self.call, self.mark, self.memory = call, mark, memory
+        self.missing: list[Receive] = []
+        self.coming: list[Receive] = []
+        self.sending: list[Sending] = []
+
+
+class Workers:
+    """Threads for waits that may never end; as many as there are such waits."""
+
+    def __init__(self) -> None:
+        self.idle: list[queue.SimpleQueue] = []
+        self.all: list[tuple[threading.Thread, queue.SimpleQueue]] = []
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Let a thread do it."""
+        try:
+            jobs = self.idle.pop()
+        except IndexError:
+            jobs = queue.SimpleQueue()
+            thread = threading.Thread(target=self._work, args=(jobs,), name="distdl-gloo", daemon=True)
+            self.all.append((thread, jobs))
+            thread.start()
+        jobs.put(job)
+
+    def _work(self, jobs) -> None:
+        while (job := jobs.get()) is not None:
+            job()
+            del job
+            self.idle.append(jobs)
+
+    def busy(self) -> bool:
+        """Whether some wait has not ended."""
+        return len(self.idle) < len(self.all)
+
+    def stop(self) -> None:
+        """End the threads: one that came back from a wait while Python ends would end the process by a signal."""
+        for _, jobs in self.all:
+            jobs.put(None)
+        for thread, _ in self.all:
+            thread.join(_GRACE)
+
+
+class Messages:
+    """Messages of this rank by ``group``. Those of one pair of ranks and one tag keep their order."""
+
+    chunk = 2**30
+
+    def __init__(self, group: Any, rank: int):
+        self.group, self.rank = group, rank
+        self.large: list[Slot] = []  # free slots
+        self.little: list[Slot] = []
+        self.workers, self.lock = Workers(), threading.Lock()
+        self.owed: list[tuple[Any, int, Slot]] = []  # sent slots: (work, peer, slot)
+        self.held = 0
+        self.out: set[Sending] = set()
+        self.stale: dict[tuple[int, int], list[Receive]] = {}  # by peer and tag, those for which nobody waits
+        self.sent: dict[int, deque] = defaultdict(lambda: deque(maxlen=NOTED))  # tags by peer,
+        self.asked: dict[int, deque] = defaultdict(lambda: deque(maxlen=4 * NOTED))
+        self.unread: dict[int, float] = {}  # and since when the peer cannot read that list
+
+    # ------------------------------------------------------------ out
+
+    def send(self, peer: int, tag: int, number: int, address: int, nbytes: int, memory=None) -> Sending | None:
+        """Send; what does not fit into a slot is sent from where it is, by a :class:`Sending`."""
+        inside = nbytes if nbytes <= ROOM else 0
+        slots, room = (self.little, _LITTLE) if inside <= _LITTLE else (self.large, ROOM)
+        slot = slots.pop() if slots else Slot(room)
+        slot.words[0], slot.words[1] = nbytes + 1, number
+        if inside:
+            ctypes.memmove(slot.address + _HEAD, address, inside)
+        self.sent[peer].append(tag)
+        self.unread[peer] = time.monotonic()
+        self.owed.append((self.group.send(slot.first(inside), peer, tag), peer, slot))
+        self.held += inside
+        if len(self.owed) >= _BATCH or self.held >= _HELD:
+            self.hand_over()
+        if inside == nbytes:
+            return None
+        works = [self.group.send([part], peer, tag | REST) for part in self._parts(address, nbytes)]
+        return self._until_sent(Sending(works, [peer], memory=memory))
+
+    def _parts(self, address, nbytes):
+        return [tensor_at(address + at, min(self.chunk, nbytes - at)) for at in range(0, nbytes, self.chunk)]
+
+    def hand_over(self) -> None:
+        """A thread waits for what was sent, and gives the slots back."""
+        if self.owed:
+            works, peers, slots = zip(*self.owed)
+            self.owed, self.held = [], 0
+            self._until_sent(Sending(works, peers, slots))
+
+    def _until_sent(self, one: Sending) -> Sending:
+        def wait():
+            try:
+                for work in one.works:
+                    work.wait()
+            except RuntimeError as error:  # the peer is gone: for whoever waits, and the next message to it fails too
+                one.error = error
+            else:
+                for slot in one.slots:
+                    (self.little if slot.room == _LITTLE else self.large).append(slot)
+            one.memory, one.works, one.slots = None, (), ()
+            self.out.discard(one)
+            one.done.set()
+
+        self.out.add(one)
+        self.workers.run(wait)
+        return one
+
+    # ------------------------------------------------------------ in
+
+    def receive(self, peer: int, tag: int, number: int | None, address: int = 0, expected: int | None = None) -> Receive:
+        """Begin to receive."""
+        self.asked[peer].append(tag)
+        if self.stale:
+            with self.lock:
+                waits = self.stale.get((peer, tag))
+                if waits:  # the next message of this tag goes to whoever asked first
+                    one = waits[0]
+                    self._known(one)
+                    one.number, one.address, one.expected, one.wanted = number, address, expected, True
+                    return one
+        slot = self.large.pop() if self.large else Slot(ROOM)
+        slot.words[0] = 0
+        return Receive(peer, tag, number, slot, self.group.recv(slot.first(ROOM), peer, tag), address, expected)
+
+    def arrive(self, handle: Handle, look: Look | None, interval: float) -> None:
+        """Wait for the beginnings of all messages; ``look`` is called each ``interval``, once the wait is long."""
+        missing, coming, spins, began, due = handle.missing, handle.coming, 0, 0.0, 0.0
+        while missing:
+            waits = len(missing)
+            for one in tuple(missing):
+                if one.here():
+                    missing.remove(one)
+                    coming.append(one)
+                    if not self._open(one):  # a message of long ago
+                        missing.append(coming.pop())
+            spins += 1
+            if len(missing) < waits:
+                spins = 0
+            elif spins < _SPINS:
+                os.sched_yield()
+            else:
+                now = time.monotonic()
+                began = began or now
+                if now >= due:
+                    due = now + min(interval, _SLOW)
+                    if now - began > _SLOW:
+                        for one in missing:
+                            self._let_wait(one)  # gloo tells only who waits that a rank is gone
+                    if look is not None:
+                        look(now - began, sorted({one.peer for one in missing}))
+                time.sleep(min(0.001, 2e-5 + (now - began) / 16))
+
+    def _open(self, one: Receive) -> bool:
+        """Its beginning is here: receive the rest. False: it was one of another number, and another is asked for."""
+        if one.error is not None:
+            raise one.error
+        if not one.over:
+            one.work.wait()
+            one.over = True
+        right = one.number in (None, one.slot.words[1])
+        if one.sent > ROOM:
+            address = one.address
+            if not right or one.sent != one.expected:  # taken all the same, so that its sender can go on
+                one.own = (ctypes.c_uint8 * one.sent)()
+                address = ctypes.addressof(one.own)
+            one.rest.extend(self.group.recv([part], one.peer, one.tag | REST) for part in self._parts(address, one.sent))
+        if right:
+            return True
+        self._rest(one)
+        one.slot.words[0], one.threaded, one.over, one.own = 0, False, False, None
+        one.work = self.group.recv(one.slot.first(ROOM), one.peer, one.tag)
+        return False
+
+    def _rest(self, one: Receive) -> None:
+        while one.rest:  # what is waited for is forgotten: nobody can wait for it twice
+            one.rest.popleft().wait()
+
+    def take(self, handle: Handle) -> TransportError | None:
+        """Take what is coming to where it belongs; the error where a message has another length than planned."""
+        wrong = None
+        while handle.coming:
+            one = handle.coming[-1]
+            self._rest(one)
+            handle.coming.pop()
+            if one.sent != one.expected:
+                wrong = wrong or TransportError(
+                    "a message has another length than planned",
+                    op="exchange",
+                    rank=self.rank,
+                    expected=f"{one.expected} bytes from rank {one.peer}",
+                    actual=f"{one.sent} bytes",
+                    next_step="give every rank the same layouts and dtype; where blocks differ in size, pass a Layout",
+                )
+            elif one.sent <= ROOM:
+                ctypes.memmove(one.address, one.slot.address + _HEAD, one.sent)
+            self.large.append(one.slot)
+        return wrong
+
+    def swap(self, data: bytes, tag: int, to, sources) -> dict[int, bytes]:
+        """Send ``data``, and return what comes from ``sources``, of whatever length."""
+        handle, buffer = Handle(Call(0, tuple(to))), ctypes.create_string_buffer(data, max(1, len(data)))
+        handle.missing += [self.receive(peer, tag, 0) for peer in sources]
+        for peer in to:
+            self.send(peer, tag, 0, ctypes.addressof(buffer), len(data), buffer)
+        self.arrive(handle, None, _SLOW)
+        found = {}
+        for one in handle.coming:
+            self._rest(one)
+            found[one.peer] = one.data()
+            self.large.append(one.slot)
+        return found
+
+    # ------------------------------------------------------------ what nobody waits for
+
+    def abandon(self, handle: Handle) -> None:
+        """Nobody waits for a movement any more: threads do, so that nobody who sends is kept."""
+        while handle.missing:
+            one = handle.missing.pop()
+            with self.lock:
+                one.wanted = False
+                self.stale.setdefault((one.peer, one.tag), []).append(one)
+                over = one.over
+            if over:
+                self.workers.run(lambda one=one: self._unwanted(one))
+            else:
+                self._let_wait(one)
+        while handle.coming:
+            one, memory = handle.coming.pop(), handle.memory
+            self.workers.run(lambda one=one, memory=memory: self._drain(one, memory))
+        handle.sending.clear()  # their threads hold the memory
+
+    def discard(self, peer: int, tag: int) -> None:
+        """Take a message of that tag, and forget it."""
+        handle = Handle(Call(0, (peer,)))
+        handle.missing.append(self.receive(peer, tag, None))
+        self.abandon(handle)
+
+    def _let_wait(self, one: Receive) -> None:
+        if not one.threaded:
+            one.threaded = True
+            self.workers.run(lambda: self._until_here(one))
+
+    def _until_here(self, one: Receive) -> None:
+        try:
+            one.work.wait()
+        except RuntimeError as error:
+            one.error = error
+        with self.lock:
+            one.over = True
+            wanted = one.wanted
+        if not wanted:
+            self._unwanted(one)
+
+    def _unwanted(self, one: Receive) -> None:
+        with self.lock:
+            if one.wanted:  # by another movement, since
+                return
+            self._known(one)
+        one.number = one.expected = None
+        self._drain(one, None)
+
+    def _known(self, one: Receive) -> None:
+        """It is no longer stale."""
+        waits = self.stale[one.peer, one.tag]
+        waits.remove(one)
+        if not waits:
+            del self.stale[one.peer, one.tag]
+
+    def _drain(self, one: Receive, memory) -> None:
+        """Receive what nobody wants; ``memory`` is where its rest may go."""
+        if one.error is None:
+            with contextlib.suppress(RuntimeError):  # the sender is gone: so is the message
+                if not one.rest:
+                    self._open(one)
+                self._rest(one)
+                self.large.append(one.slot)
+        del memory
+
+    def stop(self) -> None:
+        """End all threads."""
+        if self.workers.busy():
+            # What is left never ends. gloo closes its connections when a wait has a limit: every wait then ends.
+            peer = next(iter({**self.asked, **self.sent}))
+            with contextlib.suppress(RuntimeError):
+                last = self.group.recv(Slot(8).first(8), peer, REST - 1)
+                last.wait(datetime.timedelta(milliseconds=1))
+        self.workers.stop()
+        self.stale.clear()
+
+
+def told(error: RuntimeError) -> str:
+    """gloo's own words, in one line."""
+    return " ".join(str(error).split())
+
+
