@@ -17,7 +17,10 @@ from distdl.plan import Plan, Side
 
 SIZE, RANK = dd.world().size, dd.world().rank
 HOST = dd.world().host
-pytestmark = pytest.mark.skipif(not hasattr(HOST, "chunk"), reason="a world of one rank without MPI sends nothing")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(HOST, "chunk"), reason="a world of one rank without MPI sends nothing"),
+    pytest.mark.of_mpi,
+]
 ROWS, COLUMNS = ((SIZE, 1), (1, SIZE))
 
 
