@@ -176,8 +176,7 @@ class TorchTransport(Transport):
     def peek(self, peer):
         if not self.store.check([key := f"sent/{peer}/{self.rank}"]):
             return None
-        data, asked = self.store.get(key), set(self.messages.asked[peer])
-        return next((tag for (tag,) in struct.iter_unpack("<i", data) if tag not in asked), None)
+        return self.messages.unexpected(peer, struct.iter_unpack("<qi", self.store.get(key)))
 
     def discard(self, peer, tag):
         self.messages.discard(peer, tag)
@@ -385,8 +384,8 @@ class TorchTransport(Transport):
                 for peer, since in list(unread.items()):
                     if now - since > _QUIET:
                         unread.pop(peer)
-                        tags = tuple(self.messages.sent[peer])
-                        self.store.set(f"sent/{self.rank}/{peer}", struct.pack(f"<{len(tags)}i", *tags))
+                        letters = tuple(self.messages.sent[peer])
+                        self.store.set(f"sent/{self.rank}/{peer}", b"".join(struct.pack("<qi", *one) for one in letters))
                 if heard is None and now - listened > _LISTEN:
                     listened = now
                     heard = now if self._cause() else None

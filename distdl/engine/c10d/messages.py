@@ -26,7 +26,8 @@ from ..._distributed import plain_memory
 from ...errors import TransportError
 from ..transport import Call
 
-ROOM, _HEAD, _LITTLE = 2**18, 16, 2**12  # bytes for which a slot has room, after length plus one and number
+ROOM, _LITTLE = 2**18, 2**12  # bytes for which a slot has room, after its head:
+_HEAD = 24  # the message's length plus one, the number of its movement, and its own among all to that rank
 _BATCH, _HELD = 32, 2**22  # sent slots, and bytes of them, that nobody has asked about: more go to a thread
 REST = 2**29  # bit of a tag: what a slot had no room for
 _SPINS, _SLOW = 1000, 1.0  # polls before a rank that waits sleeps; seconds until threads wait for its messages
@@ -164,9 +165,11 @@ class Messages:
         self.held = 0
         self.out: set[Sending] = set()
         self.stale: dict[tuple[int, int], list[Receive]] = {}  # by peer and tag, those for which nobody waits
-        self.sent: dict[int, deque] = defaultdict(lambda: deque(maxlen=NOTED))  # tags by peer,
-        self.asked: dict[int, deque] = defaultdict(lambda: deque(maxlen=4 * NOTED))
+        self.sent: dict[int, deque] = defaultdict(lambda: deque(maxlen=NOTED))  # by peer, (number, tag) of the last ones
         self.unread: dict[int, float] = {}  # and since when the peer cannot read that list
+        self.counts: dict[int, int] = defaultdict(int)  # sent to each peer
+        self.asked: dict[int, set] = defaultdict(set)  # by peer, receives that have not begun to come,
+        self.came: dict[int, deque] = defaultdict(lambda: deque(maxlen=4 * NOTED))  # and numbers of those that have
 
     # ------------------------------------------------------------ out
 
@@ -175,11 +178,13 @@ class Messages:
         inside = nbytes if nbytes <= ROOM else 0
         slots, room = (self.little, _LITTLE) if inside <= _LITTLE else (self.large, ROOM)
         slot = slots.pop() if slots else Slot(room)
-        slot.words[0], slot.words[1] = nbytes + 1, number
+        count = self.counts[peer] = self.counts[peer] + 1
+        slot.words[0], slot.words[1], slot.words[2] = nbytes + 1, number, count
         if inside:
             ctypes.memmove(slot.address + _HEAD, address, inside)
-        self.sent[peer].append(tag)
-        self.unread[peer] = time.monotonic()
+        if tag < REST:  # of a movement
+            self.sent[peer].append((count, tag))
+            self.unread[peer] = time.monotonic()
         self.owed.append((self.group.send(slot.first(inside), peer, tag), peer, slot))
         self.held += inside
         if len(self.owed) >= _BATCH or self.held >= _HELD:
@@ -221,7 +226,6 @@ class Messages:
 
     def receive(self, peer: int, tag: int, number: int | None, address: int = 0, expected: int | None = None) -> Receive:
         """Begin to receive."""
-        self.asked[peer].append(tag)
         if self.stale:
             with self.lock:
                 waits = self.stale.get((peer, tag))
@@ -232,7 +236,20 @@ class Messages:
                     return one
         slot = self.large.pop() if self.large else Slot(ROOM)
         slot.words[0] = 0
-        return Receive(peer, tag, number, slot, self.group.recv(slot.first(ROOM), peer, tag), address, expected)
+        one = Receive(peer, tag, number, slot, self.group.recv(slot.first(ROOM), peer, tag), address, expected)
+        self.asked[peer].add(one)
+        return one
+
+    def unexpected(self, peer: int, sent) -> int | None:
+        """The tag of the first of the messages ``sent`` by ``peer``, (number, tag) each, for which nobody has asked."""
+        waits = [one.tag for one in tuple(self.asked[peer])]
+        for count, tag in sent:
+            if count in self.came[peer]:
+                continue
+            if tag not in waits:
+                return tag
+            waits.remove(tag)
+        return None
 
     def arrive(self, handle: Handle, look: Look | None, interval: float) -> None:
         """Wait for the beginnings of all messages; ``look`` is called each ``interval``, once the wait is long."""
@@ -269,6 +286,7 @@ class Messages:
         if not one.over:
             one.work.wait()
             one.over = True
+        self.came[one.peer].append(one.slot.words[2])
         right = one.number in (None, one.slot.words[1])
         if one.sent > ROOM:
             address = one.address
@@ -277,6 +295,7 @@ class Messages:
                 address = ctypes.addressof(one.own)
             one.rest.extend(self.group.recv([part], one.peer, one.tag | REST) for part in self._parts(address, one.sent))
         if right:
+            self.asked[one.peer].discard(one)
             return True
         self._rest(one)
         one.slot.words[0], one.threaded, one.over, one.own = 0, False, False, None
@@ -392,7 +411,7 @@ class Messages:
         """End all threads."""
         if self.workers.busy():
             # What is left never ends. gloo closes its connections when a wait has a limit: every wait then ends.
-            peer = next(iter({**self.asked, **self.sent}))
+            peer = next(iter({**self.counts, **self.asked}))
             with contextlib.suppress(RuntimeError):
                 last = self.group.recv(Slot(8).first(8), peer, REST - 1)
                 last.wait(datetime.timedelta(milliseconds=1))

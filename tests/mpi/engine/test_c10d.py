@@ -25,6 +25,7 @@ def little(monkeypatch):
 
     monkeypatch.setattr(messages, "ROOM", 8)
     monkeypatch.setattr(HOST.messages, "large", [])
+    monkeypatch.setattr(HOST.messages, "little", [])
     monkeypatch.setattr(messages.Messages, "chunk", 24)
     F.all_sum_reduce(torch.ones(1), dd.Partition((N,)))  # nobody sends before all are here
     yield
