@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
+
+dist: Any = torch.distributed  # torch does not export all that it documents
 
 
 @contextmanager

@@ -57,8 +57,8 @@ class World:
             where an MPI launcher has started several ranks; else ``"torch"`` where torch.distributed is initialised, or
             ``RANK`` and ``WORLD_SIZE`` are set, as by torchrun; else MPI.
         cuda: how CUDA tensors travel: ``"nccl"`` (over MPI it needs CuPy; without it, staged, with a warning),
-            ``"staged"`` through pinned host memory, or ``"mpi"``: straight from the device by a CUDA-aware MPI. Default:
-            ``DISTDL_CUDA``, or ``"nccl"``.
+            ``"staged"`` through pinned host memory, or ``"mpi"``: straight from the device by a CUDA-aware MPI.
+            Default: ``DISTDL_CUDA``, or ``"nccl"``.
         half_sums: ``"float32"``: sums of more than two float16 or bfloat16 numbers are taken in float32 and rounded
             once; ``"native"``: in their own dtype where the engine can, which sends half as many bytes.
 
@@ -99,8 +99,9 @@ class World:
                 actual=half_sums,
                 next_step="leave it out, or choose one of these",
             )
-        ours = transport is None or isinstance(transport, str)  # else an engine
-        self.host: Transport = _host_transport(comm, name, transport) if ours else transport
+        chosen = transport if isinstance(transport, str) else None
+        ours = transport is None or chosen is not None  # else an engine
+        self.host: Transport = _host_transport(comm, name, chosen) if ours else transport  # type: ignore[assignment]
         self.wide = half_sums == "float32"  # whether sums of more than two halves are taken in float32
         self.watch: Watch | None = watch_of(self.host)
         self.host.serve(self.wide, None if self.watch is None else self.watch.lookout)

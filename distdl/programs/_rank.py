@@ -1,5 +1,5 @@
-"""The first code of every rank: bring MPI up (ranks of torch.distributed need nothing), run the program or the function, and let no failure leave the other ranks
-waiting.
+"""The first code of every rank: bring MPI up (ranks of torch.distributed need nothing), run the program or the
+function, and let no failure leave the other ranks waiting.
 
 It is run by its path, so that nothing else is imported before it, and takes nothing of distdl but ``failure.py``, which
 is loaded by its path too.
@@ -45,7 +45,12 @@ def _load(path: str) -> Any:
 failure = _load(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "failure.py"))
 _HERE = __file__  # Python forgets the name before functions registered with atexit run
 _GRACE = failure.GRACE
-_NUMBERS = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")  # where launchers tell a process its rank before MPI runs
+_NUMBERS = (
+    "PMIX_RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "RANK",
+)  # where launchers tell a process its rank before MPI runs
 
 
 def enlist(reports: str, size: int) -> tuple[Roll | None, int | None]:

@@ -73,12 +73,10 @@ def main(n: int, command: list[str]) -> int:
         for r in range(n):  # they wait for an answer of the store, which begins below
             env = {**common, "RANK": str(r), "LOCAL_RANK": str(r)}
             ranks.append(subprocess.Popen(command, env=env, stdin=None if r == 0 else subprocess.DEVNULL))
-        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         port = place.getsockname()[1]
-        store.append(
-            dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=place.detach())
-        )
+        store.append(TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=place.detach()))
         while True:
             codes = [rank.poll() for rank in ranks]
             failed = [code for code in codes if code]

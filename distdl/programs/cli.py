@@ -106,7 +106,10 @@ def execute(top: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         print(info())
         return 0
     if options.command == "demo":
-        return run(4, ["-m", "distdl.programs.demo", *options.args])
+        ours = argparse.ArgumentParser(add_help=False)
+        ours.add_argument("--engine", choices=ENGINES)
+        said, rest = ours.parse_known_args(options.args)
+        return run(4, ["-m", "distdl.programs.demo", *rest], engine=said.engine)
     if options.command == "bench":
         from .bench.__main__ import read  # wrong options end here, before any rank starts
 

@@ -1,7 +1,8 @@
 """Start ranks: ``dd.launch(fn, n)(*args)`` runs a function on n fresh ranks, ``run`` a program.
 
-Finds the launcher that belongs to mpi4py's MPI, and sets what its vendor needs on a workstation or in a container; ranks
-of torch.distributed have a launcher of ours. Imports neither MPI nor torch: mpi4py is asked in a process of its own.
+Finds the launcher that belongs to mpi4py's MPI, and sets what its vendor needs on a workstation or in a container;
+ranks of torch.distributed have a launcher of ours. Imports neither MPI nor torch: mpi4py is asked in a process of its
+own.
 """
 
 from __future__ import annotations
@@ -385,7 +386,9 @@ def launch(
         with folder() as (reports, roll):
             job = Path(reports, "job")
             job.write_bytes(pickle.dumps(sys.path) + _pickle(fn, args, kwargs))
-            process = start(n, ["--call", str(job)], reports, env, engine, stdin=subprocess.DEVNULL, start_new_session=True)
+            process = start(
+                n, ["--call", str(job)], reports, env, engine, stdin=subprocess.DEVNULL, start_new_session=True
+            )
             ended = wait(process, n, reports, roll, timeout)
             for failed in failures(reports):
                 remote = _error(

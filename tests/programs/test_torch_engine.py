@@ -1,5 +1,5 @@
-"""Jobs whose ranks are torch.distributed's: by torchrun and by our own launcher, with and without mpi4py; one that fails
-ends all, and its cause is the last that is said."""
+"""Jobs whose ranks are torch.distributed's: by torchrun and by our own launcher, with and without mpi4py; one that
+fails ends all, and its cause is the last that is said."""
 
 import os
 import subprocess
@@ -34,7 +34,9 @@ def shifted(n=3):
 def job(tmp_path):
     """Runs a program; returns (exit code, stdout, stderr)."""
     (tmp_path / "hidden").mkdir()
-    (tmp_path / "hidden" / "sitecustomize.py").write_text("import sys\nsys.modules['mpi4py'] = sys.modules['cupy'] = None\n")
+    (tmp_path / "hidden" / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['mpi4py'] = sys.modules['cupy'] = None\n"
+    )
 
     def start(program, n=2, by="torchrun", hidden=False, within=90, **env):
         (tmp_path / "program.py").write_text(HEAD + textwrap.dedent(program))
@@ -218,7 +220,7 @@ def _divide():
 @pytest.fixture
 def bare(monkeypatch):
     """No launcher has said anything."""
-    names = "RANK WORLD_SIZE OMPI_COMM_WORLD_SIZE PMI_SIZE PMIX_RANK DISTDL_TRANSPORT MASTER_ADDR MASTER_PORT".split()
+    names = ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "DISTDL_TRANSPORT", "MASTER_ADDR"]
     for name in names:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -239,7 +241,7 @@ def test_which_engine(bare):
     bare.setenv("DISTDL_TRANSPORT", "torch")
     assert chosen(None, None) == "torch" and chosen(None, "mpi") == "mpi"
     for said in ("gloo", "local"):
-        with pytest.raises(dd.errors.TransportError, match="no such engine.*mpi or torch"):
+        with pytest.raises(dd.errors.TransportError, match=r"no such engine.*mpi or torch"):
             chosen(None, said)
         with pytest.raises(dd.errors.TransportError, match="no such engine"):
             launcher.engine_of(said, 2)

@@ -22,9 +22,9 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ... import _distributed
+from ..._distributed import dist
 from ...errors import DistdlError, TransportError
 from ..transport import Call, Transport, Unwatched, Waiting
 from .messages import REST, Handle, Messages, tensor_at, told
@@ -90,7 +90,7 @@ def meet(group=None) -> Meeting:
     rank, size, host, port = (os.environ[name] for name in names)
     hosts = rank == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else the launcher has it
     try:
-        store = dist.TCPStore(host, int(port), None, hosts, wait_for_workers=False, multi_tenant=True)
+        whole = dist.TCPStore(host, int(port), None, hosts, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         raise TransportError(
             f"the store of the job cannot be reached: {told(error)}",
@@ -101,7 +101,7 @@ def meet(group=None) -> Meeting:
         ) from error
     prefix = f"distdl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     place = int(rank), int(size)
-    return Meeting(dist.PrefixStore(prefix, store), tuple(range(place[1])), place[0], place, hosts)
+    return Meeting(dist.PrefixStore(prefix, whole), tuple(range(place[1])), place[0], place, hosts)
 
 
 class StoreChannel:
@@ -385,7 +385,9 @@ class TorchTransport(Transport):
                     if now - since > _QUIET:
                         unread.pop(peer)
                         letters = tuple(self.messages.sent[peer])
-                        self.store.set(f"sent/{self.rank}/{peer}", b"".join(struct.pack("<qi", *one) for one in letters))
+                        self.store.set(
+                            f"sent/{self.rank}/{peer}", b"".join(struct.pack("<qi", *one) for one in letters)
+                        )
                 if heard is None and now - listened > _LISTEN:
                     listened = now
                     heard = now if self._cause() else None

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,7 +166,9 @@ class Messages:
         self.held = 0
         self.out: set[Sending] = set()
         self.stale: dict[tuple[int, int], list[Receive]] = {}  # by peer and tag, those for which nobody waits
-        self.sent: dict[int, deque] = defaultdict(lambda: deque(maxlen=NOTED))  # by peer, (number, tag) of the last ones
+        self.sent: dict[int, deque] = defaultdict(
+            lambda: deque(maxlen=NOTED)
+        )  # by peer, (number, tag) of the last ones
         self.unread: dict[int, float] = {}  # and since when the peer cannot read that list
         self.counts: dict[int, int] = defaultdict(int)  # sent to each peer
         self.asked: dict[int, set] = defaultdict(set)  # by peer, receives that have not begun to come,
@@ -224,7 +227,9 @@ class Messages:
 
     # ------------------------------------------------------------ in
 
-    def receive(self, peer: int, tag: int, number: int | None, address: int = 0, expected: int | None = None) -> Receive:
+    def receive(
+        self, peer: int, tag: int, number: int | None, address: int = 0, expected: int | None = None
+    ) -> Receive:
         """Begin to receive."""
         if self.stale:
             with self.lock:
@@ -293,7 +298,9 @@ class Messages:
             if not right or one.sent != one.expected:  # taken all the same, so that its sender can go on
                 one.own = (ctypes.c_uint8 * one.sent)()
                 address = ctypes.addressof(one.own)
-            one.rest.extend(self.group.recv([part], one.peer, one.tag | REST) for part in self._parts(address, one.sent))
+            one.rest.extend(
+                self.group.recv([part], one.peer, one.tag | REST) for part in self._parts(address, one.sent)
+            )
         if right:
             self.asked[one.peer].discard(one)
             return True
@@ -352,12 +359,11 @@ class Messages:
                 self.stale.setdefault((one.peer, one.tag), []).append(one)
                 over = one.over
             if over:
-                self.workers.run(lambda one=one: self._unwanted(one))
+                self.workers.run(partial(self._unwanted, one))
             else:
                 self._let_wait(one)
         while handle.coming:
-            one, memory = handle.coming.pop(), handle.memory
-            self.workers.run(lambda one=one, memory=memory: self._drain(one, memory))
+            self.workers.run(partial(self._drain, handle.coming.pop(), handle.memory))
         handle.sending.clear()  # their threads hold the memory
 
     def discard(self, peer: int, tag: int) -> None:
@@ -369,7 +375,7 @@ class Messages:
     def _let_wait(self, one: Receive) -> None:
         if not one.threaded:
             one.threaded = True
-            self.workers.run(lambda: self._until_here(one))
+            self.workers.run(partial(self._until_here, one))
 
     def _until_here(self, one: Receive) -> None:
         try:
@@ -422,5 +428,3 @@ class Messages:
 def told(error: RuntimeError) -> str:
     """gloo's own words, in one line."""
     return " ".join(str(error).split())
-
-

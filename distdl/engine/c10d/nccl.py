@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ... import _distributed
+from ..._distributed import dist
 
 
 class TorchNccl:
