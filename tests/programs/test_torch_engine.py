@@ -197,6 +197,39 @@ def test_ranks_of_multiprocessing(tmp_path):
     assert done.stdout.split() == ["2", "2"], done.stderr
 
 
+@pytest.mark.skipif(launcher.find_mpi() is None, reason="needs mpi4py and an MPI library")
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_values_and_messages_are_those_of_mpi(n, tmp_path):
+    """Every movement of the registry and its adjoint, in six dtypes: moves bitwise, sums to n ulp, the same messages."""
+    import torch
+
+    found = {}
+    for engine in launcher.ENGINES:
+        (tmp_path / engine).mkdir()
+        program = [str(ROOT / "tests" / "engine_values.py"), str(tmp_path / engine)]
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        done = subprocess.run(
+            command("run", "--engine", engine, "-n", n, *program),
+            capture_output=True, text=True, timeout=180, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found[engine] = [torch.load(tmp_path / engine / f"{r}of{n}.pt") for r in range(n)]
+    for ours, theirs in zip(found["torch"], found["mpi"]):
+        assert ours.keys() == theirs.keys() and len(ours) > 100
+        for key, (values, messages) in ours.items():
+            wanted, their_messages = theirs[key]
+            assert messages == their_messages, key
+            for a, b in zip(values, wanted, strict=True):
+                assert a.dtype == b.dtype and a.shape == b.shape, key
+                if not any(kind == "all_reduce" for kind, *_ in messages):
+                    assert torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b), (
+                        key
+                    )
+                else:
+                    ulp = torch.finfo(a.dtype).eps if a.dtype.is_floating_point or a.dtype.is_complex else 0
+                    torch.testing.assert_close(a, b, rtol=n * ulp, atol=n * ulp, msg=str(key))
+
+
 def test_launch_returns_results():
     assert dd.launch(_sum, 2, engine="torch", timeout=90)(3) == [("TorchTransport", 7), ("TorchTransport", 7)]
     with pytest.raises(ZeroDivisionError):

@@ -28,7 +28,7 @@ from ...errors import TransportError
 from ..transport import Call
 
 ROOM, _LITTLE = 2**18, 2**12  # bytes for which a slot has room, after its head:
-_HEAD = 24  # the message's length plus one, the number of its movement, and its own among all to that rank
+_HEAD = 24  # the message's length plus one, the number of its movement, and its own among those to that rank
 _BATCH, _HELD = 32, 2**22  # sent slots, and bytes of them, that nobody has asked about: more go to a thread
 REST = 2**29  # bit of a tag: what a slot had no room for
 _SPINS, _SLOW = 1000, 1.0  # polls before a rank that waits sleeps; seconds until threads wait for its messages
@@ -181,13 +181,13 @@ class Messages:
         inside = nbytes if nbytes <= ROOM else 0
         slots, room = (self.little, _LITTLE) if inside <= _LITTLE else (self.large, ROOM)
         slot = slots.pop() if slots else Slot(room)
-        count = self.counts[peer] = self.counts[peer] + 1
-        slot.words[0], slot.words[1], slot.words[2] = nbytes + 1, number, count
+        if tag < REST:  # of a movement, not of an agreement
+            self.counts[peer] += 1
+            self.sent[peer].append((self.counts[peer], tag))
+            self.unread[peer] = time.monotonic()
+        slot.words[0], slot.words[1], slot.words[2] = nbytes + 1, number, self.counts[peer]
         if inside:
             ctypes.memmove(slot.address + _HEAD, address, inside)
-        if tag < REST:  # of a movement
-            self.sent[peer].append((count, tag))
-            self.unread[peer] = time.monotonic()
         self.owed.append((self.group.send(slot.first(inside), peer, tag), peer, slot))
         self.held += inside
         if len(self.owed) >= _BATCH or self.held >= _HELD:
@@ -291,7 +291,8 @@ class Messages:
         if not one.over:
             one.work.wait()
             one.over = True
-        self.came[one.peer].append(one.slot.words[2])
+        if one.tag < REST:
+            self.came[one.peer].append(one.slot.words[2])
         right = one.number in (None, one.slot.words[1])
         if one.sent > ROOM:
             address = one.address
