@@ -77,6 +77,7 @@ class Checked(Transport):
         self.inner.abandon(handle, memory)
 
     def pause(self):
+        self.inner.pause()
         self.board.leave(completed=False)
 
     def wait(self, handle):

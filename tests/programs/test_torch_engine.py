@@ -59,7 +59,7 @@ BOTH = pytest.mark.parametrize("by", ["torchrun", "run"])
 @BOTH
 @pytest.mark.parametrize("hidden", [False, True], ids=["", "without mpi4py and cupy"])
 def test_just_works(job, by, hidden):
-    code, out, err = job("print(total(), shifted(), type(dd.world().host).__name__)", by=by, hidden=hidden)
+    code, out, err = job("print(f'{total()} {shifted()} {type(dd.world().host).__name__}')", by=by, hidden=hidden)
     assert (code, sorted(out.splitlines())) == (0, ["2 0.0 TorchTransport", "2 1.0 TorchTransport"]), err
 
 
@@ -111,7 +111,7 @@ def test_ranks_that_never_take_part(job, by):
         print("apart", type(dd.Partition((2,))).__name__)
     else:
         time.sleep(rank)
-        print(total((0, 1)), [float(v) for v in F.all_gather(torch.ones(1), dd.Partition((2,)))])
+        print(f"{total((0, 1))} {F.all_gather(torch.ones(1), dd.Partition((2,))).tolist()}")
     """
     code, out, err = job(program, n=3, by=by, DISTDL_WATCHDOG_S="20")
     assert (code, sorted(out.splitlines())) == (0, ["2 [1.0, 1.0]", "2 [1.0, 1.0]", "apart Partition"]), err
@@ -139,7 +139,8 @@ def test_a_world_of_a_group(job):
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
     other = dd.World.from_group(groups[rank % 2], "mine")
     Q = dd.Partition((other.size,), world="mine")
-    print(rank, other.rank, other.size, int(F.all_sum_reduce(torch.full((1,), rank + 1.0), Q)), total())
+    mine = int(F.all_sum_reduce(torch.full((1,), rank + 1.0), Q))
+    print(f"{rank} {other.rank} {other.size} {mine} {total()}")
     try:
         dd.World.from_group(groups[1 - rank % 2], "theirs")
     except dd.errors.TransportError as error:
@@ -166,7 +167,7 @@ def test_children_of_a_rank_are_none(job):
     if pid == 0:
         sys.exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
-    print(total())
+    print(f"{total()}")
     """
     code, out, err = job(program)
     assert (code, sorted(out.splitlines())) == (0, ["2", "2", "_Child 0"]), err
@@ -200,7 +201,7 @@ def test_ranks_of_multiprocessing(tmp_path):
 @pytest.mark.skipif(launcher.find_mpi() is None, reason="needs mpi4py and an MPI library")
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_values_and_messages_are_those_of_mpi(n, tmp_path):
-    """Every movement of the registry and its adjoint, in six dtypes: moves bitwise, sums to n ulp, the same messages."""
+    """Every movement of the registry and its adjoint, in six dtypes: moves bitwise, sums to n ulp; same messages."""
     import torch
 
     found = {}

@@ -150,6 +150,7 @@ class TorchTransport(Transport):
         self.messages = Messages(self.group(tuple(range(self.size))), self.rank)
         self.waiting: Waiting = Unwatched()
         self.met = {self.rank}
+        self.last: Handle | None = None  # what was posted last, until it is waited for
         self.sums_of: dict[tuple, Any] = {}
         self.closed = threading.Event()
         self.store.set(f"here/{self.rank}", "")
@@ -211,20 +212,27 @@ class TorchTransport(Transport):
             recent[peer].append(call)
         if not self.met.issuperset(call.peers):
             self._meet(call.peers)
-        handle = Handle(call, mark, memory)
+        handle, era = Handle(call, mark, memory), waiting.era << 40
         try:
             for peer, address, nbytes in receives:
                 number = numbers[peer]
-                handle.missing.append(messages.receive(peer, number & wrap | mark, number, address, nbytes))
+                tag, number = number & wrap | mark, number | era
+                handle.missing.append(messages.receive(peer, tag, number, address, nbytes))
             for peer, address, nbytes in sends:
                 number = numbers[peer]
-                large = messages.send(peer, number & wrap | mark, number, address, nbytes, memory)
+                large = messages.send(peer, number & wrap | mark, number | era, address, nbytes, memory)
                 if large is not None:
                     handle.sending.append(large)
         except RuntimeError as error:
             messages.abandon(handle)
             raise self._failed(error, f"messages to and from ranks {call.peers}") from error
+        self.last = handle
         return handle
+
+    def pause(self):
+        if self.last is not None:
+            self.messages.go_on(self.last)
+            self.last = None
 
     def _meet(self, ranks) -> None:
         """Wait until ``ranks`` have made their world: to speak to one before would wait, too, and in silence."""
@@ -244,6 +252,7 @@ class TorchTransport(Transport):
             self.met.add(rank)
 
     def wait(self, handle):
+        self.last = None
         if handle is None:  # a collective, which is done
             return
         waiting, messages = self.waiting, self.messages
@@ -254,11 +263,16 @@ class TorchTransport(Transport):
         try:
             if handle.missing:
                 messages.arrive(handle, look, waiting.interval)
+            here = {one.peer for one in handle.coming}  # these are in this movement, and take what they are sent
             wrong = messages.take(handle)
             while handle.sending:
                 one, began = handle.sending[-1], time.monotonic()
-                while not one.done.wait(min(waiting.interval, 1.0)):
-                    look(time.monotonic() - began, [])
+                if one.done is None and here.issuperset(one.peers):
+                    one.wait()
+                else:
+                    messages.let_go(one)
+                    while not one.done.wait(min(waiting.interval, 1.0)):
+                        look(time.monotonic() - began, [])
                 handle.sending.pop()
                 if one.error is not None:
                     raise one.error

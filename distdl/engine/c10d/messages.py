@@ -66,19 +66,24 @@ def tensor_at(address: int, nbytes: int, dtype=torch.uint8):
 
 
 class Receive:
-    """A message that this rank waits for. ``expected``: its bytes, for memory at ``address``; ``None``: any number, for
-    memory of its own. ``over``: its beginning was waited for. ``number``: of its movement, ``None``: any."""
+    """A message that this rank waits for.
+
+    ``expected``: its bytes, for memory at ``address``; ``None``: any number, for memory of its own. ``number``: of its
+    movement, the same on both ends and never again; ``None``: any. ``begun``: its beginning was waited for; ``opened``:
+    and its rest asked for; ``threaded``: by a thread, which is ``over``; ``eager``: the thread asks for the rest.
+    """
 
     __slots__ = (
-        "address", "error", "expected", "number", "over", "own", "peer", "rest", "slot", "tag", "threaded", "wanted",
-        "work",
+        "address", "begun", "eager", "error", "expected", "memory", "number", "opened", "over", "own", "peer", "rest",
+        "slot", "tag", "threaded", "wanted", "work",
     )  # fmt: skip
 
     def __init__(self, peer, tag, number, slot, work, address=0, expected=None):
         self.peer, self.tag, self.number, self.slot, self.work = peer, tag, number, slot, work
-        self.address, self.expected, self.own = address, expected, None
+        self.address, self.expected, self.own, self.memory, self.error = address, expected, None, None, None
         self.rest: deque = deque()
-        self.threaded, self.over, self.error, self.wanted = False, False, None, True
+        self.begun = self.opened = self.threaded = self.over = self.eager = False
+        self.wanted = True
 
     def here(self) -> bool:
         """Whether its beginning has come, or never will."""
@@ -99,8 +104,13 @@ class Sending:
     """Messages that were sent, and the memory that must outlive them: slots, or the user's."""
 
     def __init__(self, works, peers, slots=(), memory=None):
-        self.works, self.peers, self.slots, self.memory, self.error = works, peers, slots, memory, None
-        self.done = threading.Event()
+        self.works, self.peers, self.slots, self.memory, self.error = deque(works), peers, slots, memory, None
+        self.done: threading.Event | None = None  # where a thread waits for them
+
+    def wait(self) -> None:
+        """Until all are gone; no work is waited for twice."""
+        while self.works:
+            self.works.popleft().wait()
 
 
 class Handle:
@@ -194,8 +204,9 @@ class Messages:
             self.hand_over()
         if inside == nbytes:
             return None
-        works = [self.group.send([part], peer, tag | REST) for part in self._parts(address, nbytes)]
-        return self._until_sent(Sending(works, [peer], memory=memory))
+        return Sending(
+            [self.group.send([part], peer, tag | REST) for part in self._parts(address, nbytes)], [peer], memory=memory
+        )
 
     def _parts(self, address, nbytes):
         return [tensor_at(address + at, min(self.chunk, nbytes - at)) for at in range(0, nbytes, self.chunk)]
@@ -205,25 +216,27 @@ class Messages:
         if self.owed:
             works, peers, slots = zip(*self.owed)
             self.owed, self.held = [], 0
-            self._until_sent(Sending(works, peers, slots))
+            self.let_go(Sending(works, peers, slots))
 
-    def _until_sent(self, one: Sending) -> Sending:
+    def let_go(self, one: Sending) -> None:
+        """A thread waits until they are gone."""
+
         def wait():
             try:
-                for work in one.works:
-                    work.wait()
+                one.wait()
             except RuntimeError as error:  # the peer is gone: for whoever waits, and the next message to it fails too
                 one.error = error
             else:
                 for slot in one.slots:
                     (self.little if slot.room == _LITTLE else self.large).append(slot)
-            one.memory, one.works, one.slots = None, (), ()
+            one.memory, one.slots = None, ()
             self.out.discard(one)
             one.done.set()
 
-        self.out.add(one)
-        self.workers.run(wait)
-        return one
+        if one.done is None:
+            one.done = threading.Event()
+            self.out.add(one)
+            self.workers.run(wait)
 
     # ------------------------------------------------------------ in
 
@@ -266,6 +279,7 @@ class Messages:
                     missing.remove(one)
                     coming.append(one)
                     if not self._open(one):  # a message of long ago
+                        one.threaded = one.over = False
                         missing.append(coming.pop())
             spins += 1
             if len(missing) < waits:
@@ -288,25 +302,26 @@ class Messages:
         """Its beginning is here: receive the rest. False: it was one of another number, and another is asked for."""
         if one.error is not None:
             raise one.error
-        if not one.over:
+        if one.opened:
+            return True
+        if not one.begun:
             one.work.wait()
-            one.over = True
+            one.begun = True
         if one.tag < REST:
             self.came[one.peer].append(one.slot.words[2])
-        right = one.number in (None, one.slot.words[1])
+        one.opened = one.number in (None, one.slot.words[1])
         if one.sent > ROOM:
             address = one.address
-            if not right or one.sent != one.expected:  # taken all the same, so that its sender can go on
+            if not one.opened or one.sent != one.expected:  # taken all the same, so that its sender can go on
                 one.own = (ctypes.c_uint8 * one.sent)()
                 address = ctypes.addressof(one.own)
-            one.rest.extend(
-                self.group.recv([part], one.peer, one.tag | REST) for part in self._parts(address, one.sent)
-            )
-        if right:
+            parts = self._parts(address, one.sent)
+            one.rest.extend(self.group.recv([part], one.peer, one.tag | REST) for part in parts)
+        if one.opened:
             self.asked[one.peer].discard(one)
             return True
         self._rest(one)
-        one.slot.words[0], one.threaded, one.over, one.own = 0, False, False, None
+        one.slot.words[0], one.begun, one.own = 0, False, None
         one.work = self.group.recv(one.slot.first(ROOM), one.peer, one.tag)
         return False
 
@@ -340,7 +355,9 @@ class Messages:
         handle, buffer = Handle(Call(0, tuple(to))), ctypes.create_string_buffer(data, max(1, len(data)))
         handle.missing += [self.receive(peer, tag, 0) for peer in sources]
         for peer in to:
-            self.send(peer, tag, 0, ctypes.addressof(buffer), len(data), buffer)
+            large = self.send(peer, tag, 0, ctypes.addressof(buffer), len(data), buffer)
+            if large is not None:
+                self.let_go(large)
         self.arrive(handle, None, _SLOW)
         found = {}
         for one in handle.coming:
@@ -365,7 +382,15 @@ class Messages:
                 self._let_wait(one)
         while handle.coming:
             self.workers.run(partial(self._drain, handle.coming.pop(), handle.memory))
-        handle.sending.clear()  # their threads hold the memory
+        while handle.sending:
+            self.let_go(handle.sending.pop())
+
+    def go_on(self, handle: Handle) -> None:
+        """This rank does something else: threads ask for what is large as soon as it begins to come."""
+        for one in handle.missing:
+            if one.expected > ROOM and not one.threaded:
+                one.eager, one.memory = True, handle.memory
+                self._let_wait(one)
 
     def discard(self, peer: int, tag: int) -> None:
         """Take a message of that tag, and forget it."""
@@ -381,6 +406,10 @@ class Messages:
     def _until_here(self, one: Receive) -> None:
         try:
             one.work.wait()
+            one.begun = True
+            while one.eager and one.wanted and not self._open(one):
+                one.work.wait()
+                one.begun = True
         except RuntimeError as error:
             one.error = error
         with self.lock:
@@ -393,9 +422,12 @@ class Messages:
         with self.lock:
             if one.wanted:  # by another movement, since
                 return
+            if not one.error and one.number not in (None, one.slot.words[1]):
+                return  # of a later one with the same tag, which finds it
             self._known(one)
-        one.number = one.expected = None
-        self._drain(one, None)
+        if not one.opened:
+            one.expected = None
+        self._drain(one, one.memory)
 
     def _known(self, one: Receive) -> None:
         """It is no longer stale."""
@@ -408,10 +440,10 @@ class Messages:
         """Receive what nobody wants; ``memory`` is where its rest may go."""
         if one.error is None:
             with contextlib.suppress(RuntimeError):  # the sender is gone: so is the message
-                if not one.rest:
-                    self._open(one)
+                self._open(one)
                 self._rest(one)
                 self.large.append(one.slot)
+        one.memory = None
         del memory
 
     def stop(self) -> None:

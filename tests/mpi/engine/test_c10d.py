@@ -110,6 +110,8 @@ def test_a_message_of_long_ago_is_thrown_away():
             old, new, into = (torch.full((size,), v, dtype=torch.uint8) for v in (1, 2, 3))
             for number, x in ((11, old), (12, new)):
                 sending = HOST.messages.send(peer, tag, number, x.data_ptr(), size, (x,))
+                if sending is not None:
+                    HOST.messages.let_go(sending)
             handle = Handle(Call(0, (peer,)))
             handle.missing.append(HOST.messages.receive(peer, tag, 12, into.data_ptr(), size))
             HOST.messages.arrive(handle, None, 1.0)
@@ -152,3 +154,30 @@ def test_a_world_without_messages_needs_nobody():
         other = dd.World(name="alone here")
         assert other.size == N
         other.close()
+
+
+@pytest.mark.parametrize("count", [10, 200_000])
+def test_one_waits_at_once_and_another_later(count):
+    """Each rank's own order of waiting is right: what is under way goes on, whatever its rank waits for."""
+    P = dd.Partition((N,))
+    A = dd.maps.shift(P, 0, 1, True, (count,))
+    for turn in range(3):
+        x, z = (torch.full((count,), 10.0 * turn + R + v) for v in (0, 0.5))
+        call = F.all_sum_reduce if turn else lambda z, P: F.shift(z, P, 0)
+        pending = F.start(A, x)
+        if R % 2:
+            y = F.wait(pending)
+            call(z, P)
+        else:
+            call(z, P)
+            y = F.wait(pending)
+        assert y[-1] == 10 * turn + (R - 1) % N
+
+
+def test_large_messages_to_one_that_sends_none():
+    """Its sender has no other sign of it."""
+    P, n = dd.Partition((N,)), 300_000
+    for turn in range(3):
+        y = F.permute(torch.full((n,), turn + 0.5), dd.Layout(P, (n * N,)), [(0, 1)])
+        assert R != 1 or y[-1] == turn + 0.5
+    F.all_sum_reduce(torch.ones(1), P)
