@@ -40,6 +40,7 @@ _SUMS = {torch.uint8: torch.uint8, torch.int8: torch.int8, torch.int32: torch.in
          torch.float32: torch.float32, torch.float64: torch.float64, torch.complex64: torch.float32,
          torch.complex128: torch.float64, torch.bool: torch.uint8}  # fmt: skip
 _made: dict[tuple, int] = defaultdict(int)  # worlds by name and ranks: each has keys of its own
+_stores: dict[tuple[str, str], Any] = {}  # of the job, by address and port
 _alive: weakref.WeakSet = weakref.WeakSet()
 
 
@@ -89,19 +90,21 @@ def meet(group=None) -> Meeting:
         )
     rank, size, host, port = (os.environ[name] for name in names)
     hosts = rank == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else the launcher has it
-    try:
-        whole = dist.TCPStore(host, int(port), None, hosts, wait_for_workers=False, multi_tenant=True)
-    except RuntimeError as error:
-        raise TransportError(
-            f"the store of the job cannot be reached: {told(error)}",
-            op="World",
-            expected=f"an answer of {host}:{port}",
-            actual=type(error).__name__,
-            next_step="see whether rank 0 runs, and MASTER_ADDR and MASTER_PORT are those of its machine",
-        ) from error
     prefix = f"distdl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if (host, port) not in _stores:  # one connection for all worlds
+        try:
+            whole = dist.TCPStore(host, int(port), None, hosts, wait_for_workers=False, multi_tenant=True)
+        except RuntimeError as error:
+            raise TransportError(
+                f"the store of the job cannot be reached: {told(error)}",
+                op="World",
+                expected=f"an answer of {host}:{port}",
+                actual=type(error).__name__,
+                next_step="see whether rank 0 runs, and MASTER_ADDR and MASTER_PORT are those of its machine",
+            ) from error
+        _stores[host, port] = dist.PrefixStore(prefix, whole)
     place = int(rank), int(size)
-    return Meeting(dist.PrefixStore(prefix, whole), tuple(range(place[1])), place[0], place, hosts)
+    return Meeting(_stores[host, port], tuple(range(place[1])), place[0], place, hosts)
 
 
 class StoreChannel:
