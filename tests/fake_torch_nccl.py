@@ -51,22 +51,20 @@ class Group:
         whole = tensors[0]
         if options.reduceOp == dist.ReduceOp.MAX:
             assert whole.dtype == torch.uint8
-        work = self.gloo.allreduce([whole], options)
-        work.wait()
-        return work
+        return Works([self.gloo.allreduce([whole], options)])
 
     def _allgather_base(self, target, source):
         n = self.size()
-        work = self.gloo.allgather([list(target.chunk(n))], [source])
-        work.wait()
-        return work
+        return Works([self.gloo.allgather([list(target.chunk(n))], [source])])
 
     def _reduce_scatter_base(self, target, source, options):
         total = source.clone()
-        work = self.gloo.allreduce([total], options)
+        sums = dist.AllreduceOptions()
+        sums.reduceOp = options.reduceOp
+        work = self.gloo.allreduce([total], sums)
         work.wait()
         target.copy_(total.chunk(self.size())[self.gloo.rank()])
-        return work
+        return Works()
 
 
 class Host:
