@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..._distributed import plain_memory
+from ..._distributed import plain_memory, unrecorded
 from ...errors import TransportError
 from ..transport import Call
 
@@ -171,7 +171,8 @@ class Messages:
         self.group, self.rank = group, rank
         self.large: list[Slot] = []  # free slots
         self.little: list[Slot] = []
-        self.workers, self.lock = Workers(), threading.Lock()
+        self.workers = Workers()
+        self.lock = threading.RLock()  # a movement that nobody holds may be given up wherever Python frees memory
         self.owed: list[tuple[Any, int, Slot]] = []  # sent slots: (work, peer, slot)
         self.held = 0
         self.out: set[Sending] = set()
@@ -198,14 +199,16 @@ class Messages:
         slot.words[0], slot.words[1], slot.words[2] = nbytes + 1, number, self.counts[peer]
         if inside:
             ctypes.memmove(slot.address + _HEAD, address, inside)
-        self.owed.append((self.group.send(slot.first(inside), peer, tag), peer, slot))
+        self.owed.append((unrecorded(self.group.send, slot.first(inside), peer, tag), peer, slot))
         self.held += inside
         if len(self.owed) >= _BATCH or self.held >= _HELD:
             self.hand_over()
         if inside == nbytes:
             return None
         return Sending(
-            [self.group.send([part], peer, tag | REST) for part in self._parts(address, nbytes)], [peer], memory=memory
+            [unrecorded(self.group.send, [part], peer, tag | REST) for part in self._parts(address, nbytes)],
+            [peer],
+            memory=memory,
         )
 
     def _parts(self, address, nbytes):
@@ -254,7 +257,9 @@ class Messages:
                     return one
         slot = self.large.pop() if self.large else Slot(ROOM)
         slot.words[0] = 0
-        one = Receive(peer, tag, number, slot, self.group.recv(slot.first(ROOM), peer, tag), address, expected)
+        one = Receive(
+            peer, tag, number, slot, unrecorded(self.group.recv, slot.first(ROOM), peer, tag), address, expected
+        )
         self.asked[peer].add(one)
         return one
 
@@ -316,13 +321,13 @@ class Messages:
                 one.own = (ctypes.c_uint8 * one.sent)()
                 address = ctypes.addressof(one.own)
             parts = self._parts(address, one.sent)
-            one.rest.extend(self.group.recv([part], one.peer, one.tag | REST) for part in parts)
+            one.rest.extend(unrecorded(self.group.recv, [part], one.peer, one.tag | REST) for part in parts)
         if one.opened:
             self.asked[one.peer].discard(one)
             return True
         self._rest(one)
         one.slot.words[0], one.begun, one.own = 0, False, None
-        one.work = self.group.recv(one.slot.first(ROOM), one.peer, one.tag)
+        one.work = unrecorded(self.group.recv, one.slot.first(ROOM), one.peer, one.tag)
         return False
 
     def _rest(self, one: Receive) -> None:
