@@ -27,6 +27,13 @@ ONLY = {
         "test_bad_command_line",
         "test_results_come_in_rank_order",
     ),
+    "torch_engine": (
+        "test_just_works[without mpi4py and cupy-torchrun]",
+        "test_launch_returns_results",
+        "test_private_names_exist",
+        "test_ranks_that_cannot_meet",
+        "test_which_engine",
+    ),
 }
 
 # Of all others it leaves out the tests named, which start jobs too.
@@ -49,6 +56,7 @@ ANY = (1, 2, 3, 4, 8)
 RANKS = {
     "checkpoint": (2, 4),
     "others": (1, 2, 4),
+    "c10d": (2, 3, 4),
     "conv": ODD,
     "convert": LAYERS,
     "differing_ranks": SMALL,
