@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import datetime
 import os
-import queue
 import threading
 import time
 from collections import defaultdict, deque
@@ -26,13 +25,13 @@ import torch
 from ..._distributed import plain_memory, unrecorded
 from ...errors import TransportError
 from ..transport import Call
+from .workers import Workers
 
 ROOM, _LITTLE = 2**18, 2**12  # bytes for which a slot has room, after its head:
 _HEAD = 24  # the message's length plus one, the number of its movement, and its own among those to that rank
 _BATCH, _HELD = 32, 2**22  # sent slots, and bytes of them, that nobody has asked about: more go to a thread
 REST = 2**29  # bit of a tag: what a slot had no room for
 _SPINS, _SLOW = 1000, 1.0  # polls before a rank that waits sleeps; seconds until threads wait for its messages
-_GRACE = 5.0  # seconds for a thread to end
 NOTED = 64  # messages of which a rank remembers the tags
 
 Look = Callable[[float, list[int]], None]  # is told how long a rank has waited, and for whom; may raise
@@ -124,42 +123,6 @@ class Handle:
         self.missing: list[Receive] = []
         self.coming: list[Receive] = []
         self.sending: list[Sending] = []
-
-
-class Workers:
-    """Threads for waits that may never end; as many as there are such waits."""
-
-    def __init__(self) -> None:
-        self.idle: list[queue.SimpleQueue] = []
-        self.all: list[tuple[threading.Thread, queue.SimpleQueue]] = []
-
-    def run(self, job: Callable[[], None]) -> None:
-        """Let a thread do it."""
-        try:
-            jobs = self.idle.pop()
-        except IndexError:
-            jobs = queue.SimpleQueue()
-            thread = threading.Thread(target=self._work, args=(jobs,), name="distdl-gloo", daemon=True)
-            self.all.append((thread, jobs))
-            thread.start()
-        jobs.put(job)
-
-    def _work(self, jobs) -> None:
-        while (job := jobs.get()) is not None:
-            job()
-            del job
-            self.idle.append(jobs)
-
-    def busy(self) -> bool:
-        """Whether some wait has not ended."""
-        return len(self.idle) < len(self.all)
-
-    def stop(self) -> None:
-        """End the threads: one that came back from a wait while Python ends would end the process by a signal."""
-        for _, jobs in self.all:
-            jobs.put(None)
-        for thread, _ in self.all:
-            thread.join(_GRACE)
 
 
 class Messages:
