@@ -72,7 +72,7 @@ def main(n: int, command: list[str]) -> int:
     try:
         for r in range(n):  # they wait for an answer of the store, which begins below
             env = {**common, "RANK": str(r), "LOCAL_RANK": str(r)}
-            ranks.append(subprocess.Popen(command, env=env, stdin=None if r == 0 else subprocess.DEVNULL))
+            ranks.append(subprocess.Popen([*command], env=env, stdin=None if r == 0 else subprocess.DEVNULL))
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         port = place.getsockname()[1]

@@ -191,7 +191,7 @@ def start(
     if engine_of(engine, n) == "torch" and n > 1:
         variables = {**environment(n), **(env or {})}
         command = [sys.executable, _RANKS, str(n), sys.executable, _RANK, reports, *program]
-        return subprocess.Popen(command, env=variables, **popen)
+        return subprocess.Popen([*command], env=variables, **popen)
     mpi = find_mpi() if n > 1 else None
     command = [find_launcher(), "-n", str(n)] if n > 1 else []
     local = _LOCAL.get(mpi.vendor, {}) if mpi and program[0] == "--call" else {}
