@@ -373,10 +373,15 @@ def _host_transport(comm, name, chosen=None):
 def _by_torch(comm, name) -> Transport:
     if comm is None and os.environ.get("WORLD_SIZE") == "1" and not _initialised():
         return LocalTransport()
-    from .engine.c10d import TorchTransport, meet
+    from .engine.c10d import TorchTransport
+    from .engine.c10d.meeting import meet
 
     found = meet(comm)
-    return LocalTransport() if len(found.ranks) == 1 else TorchTransport(found, name)
+    if len(found.ranks) == 1:
+        return LocalTransport()
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)  # after the engine's own handler was registered, so before it runs
+    return TorchTransport(found, name)
 
 
 def _by_mpi(comm, name) -> Transport:

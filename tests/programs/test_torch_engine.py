@@ -87,6 +87,36 @@ def test_one_rank_fails(job, by, how, said):
         assert any(word in err for word in said.split("|")), err
 
 
+@pytest.mark.parametrize("program", [
+    "[host.discard(r, 7 + i) for r in P.ranks if r != rank for i in range(3)]; time.sleep(2 * rank)",
+    "held = [F.start(dd.maps.shift(P, 0, 1, True, (n,)), torch.ones(n)) for n in (3, 10**6)]; time.sleep(rank)",
+    "worlds = [dd.World(name='again') for _ in range(3)]; del worlds; time.sleep(rank)",
+], ids=["waits that never end", "a movement that is held to the end", "worlds of one name"])  # fmt: skip
+def test_threads_end_before_python_does(job, program):
+    """One that came back from C++ while Python ends would end the process by a signal; the last leave alone."""
+    code, out, err = job(f"total()\nhost = dd.world().host\n{program}\nprint('left')", n=3, PYTHONFAULTHANDLER="1")
+    assert (code, out.split()) == (0, ["left"] * 3), err
+    assert "Fatal" not in err and "terminate" not in err, err
+
+
+def test_works_that_outlive_a_profile(job):
+    """gloo's notes of them would be written into memory that the profile has given back."""
+    code, out, err = job("""
+    total()
+    A = dd.maps.shift(P, 0, 1, True, (100,))
+    for turn in range(8):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
+            pending = [F.start(A, torch.full((100,), float(i))) for i in range(20)]
+        names = {event.name for event in prof.events()}
+        assert not [name for name in names if name.startswith("gloo:s") or name.startswith("gloo:r")], names
+        del prof, names
+        assert [int(F.wait(one)[0]) for one in pending] == [*range(20)]
+        dd.world().host.messages.hand_over()
+    print("fine")
+    """, PYTHONFAULTHANDLER="1")  # fmt: skip
+    assert (code, out.split()) == (0, ["fine"] * 2), err
+
+
 def test_how_fast_all_end(job):
     """One raises, the others sleep; torch takes its time to start."""
     code, out, err = job(
@@ -223,12 +253,16 @@ def test_values_and_messages_are_those_of_mpi(n, tmp_path):
             for a, b in zip(values, wanted, strict=True):
                 assert a.dtype == b.dtype and a.shape == b.shape, key
                 if not any(kind == "all_reduce" for kind, *_ in messages):
-                    assert torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b), (
-                        key
-                    )
+                    assert torch.equal(_bits(a), _bits(b)), key
                 else:
                     ulp = torch.finfo(a.dtype).eps if a.dtype.is_floating_point or a.dtype.is_complex else 0
                     torch.testing.assert_close(a, b, rtol=n * ulp, atol=n * ulp, msg=str(key))
+
+
+def _bits(x):
+    import torch
+
+    return x.resolve_conj().reshape(-1).contiguous().view(torch.uint8)
 
 
 def test_launch_returns_results():

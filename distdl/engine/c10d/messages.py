@@ -20,48 +20,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
-from ..._distributed import plain_memory, unrecorded
+from ..._distributed import unrecorded
 from ...errors import TransportError
 from ..transport import Call
+from .slots import HEAD, Slot, tensor_at
 from .workers import Workers
 
-ROOM, _LITTLE = 2**18, 2**12  # bytes for which a slot has room, after its head:
-_HEAD = 24  # the message's length plus one, the number of its movement, and its own among those to that rank
+ROOM, _LITTLE = 2**18, 2**12  # bytes for which a slot has room, after its head
 _BATCH, _HELD = 32, 2**22  # sent slots, and bytes of them, that nobody has asked about: more go to a thread
 REST = 2**29  # bit of a tag: what a slot had no room for
 _SPINS, _SLOW = 1000, 1.0  # polls before a rank that waits sleeps; seconds until threads wait for its messages
 NOTED = 64  # messages of which a rank remembers the tags
 
 Look = Callable[[float, list[int]], None]  # is told how long a rank has waited, and for whom; may raise
-
-
-class Slot:
-    """Memory for the beginning of a message, of ``room`` bytes after its head."""
-
-    __slots__ = ("address", "cuts", "memory", "room", "words")
-
-    def __init__(self, room: int):
-        self.room, self.cuts = room, {}
-        self.memory = (ctypes.c_uint8 * (_HEAD + room))()
-        self.address, self.words = ctypes.addressof(self.memory), memoryview(self.memory).cast("B").cast("q")
-
-    def first(self, nbytes: int) -> list:
-        """[a tensor of the head and so many bytes]."""
-        found = self.cuts.get(nbytes)
-        if found is None:
-            if len(self.cuts) > NOTED:
-                self.cuts.clear()
-            with plain_memory():
-                found = self.cuts[nbytes] = [torch.frombuffer(self.memory, dtype=torch.uint8, count=_HEAD + nbytes)]
-        return found
-
-
-def tensor_at(address: int, nbytes: int, dtype=torch.uint8):
-    """Memory as a tensor, which does not own it."""
-    with plain_memory():
-        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=dtype)
 
 
 class Receive:
@@ -95,7 +66,7 @@ class Receive:
 
     def data(self) -> bytes:
         """What has come, where any number of bytes may."""
-        address = self.slot.address + _HEAD if self.own is None else ctypes.addressof(self.own)
+        address = self.slot.address + HEAD if self.own is None else ctypes.addressof(self.own)
         return ctypes.string_at(address, self.sent)
 
 
@@ -107,9 +78,15 @@ class Sending:
         self.done: threading.Event | None = None  # where a thread waits for them
 
     def wait(self) -> None:
-        """Until all are gone; no work is waited for twice."""
+        """Until all are gone; no work is waited for twice. Those to one rank fail when it is gone: the others go on."""
+        failed = None
         while self.works:
-            self.works.popleft().wait()
+            try:
+                self.works.popleft().wait()
+            except RuntimeError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
 
 class Handle:
@@ -134,7 +111,7 @@ class Messages:
         self.group, self.rank = group, rank
         self.large: list[Slot] = []  # free slots
         self.little: list[Slot] = []
-        self.workers = Workers()
+        self.workers, self.stopped = Workers(), False
         self.lock = threading.RLock()  # a movement that nobody holds may be given up wherever Python frees memory
         self.owed: list[tuple[Any, int, Slot]] = []  # sent slots: (work, peer, slot)
         self.held = 0
@@ -161,7 +138,7 @@ class Messages:
             self.unread[peer] = time.monotonic()
         slot.words[0], slot.words[1], slot.words[2] = nbytes + 1, number, self.counts[peer]
         if inside:
-            ctypes.memmove(slot.address + _HEAD, address, inside)
+            ctypes.memmove(slot.address + HEAD, address, inside)
         self.owed.append((unrecorded(self.group.send, slot.first(inside), peer, tag), peer, slot))
         self.held += inside
         if len(self.owed) >= _BATCH or self.held >= _HELD:
@@ -314,7 +291,7 @@ class Messages:
                     next_step="give every rank the same layouts and dtype; where blocks differ in size, pass a Layout",
                 )
             elif one.sent <= ROOM:
-                ctypes.memmove(one.address, one.slot.address + _HEAD, one.sent)
+                ctypes.memmove(one.address, one.slot.address + HEAD, one.sent)
             self.large.append(one.slot)
         return wrong
 
@@ -326,21 +303,33 @@ class Messages:
             large = self.send(peer, tag, 0, ctypes.addressof(buffer), len(data), buffer)
             if large is not None:
                 self.let_go(large)
-        self.arrive(handle, None, _SLOW)
         found = {}
-        for one in handle.coming:
-            self._rest(one)
-            found[one.peer] = one.data()
-            self.large.append(one.slot)
+        try:
+            self.arrive(handle, None, _SLOW)
+            while handle.coming:
+                one = handle.coming[-1]
+                self._rest(one)
+                handle.coming.pop()
+                found[one.peer] = one.data()
+                self.large.append(one.slot)
+        except RuntimeError:
+            self.abandon(handle)
+            raise
         return found
 
     # ------------------------------------------------------------ what nobody waits for
 
     def abandon(self, handle: Handle) -> None:
         """Nobody waits for a movement any more: threads do, so that nobody who sends is kept."""
+        if self.stopped:  # Python ends, or the world is closed: gloo forgets what is dropped before its memory is
+            for waits in (handle.missing, handle.coming, handle.sending):
+                waits.clear()
+            return
         while handle.missing:
             one = handle.missing.pop()
             with self.lock:
+                if one.eager:  # the rest may be on its way to where this movement wanted it
+                    one.memory = handle.memory
                 one.wanted = False
                 self.stale.setdefault((one.peer, one.tag), []).append(one)
                 over = one.over
@@ -411,17 +400,21 @@ class Messages:
                 self._open(one)
                 self._rest(one)
                 self.large.append(one.slot)
+        one.work = None
+        one.rest.clear()  # gloo writes to memory as long as there is a work of it
         one.memory = None
         del memory
 
     def stop(self) -> None:
-        """End all threads."""
+        """End all threads, and start none again."""
+        self.stopped = True
         if self.workers.busy():
-            # What is left never ends. gloo closes its connections when a wait has a limit: every wait then ends.
-            peer = next(iter({**self.counts, **self.asked}))
-            with contextlib.suppress(RuntimeError):
-                last = self.group.recv(Slot(8).first(8), peer, REST - 1)
-                last.wait(datetime.timedelta(milliseconds=1))
+            # What is left never ends. gloo closes all its connections when a wait has a limit: every wait then ends,
+            # but one in the middle of a message, which nothing ever ends. A connection that is closed takes no wait.
+            for peer in {**self.counts, **self.asked}:
+                with contextlib.suppress(RuntimeError):
+                    last = self.group.recv(Slot(8).first(8), peer, REST - 1)
+                    last.wait(datetime.timedelta(milliseconds=1))
         self.workers.stop()
         self.stale.clear()
 

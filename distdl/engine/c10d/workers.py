@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 
-_GRACE = 5.0  # seconds for a thread to end
+_GRACE = 5.0  # seconds for all threads to end
 
 
 class Workers:
@@ -41,5 +42,6 @@ class Workers:
         """End the threads: one that came back from a wait while Python ends would end the process by a signal."""
         for _, jobs in self.all:
             jobs.put(None)
+        until = time.monotonic() + _GRACE
         for thread, _ in self.all:
-            thread.join(_GRACE)
+            thread.join(max(0.0, until - time.monotonic()))
