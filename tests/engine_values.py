@@ -18,7 +18,7 @@ for name in (name for name, (needs, _) in CASES.items() if needs <= world.size):
     case = get_case(name, world.size)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool):
         x = randn(case.shape, 5, dtype=torch.complex64 if dtype.is_complex else torch.float64)
-        x = case.local(x.to(dtype) if dtype != torch.bool else x > 0, None)
+        x = case.local(x.to(dtype) if dtype != torch.bool else x > 0)
         with count_messages() as sent:
             y = case.map(x.to(dtype))
             values = [y]

@@ -262,7 +262,7 @@ def test_values_and_messages_are_those_of_mpi(n, tmp_path):
 def _bits(x):
     import torch
 
-    return x.resolve_conj().reshape(-1).contiguous().view(torch.uint8)
+    return x.resolve_conj().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def test_launch_returns_results():
