@@ -113,7 +113,8 @@ def execute(top: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.command == "bench":
         from .bench.__main__ import read  # wrong options end here, before any rank starts
 
-        return run(read(options.args).n, ["-m", "distdl.programs.bench", *options.args])
+        said = read(options.args)
+        return run(said.n, ["-m", "distdl.programs.bench", *options.args], engine=said.engine)
     program = ["-m", *options.module] if options.module else options.script
     if not program:
         top.error("run: which script, or -m module?")
