@@ -375,6 +375,17 @@ def _transposed_gathering(s):
     return {**again, "map": dd.maps.transposed("reduce_scatter", found["map"])}
 
 
+def ORDER(s):
+    """Runs of each coordinate of the last dim."""
+    L = s.lay(5, "c", 3)
+    return registry.runs_of(L.shape[-1], L.partition.shape[-1]) if L.ndim else "zigzag"
+
+
+def _spelt(found):
+    """By its own function only."""
+    return {**found, "calls": {"layout": found["calls"].get("zigzag") or found["calls"]["block_cyclic"]}}
+
+
 def _keyed(s):
     P = s.line
     shapes = tuple(s.local for _ in P.ranks)
@@ -417,6 +428,11 @@ movement(
 )
 movement(lambda s: registry._shift(s.line, 0, 1, True, s.local), "shift", "shift", scalar=True)
 movement(lambda s: registry._roll(s.lay(5, "c", 3), s.lay(5, "c", 3).ndim - 1, 2), "roll", "roll")
+movement(lambda s: registry._reorder(s.lay(5, "c", 3), s.lay(5, "c", 3).ndim - 1, ORDER(s)), "reorder", "reorder")
+for _name, _order in (("zigzag", "zigzag"), ("block_cyclic", 2)):
+    movement(
+        lambda s, order=_order: _spelt(registry._reorder(s.lay(5, "c", 3), s.lay(5, "c", 3).ndim - 1, order)), _name
+    )
 movement(_permute, "permute", "permute", scalar=True)
 movement(_halo, "halo_exchange", "halo_exchange", scalar=True)
 movement(_strips, "", "halo_strips", scalar=True)
@@ -446,6 +462,32 @@ builder("nothing", scalar=True)(_local(lambda x: F.nothing((3, 0), x), lambda x:
 builder("fold_in", scalar=True)(
     _local(lambda x: x * (F.fold_in(3, 4, 5) % 7), lambda x: x * (F.fold_in(F.fold_in(3, 4), 5) % 7))
 )
+
+
+@builder("reorder_layout")
+def _reorder_layout(s):
+    L = s.lay(5, "c", 3)
+    M = F.reorder_layout(L, -1, "zigzag")
+    return Call(
+        L,
+        lambda x: F.zigzag(x, L, -1),
+        lambda x: x[..., registry.np.concatenate(registry.dealt(L.shape[-1], L.partition.shape[-1], "zigzag"))],
+        [randn(*L.shape, seed=1)],
+        [L],
+        lambda: M,
+    )
+
+
+@builder("positions")
+def _positions(s):
+    L = s.lay(5, "c", 3)
+    return Call(
+        L,
+        lambda x: x * F.positions(L, -1) if L.active else F.nothing(L.local_shape(), x),
+        lambda x: x * torch.arange(L.shape[-1]),
+        [randn(*L.shape, seed=1)],
+        [L],
+    )
 
 
 # ---- random numbers (they know layouts only)
