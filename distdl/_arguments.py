@@ -210,6 +210,10 @@ _KINDS: dict[str, Kind] = {
         ("reorder.dim", "reorder_layout.dim", "positions.dim", "zigzag.dim", "block_cyclic.dim"), _INTEGER
     ),
     "block": _COUNT,
+    **dict.fromkeys(("dist_scan.a", "dist_scan.b", "initial"), _TENSOR),
+    "dist_scan.params": _TEXT,
+    "associative_scan.xs": _TREE,
+    **dict.fromkeys((f"{scan}.dim" for scan in ("dist_scan", "dist_cumsum", "dist_cumprod", "associative_scan")), _INTEGER),
     **dict.fromkeys(("dist_fftfreq.dim", "dist_rfftfreq.dim"), _INTEGER),
     # dd.parallel
     **dict.fromkeys(("params", "grads", "yes", "no", "v"), _TREE),

@@ -1096,6 +1096,68 @@ for _name, _serial in {
             )
         )
 
+# ---- scans
+
+
+def serial_scan(a, b, dim=-1, initial=None, reverse=False):
+    """h_t = a_t h_{t-1} + b_t, step by step."""
+    h, found = torch.zeros_like(b.select(dim, 0)) if initial is None else initial, []
+    for t in reversed(range(b.shape[dim])) if reverse else range(b.shape[dim]):
+        h = a.select(dim, t) * h + b.select(dim, t)
+        found.append(h)
+    return torch.stack(found[::-1] if reverse else found, dim)
+
+
+def _scan(reverse, s):
+    L = s.lay(3, "c", 7)
+    return Call(
+        L,
+        lambda a, b: F.dist_scan(a, b, s.given(L), L.ndim - 1, reverse=reverse),
+        lambda a, b: serial_scan(a, b, reverse=reverse),
+        [randn(*L.shape, seed=1), randn(*L.shape, seed=2)],
+        [L, L],
+    )
+
+
+builder("dist_scan")(partial(_scan, False))
+builder("dist_scan/reverse")(partial(_scan, True))
+
+
+@builder("dist_scan/initial")
+def _scan_from(s):
+    L = s.lay(3, "c", 7)
+    start = along(L, 0, 1) if L.ndim else whole
+    return Call(
+        L,
+        lambda a, b, h: F.dist_scan(a, b, s.given(L), L.ndim - 1, initial=h, params="invariant"),
+        lambda a, b, h: serial_scan(a, b, initial=h),
+        [randn(*L.shape, seed=1), randn(*L.shape, seed=2), randn(*L.shape[:-1], seed=3)],
+        [L, L, start],
+    )
+
+
+for _name in ("dist_cumsum", "dist_cumprod"):
+    _torchs = getattr(torch, _name.removeprefix("dist_"))
+    for _dim in (0, -1):
+        of_x(
+            f"{_name}/{_dim}",
+            lambda x, P, call=getattr(F, _name), dim=_dim: call(x, P, dim),
+            lambda x, call=_torchs, dim=_dim: call(x, dim),
+            (4, "c", 5),
+        )
+of_x(
+    "associative_scan",
+    lambda x, P: F.associative_scan(torch.add, x, P, 0),
+    lambda x: x.cumsum(0),
+    (6, "c", 2),
+)
+of_x(
+    "associative_scan/reverse",
+    lambda x, P: F.associative_scan(lambda a, b: a * b, x, P, -1, reverse=True),
+    lambda x: x.flip(-1).cumprod(-1).flip(-1),
+    (3, "c", 6),
+)
+
 # ---- losses
 
 

@@ -71,6 +71,7 @@ from .reshape import (
     pad_layout,
     stack_layout,
 )
+from .scan import associative_scan, dist_cumprod, dist_cumsum, dist_scan
 from .spectral import dist_spectral_conv, spectral_layout
 
 __all__ = [
@@ -150,6 +151,11 @@ __all__ = [
     "dist_min",
     "dist_argmax",
     "dist_logsumexp",
+    # scans
+    "dist_scan",
+    "dist_cumsum",
+    "dist_cumprod",
+    "associative_scan",
     # losses
     "dist_mse_loss",
     "dist_l1_loss",
