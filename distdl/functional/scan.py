@@ -290,13 +290,12 @@ def associative_scan(
 
     def combine(a: Leaves, b: Leaves) -> Leaves:
         found, structure = _torch.flatten(fn(_torch.unflatten(a, tree), _torch.unflatten(b, tree)))
-        wished = [(x.shape, x.dtype) for x in a]
-        given = [(getattr(y, "shape", None), getattr(y, "dtype", None)) for y in found]
-        if structure != tree or given != wished:
+        wished, given = (_words(x, of) for x, of in ((a, tree), (found, structure)))
+        if given != wished:
             raise ShapeError(
                 "fn gave something else than it was given",
                 partitions=P,
-                expected=[(tuple(size), dtype) for size, dtype in wished],
+                expected=wished,
                 actual=given,
                 next_step="return the structure of fn's arguments, with their shapes and dtypes",
             )
@@ -317,6 +316,12 @@ def associative_scan(
     else:
         local = [tie(y, x) for y, x in zip(local, gathered)]
     return _torch.unflatten([y.flip(dim) for y in local] if reverse else local, tree)
+
+
+def _words(leaves, structure):
+    """Structure, shapes and dtypes of a pytree; keys of dictionaries may stand in any order."""
+    each = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves]
+    return "a tensor" if structure is None else structure.text, each
 
 
 def _blank(x, dim):

@@ -49,7 +49,7 @@ def test_from_an_initial_state(reverse):
         for params in ("invariant", "varying"):
 
             def call(a, b, h, L=L, params=params):
-                h = F.mark_varying(h, L, 0) if params == "varying" else h
+                h = F.mark_varying(h, L.partition, 0) if params == "varying" else h
                 return F.dist_scan(a, b, L, 0, initial=h, params=params, reverse=reverse)
 
             check_layer(
@@ -196,7 +196,7 @@ def test_an_operator_that_does_not_commute():
             )
         check_layer(
             lambda x, L=L: F.associative_scan(lambda a, b: then(b, a), x, L.partition, 0, reverse=True),
-            lambda x: torch.stack([torch.linalg.multi_dot([*x[i:], torch.eye(2).double(), torch.eye(2).double()])
+            lambda x: torch.stack([torch.linalg.multi_dot([*x[i:].flip(0), torch.eye(2).double(), torch.eye(2).double()])
                                    for i in range(7)]),
             [X], [L], L, name=f"{name}, reverse",
         )  # fmt: skip
