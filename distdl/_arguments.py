@@ -206,14 +206,12 @@ _KINDS: dict[str, Kind] = {
         ("reorder.order", "reorder_layout.order", "positions.order"),
         Kind('"zigzag", a block size, or ranges of each coordinate', _is(str, int, tuple, list)),
     ),
-    **dict.fromkeys(
-        ("reorder.dim", "reorder_layout.dim", "positions.dim", "zigzag.dim", "block_cyclic.dim"), _INTEGER
-    ),
+    **dict.fromkeys(("reorder.dim", "reorder_layout.dim", "positions.dim", "zigzag.dim", "block_cyclic.dim"), _INTEGER),
     "block": _COUNT,
     **dict.fromkeys(("dist_scan.a", "dist_scan.b", "initial"), _TENSOR),
     "dist_scan.params": _TEXT,
     "associative_scan.xs": _TREE,
-    **dict.fromkeys((f"{scan}.dim" for scan in ("dist_scan", "dist_cumsum", "dist_cumprod", "associative_scan")), _INTEGER),
+    **dict.fromkeys(("dist_scan.dim", "dist_cumsum.dim", "dist_cumprod.dim", "associative_scan.dim"), _INTEGER),
     **dict.fromkeys(("dist_fftfreq.dim", "dist_rfftfreq.dim"), _INTEGER),
     # dd.parallel
     **dict.fromkeys(("params", "grads", "yes", "no", "v"), _TREE),

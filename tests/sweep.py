@@ -1141,7 +1141,7 @@ for _name in ("dist_cumsum", "dist_cumprod"):
     for _dim in (0, -1):
         of_x(
             f"{_name}/{_dim}",
-            lambda x, P, call=getattr(F, _name), dim=_dim: call(x, P, dim),
+            lambda x, P, name=_name, dim=_dim: getattr(F, name)(x, P, dim),
             lambda x, call=_torchs, dim=_dim: call(x, dim),
             (4, "c", 5),
         )

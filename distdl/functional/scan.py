@@ -1,7 +1,7 @@
 """Scans along a dim that ranks split: linear recurrences, cumulative sums and products, and any associative operator.
 
-A scan y_t = x_1 ⊕ ... ⊕ x_t is a scan of each rank's own block, and what the ranks before have in all (Blelloch, *Prefix
-sums and their applications*, 1990):
+A scan y_t = x_1 ⊕ ... ⊕ x_t is a scan of each rank's own block, and what the ranks before have in all (Blelloch,
+*Prefix sums and their applications*, 1990):
 
     s = scan of the block;   totals = all-gather of the last of s;   y = (totals of the ranks before, combined) ⊕ s
 
@@ -9,8 +9,8 @@ sums and their applications*, 1990):
 each rank to each of the p-1 others along ``dim``, however long the dim is. Backward one reduce-scatter, its transpose;
 the derivatives are torch's, of a local scan of ⌈log₂ n⌉ levels (torch.cumsum and torch.cumprod where these do it).
 
-With ``reverse`` the scan runs from the end of the dim, and ranks after take the place of ranks before. An empty block is
-skipped. A rank outside of P gets a tensor without elements, see enter.py.
+With ``reverse`` the scan runs from the end of the dim, and ranks after take the place of ranks before. An empty block
+is skipped. A rank outside of P gets a tensor without elements, see enter.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Leaves = list[torch.Tensor]
 
 
 def _places(x, dim, *cut):
-    return x[(*(slice(None),) * dim, slice(*cut))]
+    return x[(slice(None),) * dim + (slice(*cut),)]
 
 
 def _local(combine: Callable[[Leaves, Leaves], Leaves], xs: Leaves, dim: int) -> Leaves:
@@ -109,7 +109,7 @@ def dist_scan(
 ) -> torch.Tensor:
     """The linear recurrence h_t = a_t h_{t-1} + b_t along ``dim``, with h_0 = ``initial``, elementwise.
 
-    The state space models of Gu & Dao (Mamba, arXiv:2312.00752, section 3.3.2), linear attention, filters with feedback.
+    The state space models of Gu & Dao (Mamba, arXiv:2312.00752, algorithm 2), linear attention, filters with feedback.
     A pair (a, b) stands for the function h -> a h + b, and these compose: (c, d) after (a, b) is (c a, c b + d).
 
     Args:
@@ -152,14 +152,13 @@ def dist_scan(
         )
     if initial is not None:
         (start,) = replicated(params, P, (dim,), start)
-    a, b, start = wide(a), wide(b), wide(start).unsqueeze(dim)
-    pair = [a.flip(dim), b.flip(dim)] if reverse else [a, b]
-    local = _local(_affine, pair, dim)
+    a, b, start = (wide(t.to(dtype)) for t in (a, b, start.unsqueeze(dim)))
+    local = _local(_affine, [a.flip(dim), b.flip(dim)] if reverse else [a, b], dim)
     if b.shape[dim]:
         total = _last(local, dim)
     else:  # h -> h
         total = [tie(a.new_ones(start.shape), a), tie(b.new_zeros(start.shape), a, b)]
-    earlier = _before(one_each(total, grid, (dim,)), dim, at[dim], reverse)
+    earlier = _before(list(one_each(torch.stack(total), grid, (dim,))), dim, at[dim], reverse)
     if earlier[0].shape[dim]:
         c, d = _last(_local(_affine, earlier, dim), dim)
         state = d if initial is None else c * start + d
@@ -255,9 +254,7 @@ def _check_leaves(leaves: Sequence[Any], P: Place, dim: int, active: bool) -> No
             )
 
 
-def associative_scan(
-    fn: Callable[[Any, Any], Any], xs: Any, P: Place, dim: int, *, reverse: bool = False
-) -> Any:
+def associative_scan(fn: Callable[[Any, Any], Any], xs: Any, P: Place, dim: int, *, reverse: bool = False) -> Any:
     """The scan y_t = x_1 ⊕ ... ⊕ x_t along ``dim`` by any associative operator, as jax.lax.associative_scan.
 
     Args:
