@@ -60,7 +60,9 @@ check: .venv/ready
 
 # Names, error texts, messages and Python calls of today become the frozen ones; the difference is printed.
 refreeze: .venv/ready
+	rm -f tests/frozen/errors*.json
 	DISTDL_REFREEZE=1 timeout -k 10 $(LIMIT) $(PY) -m pytest tests --ignore=tests/mpi -p no:cacheprovider -q
+	DISTDL_REFREEZE=1 timeout -k 10 $(LIMIT) $(PY) -m distdl run -n 1 $(PYTEST_MPI)
 	DISTDL_REFREEZE=1 timeout -k 10 $(LIMIT) $(PY) -m distdl run -n 2 $(PYTEST_MPI)
 	git --no-pager diff -U0 tests/frozen
 

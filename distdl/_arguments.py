@@ -231,6 +231,13 @@ _KINDS: dict[str, Kind] = {
     "shardings": Kind("a Sharding for each layer, or a tuple of them", _several(_one_or_several(_is_sharding))),
     "parameters": Kind("a module, or tensors", lambda v: _MODULE.fits(v) or _TREE.fits(v)),
     "table": Kind("dd.parallel.schedule(...)", _several(_several(lambda v: isinstance(v, tuple) and len(v) == 3))),
+    # dd.interop
+    "mesh": Kind("a DeviceMesh", lambda v: hasattr(v, "mesh_dim_names"), PartitionError),
+    "t": Kind("a DTensor", lambda v: hasattr(v, "placements") and hasattr(v, "device_mesh")),
+    "tensor": Kind("a DTensor, or a DeviceMesh", lambda v: hasattr(v, "placements") or hasattr(v, "mesh_dim_names")),
+    "placements": Kind("Shard, Replicate or Partial for each mesh dim", _several(lambda v: hasattr(v, "is_shard"))),
+    "block": _TENSOR,
+    "device_type": Kind("a kind of device: cpu or cuda", lambda v: isinstance(v, str) and _is_device(v)),
     # dd.viz
     "plan": Kind("a plan, or a map of dd.maps", _has_plan),
     "what": Kind("a Partition, a Layout, a HaloSpec, a plan or a map", _is_drawn),

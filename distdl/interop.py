@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import functional as F
+from ._arguments import check_functions
 from .calls import public
 from .errors import PartitionError, ShapeError
 from .partition import Layout, Partition, partition_of
@@ -110,8 +111,15 @@ def layout(
     Raises:
         PartitionError: a placement that is none of these three; the error names a redistribution that helps.
     """
-    if placements is None:
+    if hasattr(tensor, "device_mesh") and placements is None:
         mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
+    elif placements is None or shape is None:
+        raise PartitionError(
+            "how does the tensor lie?",
+            expected="a DTensor; or a DeviceMesh, placements and the global shape",
+            actual=f"{type(tensor).__name__}, placements {placements}, shape {shape}",
+            next_step="layout(t), or layout(mesh, placements, shape)",
+        )
     else:
         mesh = tensor
     grid = partition(mesh, world)
@@ -302,3 +310,4 @@ def _placements(grid: Partition, L: Layout) -> tuple[tuple[int | str, ...], Layo
 
 
 public({f"interop.{name}": globals()[name] for name in __all__}, alike=False)
+check_functions(globals(), __all__)

@@ -34,7 +34,8 @@ __all__ = [
 
 class Messages(list[tuple[str, Any, int]]):
     """What was sent: (kind, peer or group of ranks, bytes). Kinds: "send", the engine's collectives ("all_reduce",
-    "all_gather", "reduce_scatter"; bytes are one rank's share), and "agree" (small all-gathers)."""
+    "all_gather", "reduce_scatter"; bytes are one rank's share), and "agree" (small all-gathers). Where several boxes
+    make one message, each begins at a multiple of 64 bytes, and the gaps count."""
 
     def of(self, kind: str) -> list[tuple[str, Any, int]]:
         """Those of one kind."""

@@ -16,6 +16,7 @@ from . import errors
 from .calls import collective_call, single_plan, user_line
 from .engine import transport as _transport
 from .engine.local import LocalTransport
+from .engine.side_stream import settle
 from .engine.transport import DeviceEngines, Transport
 from .errors import AgreementError, PartitionError, TransportError
 from .failure import end_on_exceptions, job, moving
@@ -121,6 +122,7 @@ class World:
         return self.host if x.is_cpu else self._for_cuda(x.device, ranks)
 
     def _for_cuda(self, device, ranks):
+        settle(device)
         if device.type == "meta":
             raise TransportError(
                 "a meta tensor has no memory to move",

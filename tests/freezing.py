@@ -136,12 +136,13 @@ class Texts:
     """The texts of the errors that each test makes, kept with those of ``file``."""
 
     def __init__(self, file: str):
-        self.file, self.frozen, self.now = file, read(file), {}
+        self.file, self.frozen, self.now, self.ran = file, read(file), {}, set()
 
     def collect(self, test: str):
         """A generator around one test: what differs from the frozen texts is an AssertionError afterwards. A test that
         is not frozen yet is not compared."""
         found, init = set(), DistdlError.__init__
+        self.ran.add(test)
 
         @wraps(init)
         def noted(self, *args, **named):
@@ -165,5 +166,6 @@ class Texts:
             )
 
     def finish(self):
-        if REFREEZE and self.now:
-            write(self.file, self.now)
+        """Today's texts are frozen, where that is asked for; those of tests that have not run stay."""
+        if REFREEZE and self.ran:
+            write(self.file, {t: texts for t, texts in self.frozen.items() if t not in self.ran} | self.now)

@@ -119,10 +119,12 @@ def test_tests_that_prove():
 
 
 def test_reference_renders(monkeypatch):
-    """docs/api.md names modules that exist, and every public name of distdl.functional has a documented entry."""
+    """docs/api.md names modules that exist, and every public name of distdl.functional and distdl.maps has a documented
+    entry."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     import gen_api
 
+    import distdl as dd
     import distdl.functional as F
 
     source = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
@@ -131,7 +133,8 @@ def test_reference_renders(monkeypatch):
     page = gen_api.expand(source)
     assert "\n> " not in page
     missing = [name for name in F.__all__ if f"#### {name}\n" not in page.replace("\\_", "_")]
-    assert not missing
+    missing += [f"::: distdl.maps.{name}" for name in dd.maps.__all__ if f"::: distdl.maps.{name}\n" not in source]
+    assert not missing, f"give them a line in docs/api.md, then python docs/gen_api.py --summaries: {missing}"
 
 
 NOTEBOOKS = [

@@ -391,16 +391,15 @@ def test_what_a_map_says_of_itself():
         there, stays = dd.maps.repartition(L, back), dd.maps.repartition(L, L)
         assert stays.is_identity is (stays @ stays).is_identity is True
         assert there.is_identity is (there @ stays).is_identity is False
-        far = dd.maps.permute(dd.Partition((1,), (1,)), [(1, 0)], (3,)) @ dd.maps.permute(
-            dd.Partition((1,), (0,)), [(0, 1)], (3,)
-        )
-        assert far.ranks == (0, 1) and dd.maps.repartition(L, L).ranks == (0, 1)
+        assert dd.maps.permute(dd.Partition((2,), (8, 1)), [(8, 1)], (3,)).ranks == (1, 8) and there.ranks == (0, 1)
+        of_all, of_one = (dd.linear_map(torch.clone, torch.clone, (3,), (3,), ranks=ranks) for ranks in ((), (1,)))
+        assert of_all.active is True and of_one.active is (dd.world().rank == 1)
         assert there.T.T is there and there.steps[0].T.T is there.steps[0]
         move = there.steps[0]
         assert (move.plan.named[0], move.adjoint.named[0]) == ("repartition", "repartition.T")
         assert (move.T.plan.named[0], str(move.T)) == ("repartition.T", "repartition.T")
 
-    every_rank(2, program)
+    returned(every_rank(2, program))
     assert dd.LinearMap.__call__._torchdynamo_disable
 
 

@@ -8,6 +8,7 @@ from inspect import unwrap
 from pathlib import Path
 
 import pytest
+import registry
 import torch
 
 import distdl as dd
@@ -262,6 +263,14 @@ def test_the_compiler_breaks_its_graph_at_every_movement():
     assert [
         name for name in (*movements, "nothing", "tie") if not hasattr(getattr(F, name), "_torchdynamo_disable")
     ] == []
+
+
+def test_every_movement_has_cases():
+    """So that the tests of tests/mpi/movement see it."""
+    moved = {build(4)["map"].steps[0].name for _, build in registry.CASES.values()}
+    movements = {name for name in F.__all__ if unwrap(getattr(F, name)).__module__.startswith("distdl.movement.")}
+    missing = movements - moved - {"start", "wait"}
+    assert not missing, f"give them cases in tests/registry.py: {missing}"
 
 
 def test_ranks_share_no_temporary_folder_of_pytest():

@@ -61,6 +61,7 @@ def modules():
         "func": (dd.func, dd.func.__all__),
         "testing": (dd.testing, dd.testing.__all__),
         "viz": (viz, viz.__all__),
+        "interop": (dd.interop, dd.interop.__all__),
     }
 
 
@@ -126,6 +127,8 @@ def written(folder):
     dd.checkpoint.save(path + ".model", *dd.checkpoint.state(model, P=LINE))
     dd.checkpoint.save_dcp(path + ".dcp", {"x": X}, {"x": L})
     table, par = dd.parallel.schedule("gpipe", 1, 2), dd.parallel
+    mesh = dd.interop.device_mesh(P)
+    whole = dd.interop.to_dtensor(X, L, mesh)
     sharding = par.Sharding.of(w, LINE) if hasattr(par.Sharding, "of") else None
     return {
         "F.fft_stages": (F.fft_stages, (L, (0, 1)), {}),
@@ -187,6 +190,11 @@ def written(folder):
         "testing.collective_assert": (dd.testing.collective_assert, (True,), {}),
         "testing.dot_test": (dd.testing.dot_test, (A,), {}),
         "testing.gather_objects": (dd.testing.gather_objects, (1,), {}),
+        "interop.partition": (dd.interop.partition, (mesh,), {}),
+        "interop.device_mesh": (dd.interop.device_mesh, (P,), {"names": ("a", "b")}),
+        "interop.layout": (dd.interop.layout, (mesh, whole.placements, (2, 3)), {}),
+        "interop.from_dtensor": (dd.interop.from_dtensor, (whole,), {}),
+        "interop.to_dtensor": (dd.interop.to_dtensor, (X, L, mesh), {"placements": whole.placements}),
         "viz.text": (viz.text, (L,), {}),
         "viz.matrix": (viz.matrix, (A,), {}),
         "viz.messages": (viz.messages, (A,), {}),
@@ -223,7 +231,16 @@ def own(name, wrong, error) -> bool:
 
 
 @pytest.fixture(scope="module")
-def valid(tmp_path_factory):
+def torchs_ranks():
+    """torch.distributed with this one rank, for dd.interop."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory, torchs_ranks):
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -273,7 +290,8 @@ def test_wrong_arguments(valid):
                 )
             elif isinstance(error, DistdlError):
                 assert error.op and error.next_step and "expected " in str(error), f"{name}, {argument}: {error}"
-    assert not raw, f"{sum(map(len, raw.values()))} errors of Python's own:\n" + "\n".join(
+    where = "_KINDS of distdl/_arguments.py says what an argument must be"
+    assert not raw, f"{sum(map(len, raw.values()))} errors of Python's own ({where}):\n" + "\n".join(
         f"{len(v)} {v[-1]}" for v in raw.values()
     )
     assert sum(count[e.__name__] for e in (ShapeError, PartitionError)) > 5000, count

@@ -12,7 +12,6 @@ from . import transport as traffic
 from .exchange import Aside, Exchange
 from .exchange import begin as begin_exchange
 from .ranges import ranged
-from .side_stream import settle
 
 
 def checked(steps, xs):
@@ -59,15 +58,13 @@ def plans_of(steps):
 def engine_for(steps, xs, recorded):
     """The engine that moves plain tensors ``xs`` by ``steps``, watched where somebody watches; ``recorded``: a graph
     holds the adjoint."""
-    first, x = steps[0], xs[0]
-    if not x.is_cpu:
-        settle(x.device)
-    engine = first.world.transport(x, first.ranks)
+    first = steps[0]
+    engine = first.world.transport(xs[0], first.ranks)
     observer = traffic.observer
     return engine if observer is None else observer.movement(first.world.watch, engine, steps, xs, recorded)
 
 
-def together(steps, xs, recorded=False):
+def together(steps, xs, recorded):
     """Move tensors ``xs`` by ``steps``, of one kind over the same ranks, as one set of messages; returns fresh
     tensors."""
     traffic.begun += 1
@@ -80,8 +77,6 @@ def together(steps, xs, recorded=False):
         return traced(steps, xs)
     if profiler._is_profiler_enabled or traffic.observer is not None:
         return _seen(steps, xs, engine_for(steps, xs, recorded))
-    if not x.is_cpu:
-        settle(x.device)
     plans = (step.plan,) if len(steps) == 1 else plans_of(steps)
     return Exchange(plans, xs, step.world.transport(x, step.ranks)).finish()
 

@@ -11,7 +11,7 @@ from fake_device import Boxes, Elsewhere, notes, on_device
 from fuzzing import BUILDERS, KINDS, draw, seed_of
 
 import distdl as dd
-from distdl.engine import dispatch, exchange, side_stream
+from distdl.engine import exchange, side_stream
 from distdl.engine import program as programs
 from distdl.engine.fast import fused
 from distdl.engine.local import NullTransport
@@ -272,11 +272,11 @@ def test_split_phase_runs_on_a_side_stream(monkeypatch):
     with fake_device.Cuda.stream(
         side
     ):  # as autograd runs the adjoint: memory of the side stream may have been in use on others
-        world = SimpleNamespace(transport=lambda x, ranks: transport, host=transport)
-        dispatch.engine_for([SimpleNamespace(world=world, ranks=(0,))], ys[:1], False)
+        world = SimpleNamespace(rank=0, size=1, cuda="nccl")
+        dd.World._for_cuda(world, ys[0].device, (0,))
     assert notes == [("enter", side), ("side", "waits for", "current"), ("leave", side)]
     notes.clear()
-    dispatch.engine_for([SimpleNamespace(world=world, ranks=(0,))], [x], False)
+    dd.World._for_cuda(world, x.device, (0,))
     assert not notes, "elsewhere nothing waits"
     pending, other = exchange.begin((plan,), [x], transport), fake_device.Stream("other")
     notes.clear()

@@ -32,4 +32,4 @@ def test_messages():
                     call.loss(ys).backward()
             now[f"{name} [{setting}]"] = f"{text(forward)} | {text(backward)}"
     differs = freezing.compare(f"messages.{dd.world().rank}of2", now)
-    collective_assert(not differs, differs)
+    collective_assert(not differs, f"messages differ (make refreeze, if that is meant):\n{differs}")
