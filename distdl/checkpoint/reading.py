@@ -16,6 +16,7 @@ import torch
 from .._types import Device, Place
 from ..boxes import row_major
 from ..partition import Layout
+from .choice import check_layouts, listed
 from .format import DTYPES, volume
 from .group import Group, Path
 from .sums import MARK, sealed
@@ -216,7 +217,8 @@ def load(
     known = layouts or {}
 
     def choose(in_file: list[str]) -> list[str]:
-        return list(dict.fromkeys([*(in_file if names is None else names), *known]))
+        check_layouts(layouts)
+        return list(dict.fromkeys([*(in_file if names is None else listed(names)), *known]))
 
     group = Group("checkpoint.load", path, P)
     tensors, metadata, _ = read(group, lambda name, _: known.get(name), choose, device, verify)

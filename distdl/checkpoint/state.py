@@ -16,6 +16,7 @@ from ..nn import Dropout
 from ..nn import layouts as layouts_of
 from ..partition import Layout, Partition, partition_of
 from ..world import world
+from .choice import check_layouts
 from .group import Group, Path
 from .reading import read
 
@@ -181,7 +182,7 @@ def restore(
             groups, a file without optimizer state, generators that differed on another number of ranks.
     """
     group = Group("checkpoint.restore", path, P)
-    own, known = model.state_dict(), {**layouts_of(model), **(layouts or {})}
+    own, known = model.state_dict(), layouts_of(model)
     named = {} if optimizer is None else _named(model, optimizer)
     drops = _dropouts(model) if rng else {}
     optimized = set(named.values())
@@ -189,6 +190,8 @@ def restore(
     rows: dict[str, torch.Tensor] = {}
 
     def choose(names: list[str]) -> list[str]:
+        check_layouts(layouts)
+        known.update(layouts or {})
         chosen = [*own, *drops]
         chosen += [
             n for n in names if n.startswith(_OPTIMIZER) and n[len(_OPTIMIZER) :].rpartition(".")[0] in optimized

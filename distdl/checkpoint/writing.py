@@ -29,6 +29,7 @@ from .._types import Place
 from ..boxes import row_major
 from ..errors import CheckpointError
 from ..partition import Layout
+from .choice import check_layouts
 from .format import DTYPES, Box, Report, header, plan
 from .group import Group, Path
 from .sums import parts, whole
@@ -48,6 +49,9 @@ def describe(
     any_dtype: bool = False,
 ) -> Report:
     """This rank's part of a save; ``any_dtype``: also those that safetensors lacks."""
+    check_layouts(layouts)
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"expected {{name: tensor}}, got {type(tensors).__name__}")
     unknown = sorted(set(layouts) - set(tensors))
     if unknown:
         raise ValueError(f"layouts without a tensor: {unknown}")
