@@ -1,9 +1,10 @@
-"""Mutants that the test commands themselves judge: ``python tests/mutation/drawn.py [-j 2] [--count N]``.
+"""Mutants that the test commands themselves judge: ``python tests/mutation/drawn.py [-j 2] [--until STAGE]``.
 
 Of the layers, movements, checkpoints and training, which need ranks, some mutants are drawn, always the same ones. Each
-is judged in a copy of this checkout: by the tests that know its module, then by all of ``make test`` and, where that
-lets it live, by ``make test-full``. Hours: what is judged is kept in ``results.json`` beside this file, and another run
-goes on there. Of those that both tiers together kill, the first must kill nine of ten.
+is judged in a copy of this checkout, in three stages: by those tests of ``make test`` that know its module, by all of
+``make test``, and by ``make test-full``; what lives goes on to the next (``--until own`` or ``first`` ends earlier).
+Hours: what is judged is kept in ``results.json`` beside this file, and another run goes on there. Of those that both
+tiers together kill, the first must kill nine of ten.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ COPIED = (
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
 )
 UNCHANGED = "unchanged"
+STAGES = ("own", "first", "rest")
 
 
 def chosen(count: int, seed: int = SEED) -> list[tuple[str, str, int]]:
@@ -98,23 +100,25 @@ def known(file: str) -> list[str]:
     return [str(p.relative_to(ROOT)) for p in found]
 
 
-def commands(file: str):
-    """(tier, seconds, arguments of Python) in the order in which a mutant meets them."""
+def commands(file: str, stage: str):
+    """(tier, seconds, arguments of Python) of a stage, those first that see most."""
     alone = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
 
     def ranks(n, *args):
         return ["-m", "distdl", "run", "-n", str(n), *alone, *args]
 
-    mine = known(file)
-    on_ranks, in_one = ([f for f in mine if f.startswith("tests/mpi") is there] for there in (True, False))
-    for tier, marks, worlds in ((1, FIRST, (1, 2, 4)), (2, REST, (2, 3, 4, 8))):
+    tier, marks, worlds = (2, REST, (2, 3, 4, 8)) if stage == "rest" else (1, FIRST, (2, 4, 1))
+    if stage != "first":
+        mine = known(file)
+        on_ranks, in_one = ([f for f in mine if f.startswith("tests/mpi") is there] for there in (True, False))
         if in_one:
             yield tier, 300, [*alone, *in_one, "-m", marks]
         for n in worlds:
             files = [f for f in on_ranks if n in tiers.RANKS.get(Path(f).stem[5:], tiers.ANY)]
             if files:
                 yield tier, 300, ranks(n, *files, "-m", marks)
-        for n in sorted(worlds, key=lambda n: n != 2):
+    if stage != "own":
+        for n in worlds:
             yield tier, 900, ranks(n, "tests/mpi", "-m", marks)
         yield tier, 900, [*alone, "tests", "--ignore=tests/mpi", "-m", marks]
 
@@ -157,16 +161,16 @@ def copy_to(where: Path) -> None:
             shutil.copy2(ROOT / name, where / name)
 
 
-def judged(where: Path, file: str, which: int) -> dict:
-    """Which command kills a mutant first."""
+def judged(where: Path, file: str, which: int, stage: str) -> dict:
+    """Which command of a stage kills a mutant first."""
     original = (ROOT / file).read_text()
-    began, fine = time.monotonic(), {"tier": None, "how": None, "command": None}
+    began, fine = time.monotonic(), {"tier": None, "how": None, "command": None, "stage": stage}
     (where / file).write_text(mutated(original, which))
     try:
-        for tier, seconds, arguments in commands(file):
+        for tier, seconds, arguments in commands(file, stage):
             how = run(where, seconds, arguments)
             if how:
-                fine = {"tier": tier, "how": how, "command": " ".join(arguments)}
+                fine |= {"tier": tier, "how": how, "command": " ".join(arguments)}
                 break
     finally:
         (where / file).write_text(original)
@@ -177,15 +181,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/mutation/drawn.py")
     parser.add_argument("--jobs", "-j", type=int, default=2, help="mutants judged at the same time")
     parser.add_argument("--count", type=int, default=COUNT, help="only the first so many of those that are drawn")
+    parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="the last stage that judges")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     results = json.loads(options.results.read_text()) if options.results.exists() else {}
     mutants = chosen(COUNT)[: options.count]
     unchanged = (UNCHANGED, mutants[0][1], -1)  # the tests as they are: else everything would be killed
-    waiting = [one for one in (unchanged, *mutants) if one[0] not in results]
     lock = threading.Lock()
 
-    def work():
+    def lives(key: str, stage: str) -> bool:
+        """Whether a mutant lived through the stages before, and was not judged in this one."""
+        last = results.get(key)
+        return last is None or (last["tier"] is None and STAGES.index(last["stage"]) < STAGES.index(stage))
+
+    def work(stage: str, waiting: list):
         with tempfile.TemporaryDirectory(prefix="distdl-mutants-") as folder:
             where = Path(folder)
             copy_to(where)
@@ -194,20 +203,22 @@ def main() -> int:
                     if not waiting or results.get(UNCHANGED, {}).get("tier"):
                         return
                     key, file, which = waiting.pop(0)
-                result = judged(where, file, which)
+                result = judged(where, file, which, stage)
                 with lock:
                     results[key] = result
                     options.results.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
                     print(
-                        f"{'survived' if result['tier'] is None else result['tier']}  {key}  {result['how']}",
+                        f"{stage} {'survived' if result['tier'] is None else 'killed'}  {key}  {result['how']}",
                         flush=True,
                     )
 
-    workers = [threading.Thread(target=work) for _ in range(options.jobs)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    for stage in STAGES[: STAGES.index(options.until) + 1]:
+        waiting = [one for one in (unchanged, *mutants) if lives(one[0], stage)]
+        workers = [threading.Thread(target=work, args=(stage, waiting)) for _ in range(options.jobs)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
     if results[UNCHANGED]["tier"] is not None:
         print(f"the tests fail as they are: {results[UNCHANGED]}; delete {options.results} when they do not")
         return 2

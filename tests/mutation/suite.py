@@ -25,7 +25,7 @@ FIRST = {
     "pair": ["test_one_process", "test_forked"],
     "autograd": ["test_one_process", "test_forked"],
     "ties": ["test_one_process", "test_forked"],
-    "engine.dispatch": ["test_one_process", "test_forked"],
+    "engine.dispatch": ["test_dispatch", "test_one_process", "test_forked"],
     "engine.recognise": ["test_plan", "test_exchange"],
     "engine.program": ["test_exchange", "test_fused", "test_device_double", "test_plan"],
     "engine.exchange": ["test_exchange", "test_fused", "test_device_double", "test_plan"],
