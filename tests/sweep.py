@@ -478,12 +478,36 @@ def _reorder_layout(s):
     )
 
 
+@builder("zigzag_positions")
+def _zigzag_positions(s):
+    """Rows in zigzag times the places that they come from."""
+    L = s.lay(5, "c", 3)
+
+    def serial(x):
+        order = torch.as_tensor(registry.np.concatenate(registry.dealt(L.shape[-1], L.partition.shape[-1], "zigzag")))
+        return x[..., order] * order
+
+    return Call(
+        L,
+        lambda x: F.zigzag(x, L, -1) * (F.zigzag_positions(L, -1) if L.active else 1),
+        serial,
+        [randn(*L.shape, seed=1)],
+        [L],
+        lambda: F.reorder_layout(L, -1, "zigzag"),
+    )
+
+
 @builder("positions")
 def _positions(s):
     L = s.lay(5, "c", 3)
+
+    def call(x):
+        rows = F.positions(L, -1)  # of a rank outside: none
+        return x * rows if L.active else F.nothing(L.local_shape(), x, rows)
+
     return Call(
         L,
-        lambda x: x * F.positions(L, -1) if L.active else F.nothing(L.local_shape(), x),
+        call,
         lambda x: x * torch.arange(L.shape[-1]),
         [randn(*L.shape, seed=1)],
         [L],

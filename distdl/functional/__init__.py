@@ -15,7 +15,7 @@ from ..movement.copies import all_sum_reduce, broadcast, invariant_sum, mark_var
 from ..movement.gathers import all_gather, reduce_scatter
 from ..movement.halo import halo_exchange
 from ..movement.peers import permute, shift
-from ..movement.reorder import block_cyclic, positions, reorder, reorder_layout, zigzag
+from ..movement.reorder import block_cyclic, positions, reorder, reorder_layout, zigzag, zigzag_positions
 from ..movement.split_phase import start, wait
 from ..ties import nothing, tie
 from .conv import conv_layout, dist_conv
@@ -85,6 +85,7 @@ __all__ = [
     "block_cyclic",
     "reorder_layout",
     "positions",
+    "zigzag_positions",
     "halo_exchange",
     # movements: copies and sums
     "broadcast",

@@ -139,6 +139,18 @@ def positions(
     return torch.cat(every) if every else torch.empty(0, dtype=torch.int64, device=device)
 
 
+@opaque
+def zigzag_positions(
+    L: Layout, dim: int, *, rank: int | None = None, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """:func:`positions` after :func:`zigzag`: the global indices of the rows that a rank then has.
+
+    Args:
+        L, dim, rank, device: as for :func:`positions`.
+    """
+    return positions(L, dim, "zigzag", rank=rank, device=device)
+
+
 @rule
 def reorder_map(where: Layout, dim: int, order: Order) -> LinearMap:
     """Blocks -> the rows of ``dim`` that ``order`` gives each rank. Adjoint: its inverse, back to blocks.
