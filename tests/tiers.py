@@ -39,6 +39,7 @@ ONLY = {
 # Of all others it leaves out the tests named, which start jobs too.
 LATER = {
     "bench": ("test_one_operator_on_two_ranks", "test_plots"),
+    "nodes": ("test_torchrun_on_two_nodes",),
     "files": ("test_a_save_that_nobody_waits_for", "test_killed_while_saving"),
     "typing": ("test_a_typed_program",),
     "wrong_calls": ("test_wrong_arguments",),
