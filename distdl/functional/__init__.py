@@ -17,6 +17,7 @@ from ..movement.halo import halo_exchange
 from ..movement.peers import permute, shift
 from ..movement.split_phase import start, wait
 from ..ties import nothing, tie
+from .attention import attention_needs, dist_attention
 from .conv import conv_layout, dist_conv
 from .conv_transpose import conv_transpose_layout, dist_conv_transpose
 from .dropout import dist_dropout, dist_feature_dropout
@@ -129,6 +130,9 @@ __all__ = [
     "dist_rfftfreq",
     "dist_spectral_conv",
     "spectral_layout",
+    # attention
+    "dist_attention",
+    "attention_needs",
     # norms
     "dist_batch_norm",
     "dist_group_norm",
