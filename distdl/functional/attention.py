@@ -175,7 +175,7 @@ class _Work:
         if self.pattern.everything and self.mask is None:
             return None, None
         own = self.place[SEQ]
-        i, j = self._positions(own.start, own.stop, q.device), self._positions(*rows, q.device)
+        i, j = self._positions(own.start, own.stop, q.device), self._positions(rows[0], rows[1], q.device)
         return kernels.visible(self.pattern, self.mask, i, j, self.place[:SEQ])
 
     def at_once(self, q, k, v):
