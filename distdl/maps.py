@@ -24,6 +24,7 @@ from .movement.halo import halo_strips
 from .movement.peers import keyed
 from .movement.peers import permute_map as permute
 from .movement.peers import shift_map as shift
+from .movement.reorder import reorder_map as reorder
 
 __all__ = [
     # blocks of a global tensor
@@ -31,6 +32,7 @@ __all__ = [
     "scatter",
     "gather",
     "roll",
+    "reorder",
     "halo_exchange",
     "halo_strips",
     # copies and sums

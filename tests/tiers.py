@@ -85,6 +85,7 @@ RANKS = {
     "remat": LAYERS,
     "rendezvous": (2, 4),
     "reshape": LAYERS,
+    "scan": (1, 2, 4),
     "sweep": LAYERS,
     "ties": SMALL,
     "tracing": SMALL,
