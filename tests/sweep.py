@@ -578,6 +578,64 @@ def _check_bias(s):
     return Call(L, run, lambda x: 2 * x, [randn(s.k + 1)], [L])
 
 
+# ---- attention
+
+
+def tokens(s, *sizes):
+    """The layout of (batch, heads, seq, features): the setting's of the first three dims."""
+    L = s.lay(*sizes[:3])
+    if s.name == "scalar":
+        return L
+    P = dd.Partition((*L.partition.shape, 1), L.partition.ranks)
+    return dd.Layout(P, (*L.shape, sizes[3]), (*(L.splits or (None,) * 3), None))
+
+
+def attend(q, k, v, keep=None):
+    """Attention as in books: torch's own has no forward mode."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    return (scores if keep is None else scores.masked_fill(~keep, -torch.inf)).softmax(-1).to(v.dtype) @ v
+
+
+def _attention(heads=None, **options):
+    def build(s):
+        L = tokens(s, 2, "c", 7, 3)
+        if s.name == "scalar":
+            return Call(L, lambda *x: F.dist_attention(*x, L), None, [randn(seed=i) for i in range(3)], [L] * 3)
+        K = L if heads is None else L.with_shape((L.shape[0], heads, *L.shape[2:]))
+        more = {} if K is L or s.bare else {"kv_shape": K}
+        n = L.shape[2]
+        keep = torch.ones(n, n, dtype=torch.bool).tril() if "causal" in options else None
+        return Call(
+            L,
+            lambda q, k, v: F.dist_attention(q, k, v, s.given(L), **options, **more),
+            lambda q, k, v: attend(q, k, v, keep),
+            [randn(*M.shape, seed=i) for i, M in enumerate((L, K, K))],
+            [L, K, K],
+        )
+
+    return build
+
+
+builder("dist_attention")(_attention(causal=True))
+builder("dist_attention/one head of keys")(_attention(1))
+builder("dist_attention/ring")(_attention(causal=True, method="ring"))
+builder("dist_attention/heads")(_attention(method="heads"))
+
+
+@builder("attention_needs")
+def _attention_needs(s):
+    """Causal needs: sums of all rows so far."""
+    L = tokens(s, 2, "c", 7, 3)
+
+    def call(x):
+        spec = F.attention_needs(L, L, causal=True)
+        y = F.halo_exchange(x, spec)
+        return y.cumsum(2)[:, :, y.shape[2] - x.shape[2] :] if L.active else F.nothing(L.local_shape(), y)
+
+    return Call(L, call, lambda x: x.cumsum(2), [randn(*L.shape, seed=1)], [L])
+
+
 # ---- linear layers, embeddings, experts
 
 

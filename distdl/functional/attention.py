@@ -21,7 +21,7 @@ from ..partition import Layout
 from ..remat import remat
 from ..ties import tie
 from . import attention_kernel as kernels
-from .attention_arguments import all_positions, check_layouts, check_mask, enter_all, pattern_of
+from .attention_arguments import all_positions, check_dims, check_layouts, check_mask, enter_all, pattern_of
 from .attention_kernel import KERNELS, Mask, Part, Pattern
 from .attention_plan import FEATURES, HEADS, SEQ, Method, group, needs_spec, resolved, windows, windows_map
 from .enter import outside
@@ -49,6 +49,8 @@ def attention_needs(
     Raises:
         PartitionError, ShapeError: layouts that do not fit together, a negative window, documents that do not rise.
     """
+    for L in (L_q, L_kv):
+        check_dims(L)
     pattern = pattern_of(L_q, causal, window, documents)
     check_layouts(L_q, L_kv, L_kv, pattern)
     return needs_spec(L_q, L_kv, pattern)

@@ -46,6 +46,20 @@ def pattern_of(P: Place, causal: bool, window: int | None, documents: Sequence[i
     return Pattern(bool(causal), None if window is None else int(window), cast(Any, documents))
 
 
+def check_dims(P: Place) -> Partition:
+    """The partition of ``P``, which has a dim for each of (batch, heads, seq, features)."""
+    grid = partition_of(P)
+    if grid.ndim != 4:
+        raise PartitionError(
+            "attention is of (batch, heads, seq, features)",
+            partitions=P,
+            expected="4 dims",
+            actual=grid.ndim,
+            next_step="give the partition one dim for each; 1: not split",
+        )
+    return grid
+
+
 def check_layouts(L_q: Layout, L_k: Layout, L_v: Layout, pattern: Pattern) -> None:
     (B, H, S, D), (B_k, H_k, S_k, D_k) = L_q.shape, L_k.shape
     if L_q.partition.shape[FEATURES] != 1:
@@ -132,15 +146,7 @@ def _kv_layouts(L_q: Layout, k: torch.Tensor, v: torch.Tensor, kv_shape: Any) ->
 
 def enter_all(q, k, v, P: Place, shape: Any, kv_shape: Any):
     """(q, k, v, their layouts); no layouts on a rank that takes no part."""
-    grid = partition_of(P)
-    if grid.ndim != 4:
-        raise PartitionError(
-            "attention is of (batch, heads, seq, features)",
-            partitions=P,
-            expected="4 dims",
-            actual=grid.ndim,
-            next_step="give the partition one dim for each; 1: not split",
-        )
+    grid = check_dims(P)
     q, k, v = autocast("dist_attention", grid.ndim, q, k, v)
     for what, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, torch.Tensor):
@@ -153,6 +159,14 @@ def enter_all(q, k, v, P: Place, shape: Any, kv_shape: Any):
         _, (L_q,) = resolve([q], P, shape)
         layouts = (L_q, *_kv_layouts(L_q, k, v, kv_shape))
     else:
+        if kv_shape is not None:
+            raise PartitionError(
+                "kv_shape goes with a Layout, or with shape",
+                partitions=P,
+                expected="None: blocks of all three tensors are asked for",
+                actual=kv_shape,
+                next_step="leave it out, or pass shape too",
+            )
         (q, k, v), layouts = resolve([q, k, v], P)
         if layouts is None:
             return q, k, v, None
