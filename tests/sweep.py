@@ -636,6 +636,64 @@ def _attention_needs(s):
     return Call(L, call, lambda x: x.cumsum(2), [randn(*L.shape, seed=1)], [L])
 
 
+def neighbours(n, k, d, causal):
+    """NATTEN's rule, query by query: the keys of each."""
+    found = []
+    for i in range(n):
+        mine = list(range(i % d, n, d))  # the dim that the query is of
+        p = mine.index(i)
+        found.append(
+            mine[max(p - k + 1, 0) : p + 1] if causal else mine[(s := min(max(p - k // 2, 0), len(mine) - k)) : s + k]
+        )
+    return found
+
+
+def attend_near(q, k, v, sizes, dilations, causal):
+    """Neighbourhood attention as full attention of flattened grids with a mask."""
+    space, keep = q.shape[2:-1], torch.ones(1, 1, dtype=torch.bool)
+    for n, *options in zip(space, sizes, dilations, causal):
+        table = torch.zeros(n, n, dtype=torch.bool)
+        for i, keys in enumerate(neighbours(n, *options)):
+            table[i, keys] = True
+        keep = torch.kron(keep.int(), table.int()).bool()
+    flat = (t.flatten(2, -2) for t in (q, k, v))
+    return attend(*flat, keep).unflatten(2, space)
+
+
+@builder("dist_neighborhood_attention")
+def _neighborhood(s):
+    L = tokens(s, 2, "c", 7, 3)
+    k = 1 if s.name == "one" else 3
+    return Call(
+        L,
+        lambda *x: F.dist_neighborhood_attention(*x, s.given(L), k),
+        lambda *x: attend_near(*x, (k,), (1,), (False,)),
+        [randn(*L.shape, seed=i) for i in range(3)],
+        [L] * 3,
+    )
+
+
+@builder("rotary_embedding")
+def _rotary(s):
+    L = tokens(s, 2, "c", 7, 4)
+    if s.name == "scalar":
+        return Call(L, lambda x: F.rotary_embedding(x, torch.zeros(1)), None, [randn()], [L])
+
+    def serial(x):
+        turns = torch.polar(torch.ones(2).double(), 100.0 ** -torch.tensor([0, 0.5]).double())
+        rows = torch.stack([turns**i for i in range(L.shape[2])]) if L.shape[2] else turns[None][:0]
+        a, b = x.double().chunk(2, -1)
+        y = torch.cat([a * rows.real - b * rows.imag, a * rows.imag + b * rows.real], -1)
+        return y.to(x.dtype)
+
+    def call(x):
+        if not L.active:
+            return F.rotary_embedding(F.nothing(L.local_shape(), x), torch.zeros(L.local_shape()[2]), base=100)
+        return F.rotary_embedding(x, F.positions(L, 2), base=100)
+
+    return Call(L, call, serial, [randn(*L.shape, seed=1)], [L])
+
+
 # ---- linear layers, embeddings, experts
 
 
@@ -1442,6 +1500,52 @@ _module(
     lambda c, L: torch.nn.Embedding(L.shape[1], L.shape[2], **_DOUBLE),
     (5, "c", 4),
     lambda L: ((torch.arange(L.shape[0]) * 3 % L.shape[1], along(L, 0)), _without(L, 1, (L.shape[0], L.shape[2]))),
+)
+
+
+class Rows:
+    """The place of (batch, seq, features) of ranks that lie over (batch, seq, heads): one value along heads."""
+
+    def __init__(self, L, features):
+        self.L, self.features = L, features
+
+    def __call__(self, x):
+        return x[self.L.slices()[:2]]
+
+    def local_shape(self):
+        return (0, self.L.sizes(1)[0], self.features)
+
+
+class _Multihead(torch.nn.Module):
+    """torch's own multi-head attention, with a weight for each of q, k and v."""
+
+    def __init__(self, n, heads):
+        super().__init__()
+        self.heads = heads
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            setattr(self, name, torch.nn.Linear(n, n, **_DOUBLE))
+
+    def forward(self, x):
+        x, q, k, v = x.transpose(0, 1), self.q_proj, self.k_proj, self.v_proj
+        y, _ = tf.multi_head_attention_forward(
+            x, x, x, x.shape[-1], self.heads, None, torch.cat([q.bias, k.bias, v.bias]), None, None, False, 0.0,
+            self.out_proj.weight, self.out_proj.bias, use_separate_proj_weight=True,
+            q_proj_weight=q.weight, k_proj_weight=k.weight, v_proj_weight=v.weight,
+        )  # fmt: skip
+        return y.transpose(0, 1)
+
+
+def _rows_of_heads(L):
+    n = 2 * L.shape[2]
+    return (randn(L.shape[0], L.shape[1], n, seed=1), Rows(L, n)), Rows(L, n)
+
+
+_module(
+    "MultiheadAttention",
+    lambda P, c: dd.nn.MultiheadAttention(P, 2 * P.shape[2], P.shape[2], **_DOUBLE),
+    lambda c, L: _Multihead(2 * L.shape[2], L.shape[2]),
+    (2, "c", 12),
+    _rows_of_heads,
 )
 
 

@@ -173,38 +173,38 @@ class _Work:
     def _positions(self, a, b, device):
         return torch.arange(a, b, device=device) if self.rows is None else self.rows[a:b]
 
-    def _visible(self, q, rows):
-        if self.pattern.everything and self.mask is None:
+    def _visible(self, q, rows, mask):
+        if self.pattern.everything and mask is None:
             return None, None
         own = self.place[SEQ]
         i, j = self._positions(own.start, own.stop, q.device), self._positions(rows[0], rows[1], q.device)
-        return kernels.visible(self.pattern, self.mask, i, j, self.place[:SEQ])
+        return kernels.visible(self.pattern, mask, i, j, self.place[:SEQ])
 
     def at_once(self, q, k, v):
         """By torch's kernel, which takes no empty keys."""
         k, v, rows = self._come(k, v, 0)
         if rows[0] == rows[1] or not q.numel():
             return tie(q.new_zeros((*q.shape[:-1], v.shape[-1])), q, k, v)
-        keep, bias = self._visible(q, rows)
+        keep, bias = self._visible(q, rows, self.mask)
         blind = self.mask is not None or self.place[SEQ].stop > self.layouts[0].shape[SEQ]
         return kernels.fused(q, k, v, keep, bias, self.scale, blind)
 
-    def _part(self, q, k, v, step, dtype) -> Part:
+    def _part(self, q, k, v, mask, step, dtype) -> Part:
         k, v, rows = self._come(k.to(dtype), v.to(dtype), step)
         if rows[0] == rows[1]:
             n, total, m = kernels.no_keys(q, v.shape[-1])
             return tie(n, q, k, v), total, m
-        keep, bias = self._visible(q, rows)
+        keep, bias = self._visible(q, rows, mask)
         return kernels.partial(q, k, v, keep, bias, self.scale)
 
     def merged(self, q, k, v) -> Part:
         """(n, l, m) of all steps. Of several, what came is not kept for backward but moved again; and k and v are
         widened before they go, and narrowed for the way, so that their gradients add up wide."""
-        dtype = k.dtype
+        dtype, mask = k.dtype, self.mask  # where remat sees what a mask is made of
         if self.steps == 1:
-            return self._part(q, k, v, 0, dtype)
+            return self._part(q, k, v, mask, 0, dtype)
         k, v, total = wide(k), wide(v), None
         for step in range(self.steps):
-            part = remat(lambda q, k, v, step=step: self._part(q, k, v, step, dtype))(q, k, v)
+            part = remat(lambda q, k, v, step=step: self._part(q, k, v, mask, step, dtype))(q, k, v)
             total = part if total is None else kernels.merged(total, part)
         return total

@@ -144,9 +144,9 @@ def _kv_layouts(L_q: Layout, k: torch.Tensor, v: torch.Tensor, kv_shape: Any) ->
     return L_k, L_k.with_shape((*L_k.shape[:FEATURES], features))
 
 
-def enter_all(q, k, v, P: Place, shape: Any, kv_shape: Any):
-    """(q, k, v, their layouts); no layouts on a rank that takes no part."""
-    grid = check_dims(P)
+def enter_three(q, k, v, P: Place):
+    """q, k and v in the dtype that torch.autocast gives them: floating tensors of one dtype."""
+    grid = partition_of(P)
     q, k, v = autocast("dist_attention", grid.ndim, q, k, v)
     for what, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, torch.Tensor):
@@ -155,6 +155,21 @@ def enter_all(q, k, v, P: Place, shape: Any, kv_shape: Any):
             check_tensor(x, P)
         else:
             check_block(x, P, what)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ShapeError(
+            "q, k and v are of different dtypes",
+            partitions=P,
+            expected="one dtype",
+            actual=(q.dtype, k.dtype, v.dtype),
+            next_step="convert them first",
+        )
+    return q, k, v
+
+
+def enter_all(q, k, v, P: Place, shape: Any, kv_shape: Any):
+    """(q, k, v, their layouts); no layouts on a rank that takes no part."""
+    grid = check_dims(P)
+    q, k, v = enter_three(q, k, v, P)
     if isinstance(P, Layout) or shape is not None:
         _, (L_q,) = resolve([q], P, shape)
         layouts = (L_q, *_kv_layouts(L_q, k, v, kv_shape))
@@ -172,21 +187,9 @@ def enter_all(q, k, v, P: Place, shape: Any, kv_shape: Any):
             return q, k, v, None
         layouts = tuple(layouts)
     if grid.index() is not None:
-        _check_same(q, k, v, P)
         for what, x, L in zip(("q", "k", "v"), (q, k, v), layouts):
             check_block(x, L, what)
     return q, k, v, layouts
-
-
-def _check_same(q, k, v, P) -> None:
-    if not q.dtype == k.dtype == v.dtype:
-        raise ShapeError(
-            "q, k and v are of different dtypes",
-            partitions=P,
-            expected="one dtype",
-            actual=(q.dtype, k.dtype, v.dtype),
-            next_step="convert them first",
-        )
 
 
 def all_positions(positions: Any, L_q: Layout, L_k: Layout) -> torch.Tensor:
