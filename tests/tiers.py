@@ -65,6 +65,7 @@ RANKS = {
     "linear": ODD,
     "local": LAYERS,
     "loss": ODD,
+    "neighborhood": ODD,
     "neon": LONG,
     "networks": LAYERS,
     "nn": LAYERS,
