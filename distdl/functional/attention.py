@@ -153,8 +153,8 @@ class _Work:
     """
 
     def __init__(self, L_q, L_k, L_v, moving, pattern, mask, rows, scale, steps):
-        self.L_q, self.layouts, self.moving, self.pattern, self.mask = L_q, (L_k, L_v), moving, pattern, mask
-        self.rows, self.steps, self.at, self.place = rows, steps, L_q.partition.index(), L_q.slices()
+        self.L_q, self.layouts, self.moving, self.pattern = L_q, (L_k, L_v), moving, pattern
+        self.given, self.steps, self.at, self.place = (mask, rows), steps, L_q.partition.index(), L_q.slices()
         self.scale = L_q.shape[FEATURES] ** -0.5 if scale is None else float(scale)
 
     def _come(self, k, v, step):
@@ -170,14 +170,13 @@ class _Work:
             k, v = k.index_select(HEADS, index), v.index_select(HEADS, index)
         return k, v, rows
 
-    def _positions(self, a, b, device):
-        return torch.arange(a, b, device=device) if self.rows is None else self.rows[a:b]
-
-    def _visible(self, q, rows, mask):
+    def _visible(self, q, rows, given):
+        mask, every = given
         if self.pattern.everything and mask is None:
             return None, None
         own = self.place[SEQ]
-        i, j = self._positions(own.start, own.stop, q.device), self._positions(rows[0], rows[1], q.device)
+        ranges = ((own.start, own.stop), rows)
+        i, j = (torch.arange(a, b, device=q.device) if every is None else every[a:b] for a, b in ranges)
         return kernels.visible(self.pattern, mask, i, j, self.place[:SEQ])
 
     def at_once(self, q, k, v):
@@ -185,26 +184,26 @@ class _Work:
         k, v, rows = self._come(k, v, 0)
         if rows[0] == rows[1] or not q.numel():
             return tie(q.new_zeros((*q.shape[:-1], v.shape[-1])), q, k, v)
-        keep, bias = self._visible(q, rows, self.mask)
-        blind = self.mask is not None or self.place[SEQ].stop > self.layouts[0].shape[SEQ]
+        keep, bias = self._visible(q, rows, self.given)
+        blind = self.given[0] is not None or self.place[SEQ].stop > self.layouts[0].shape[SEQ]
         return kernels.fused(q, k, v, keep, bias, self.scale, blind)
 
-    def _part(self, q, k, v, mask, step, dtype) -> Part:
+    def _part(self, q, k, v, given, step, dtype) -> Part:
         k, v, rows = self._come(k.to(dtype), v.to(dtype), step)
         if rows[0] == rows[1]:
             n, total, m = kernels.no_keys(q, v.shape[-1])
             return tie(n, q, k, v), total, m
-        keep, bias = self._visible(q, rows, mask)
+        keep, bias = self._visible(q, rows, given)
         return kernels.partial(q, k, v, keep, bias, self.scale)
 
     def merged(self, q, k, v) -> Part:
         """(n, l, m) of all steps. Of several, what came is not kept for backward but moved again; and k and v are
         widened before they go, and narrowed for the way, so that their gradients add up wide."""
-        dtype, mask = k.dtype, self.mask  # where remat sees what a mask is made of
+        dtype, given = k.dtype, self.given  # a variable of its own: there remat finds tensors
         if self.steps == 1:
-            return self._part(q, k, v, mask, 0, dtype)
+            return self._part(q, k, v, given, 0, dtype)
         k, v, total = wide(k), wide(v), None
         for step in range(self.steps):
-            part = remat(lambda q, k, v, step=step: self._part(q, k, v, mask, step, dtype))(q, k, v)
+            part = remat(lambda q, k, v, step=step: self._part(q, k, v, given, step, dtype))(q, k, v)
             total = part if total is None else kernels.merged(total, part)
         return total
