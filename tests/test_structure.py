@@ -77,7 +77,7 @@ ORDER = [set(line.split()) for line in """
     partition
     _types
     plan
-    _torch
+    _torch _distributed
     engine
     signature
     watching
