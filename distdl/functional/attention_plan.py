@@ -21,10 +21,9 @@ from typing import Any
 
 from ..boxes import balanced, is_int
 from ..errors import PartitionError
-from ..linear_map import LinearMap, movement
-from ..movement.halo import HaloSpec
+from ..linear_map import LinearMap
+from ..movement.halo import HaloSpec, halo_exchange_map
 from ..partition import Layout, Partition
-from ..plan import Axis, Side
 from .attention_kernel import Pattern
 
 __all__: list[str] = []
@@ -77,29 +76,19 @@ def needs(L_q: Layout, L_kv: Layout, pattern: Pattern, step: int = 0, steps: int
 
 
 @lru_cache(maxsize=1024)
-def windows(
-    L_q: Layout, L_kv: Layout, pattern: Pattern, step: int = 0, steps: int = 1
-) -> tuple[tuple[tuple[int, int], ...], ...]:
+def needs_spec(L_q: Layout, L_kv: Layout, pattern: Pattern, step: int = 0, steps: int = 1) -> HaloSpec:
+    """The keys that come to each rank of the queries' grid, as windows of a halo exchange."""
+    return HaloSpec.needs(L_kv, None, L_q, needs(L_q, L_kv, pattern, step, steps), "none")
+
+
+def windows(L_q: Layout, L_kv: Layout, pattern: Pattern, step: int = 0, steps: int = 1) -> Any:
     """Per dim, per coordinate of the queries' grid: the range of the keys that comes there."""
-    need, found = needs(L_q, L_kv, pattern, step, steps), []
-    for d, n in enumerate(L_kv.shape):
-        found.append(tuple(need(d, a, b) if a < b else (n, n) for a, b in L_q.blocks(d)))
-    return tuple(found)
+    return needs_spec(L_q, L_kv, pattern, step, steps).windows
 
 
-@lru_cache(maxsize=1024)
 def windows_map(L_q: Layout, L_kv: Layout, pattern: Pattern, step: int = 0, steps: int = 1) -> LinearMap:
     """Blocks of keys -> what of them comes to each rank's queries. Adjoint: the cotangents, added to their owners."""
-    axes = tuple(
-        Axis(d, tuple(((lo, hi, 0),) if lo < hi else () for lo, hi in dim), tuple(hi - lo for lo, hi in dim))
-        for d, dim in enumerate(windows(L_q, L_kv, pattern, step, steps))
-    )
-    return movement("attention_windows", Side.of(L_kv), Side(L_q.partition, axes))
-
-
-def needs_spec(L_q: Layout, L_kv: Layout, pattern: Pattern) -> HaloSpec:
-    """The windows of one step as a HaloSpec."""
-    return HaloSpec.needs(L_kv, None, L_q, needs(L_q, L_kv, pattern), "none")
+    return halo_exchange_map(needs_spec(L_q, L_kv, pattern, step, steps))
 
 
 # ---------------------------------------------------------------- the choice
