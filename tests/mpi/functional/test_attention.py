@@ -326,7 +326,7 @@ def test_one_set_under_vmap():
     call = lambda *x: F.dist_attention(*x, L, method="gather", causal=True)
     single = messages(lambda: call(q[0], k[0], v[0]))
     batched = messages(lambda: vmap(call)(q, k, v))
-    assert batched == (single[0], 2 * single[1], 0, 0, 0)
+    assert batched == (single[0], 2 * single[1], 0, 0, int(N > 1))  # ranks agree on the batch
 
 
 # ---------------------------------------------------------------- kernels
