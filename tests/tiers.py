@@ -55,6 +55,7 @@ LONG = (4,)  # trainings of whole models and their like
 SMALL = (1, 2, 3, 4)  # how torch traces and compiles, and differentiates where ranks do not do the same
 ANY = (1, 2, 3, 4, 8)
 RANKS = {
+    "attention": ODD,
     "checkpoint": (2, 4),
     "others": (1, 2, 4),
     "c10d": (2, 3, 4),
@@ -73,6 +74,7 @@ RANKS = {
     "linear": ODD,
     "local": LAYERS,
     "loss": ODD,
+    "neighborhood": ODD,
     "neon": LONG,
     "networks": LAYERS,
     "nn": LAYERS,
