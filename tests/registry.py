@@ -766,3 +766,79 @@ for _name, _needs, _build in [
     ("subset", 3, lambda n: (_part((1, 2), (2, 0)), (3, 5), (0, 2), (0, 1), "replicate")),
 ]:
     _add_halo(_name, _needs, _build)
+
+
+# ---- gather_rows, scatter_add_rows
+
+
+def _wants(L, r):
+    """Row numbers that depend on the rank, none on the second one: repeated, in no order, from everywhere."""
+    k = (0 if r == 1 else 3 + 4 * r) if L.shape[0] else 0
+    return torch.as_tensor(np.random.default_rng([r, 9]).integers(0, max(L.shape[0], 1), k))
+
+
+def _gather_rows(L, tail=()):
+    P, wanted = L.partition, [_wants(L, r) for r in L.partition.ranks]
+    index = dd.Index.known(L, wanted)
+
+    def get(X, r):
+        if r not in P.ranks:
+            return None
+        column = cut(X, P, coords(P, r), L.splits, range(1, L.ndim))
+        return column[wanted[P.ranks.index(r)]]
+
+    local = tuple(tail) if L.ndim == 1 else L.local_shape()[1:]
+    return dict(
+        map=dd.maps.gather_rows(index, local),
+        shape=(*L.shape, *tail),
+        put=lambda X, r: cut(X, P, coords(P, r), L.splits),
+        get=get,
+        calls={"index": lambda x: F.gather_rows(x, index)},
+    )
+
+
+def _scatter_add_rows(L, tail=()):
+    P, wanted = L.partition, [_wants(L, r) for r in L.partition.ranks]
+    index, ends = dd.Index.known(L, wanted), np.cumsum([0, *map(len, wanted)])
+
+    def put(X, r):
+        i = P.ranks.index(r) if r in P.ranks else None
+        return None if i is None else X[ends[i] : ends[i + 1]]
+
+    def get(Y, r):
+        total = Y.new_zeros(*L.shape, *tail).index_add(0, torch.cat(wanted), Y)
+        return cut(total, P, coords(P, r), L.splits)
+
+    return dict(
+        map=dd.maps.scatter_add_rows(index, tail),
+        shape=(int(ends[-1]), *tail),
+        put=put,
+        get=get,
+        calls={"index": lambda y: F.scatter_add_rows(y, index)},
+    )
+
+
+def _add_rows(name, needs, build):
+    def gather(n):
+        return _gather_rows(*build(n))
+
+    def scatter(n):
+        return _scatter_add_rows(*build(n))
+
+    gather.__name__, scatter.__name__ = f"gather_rows_{name}", f"scatter_add_rows_{name}"
+    case(needs)(gather)
+    if "grid" not in name:
+        case(needs)(scatter)
+
+
+for _name, _needs, _build in [
+    ("line", 1, lambda n: (dd.Layout(_part((n,)), (5 * n + 2,)), (3,))),
+    ("of_numbers", 1, lambda n: (dd.Layout(_part((n,), range(n - 1, -1, -1)), (7,)),)),
+    ("empty_blocks", 2, lambda n: (dd.Layout(_part((n,)), (n + 3,), ((0,) * (n - 1) + (n + 3,),)), (2, 2))),
+    ("no_elements", 1, lambda n: (dd.Layout(_part((n,)), (0,)), (2,))),
+    ("subset", 3, lambda n: (dd.Layout(_part((2,), (2, 0)), (9,)), (2,))),
+    ("one_rank", 1, lambda n: (dd.Layout(_part((1,), (n - 1,)), (4,)), (2,))),
+    ("grid", 1, lambda n: (dd.Layout(_part(grid(n)), (7, 5)),)),
+    ("grid_uneven", 4, lambda n: (dd.Layout(_part((2, 2), (3, 0, 2, 1)), (6, 5), ((5, 1), (4, 1))),)),
+]:
+    _add_rows(_name, _needs, _build)

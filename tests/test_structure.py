@@ -87,6 +87,7 @@ ORDER = [set(line.split()) for line in """
     pair
     linear_map
     agree held
+    index
     movement
     _arguments
     maps

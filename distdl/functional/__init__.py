@@ -15,6 +15,7 @@ from ..movement.copies import all_sum_reduce, broadcast, invariant_sum, mark_var
 from ..movement.gathers import all_gather, reduce_scatter
 from ..movement.halo import halo_exchange
 from ..movement.peers import permute, shift
+from ..movement.rows import gather_rows, scatter_add_rows
 from ..movement.split_phase import start, wait
 from ..ties import nothing, tie
 from .conv import conv_layout, dist_conv
@@ -70,6 +71,7 @@ from .reshape import (
     pad_layout,
     stack_layout,
 )
+from .sparse import dist_spmv
 from .spectral import dist_spectral_conv, spectral_layout
 
 __all__ = [
@@ -90,6 +92,10 @@ __all__ = [
     # movements: whole tensors from rank to rank
     "shift",
     "permute",
+    # movements: rows by their numbers
+    "gather_rows",
+    "scatter_add_rows",
+    "dist_spmv",
     # movements in two phases; dependence without a value
     "start",
     "wait",
