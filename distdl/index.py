@@ -19,7 +19,7 @@ import torch
 from . import _torch
 from ._value import Value
 from .agree import negotiate
-from .engine.program import WIDER
+from .engine.program import wider
 from .errors import AgreementError, PartitionError, rank_of
 from .linear_map import movement
 from .partition import Layout, Partition
@@ -48,7 +48,7 @@ class Selection:
         if self.rows is None:
             return y
         dtype = y.dtype
-        y = y.to(torch.int32 if dtype == torch.bool else WIDER.get(dtype, dtype))
+        y = y.to(wider(dtype))
         if y.is_cuda and (y.is_floating_point() or y.is_complex()):  # index_add has no fixed order there
             return self._add_in_order(y, dim).to(dtype)
         zeros = y.new_zeros((*y.shape[:dim], self.n, *y.shape[dim + 1 :]))

@@ -709,7 +709,7 @@ def permute_one_to_two(n):
 # ---- halo_exchange
 
 
-def _halo(P, shape, left, right, boundary, splits=None):
+def _halo(P, shape, left, right, boundary, splits=None, corners=True):
     L = dd.Layout(P, shape, splits)
     ndim = len(shape)
     lefts, rights = ((w,) * ndim if isinstance(w, int) else w for w in (left, right))
@@ -719,7 +719,7 @@ def _halo(P, shape, left, right, boundary, splits=None):
         at = coords(P, r)
         if at is None:
             return None
-        ranges = []
+        ranges, blocks = [], []
         for d, c in enumerate(at):
             cuts = [0]
             sizes = (
@@ -728,9 +728,11 @@ def _halo(P, shape, left, right, boundary, splits=None):
             cuts += list(np.cumsum(sizes))
             a, b = int(cuts[c]), int(cuts[c + 1])
             ranges.append((a - lefts[d], b + rights[d]) if a < b else (0, 0))
-        return window(X, ranges, boundaries)
+            blocks.append((a, b))
+        whole = window(X, ranges, boundaries)
+        return whole if corners else whole * _cross(ranges, blocks, shape, boundaries)
 
-    spec = dd.HaloSpec(L, left, right, boundary=boundary)
+    spec = dd.HaloSpec(L, left, right, boundary=boundary, corners=corners)
     return dict(
         map=dd.maps.halo_exchange(spec),
         shape=shape,
@@ -738,6 +740,21 @@ def _halo(P, shape, left, right, boundary, splits=None):
         get=get,
         calls={"spec": lambda x: F.halo_exchange(x, spec)},
     )
+
+
+def _cross(ranges, blocks, shape, boundaries):
+    """One where a place of the window lies beside the block in one dim at most."""
+    beside = torch.zeros((), dtype=torch.int64)
+    for (lo, hi), (a, b), n, boundary in zip(ranges, blocks, shape, boundaries):
+        if boundary == "none":
+            lo, hi = max(lo, 0), min(hi, n)
+        i = torch.arange(lo, max(hi, lo))
+        beside = beside.unsqueeze(-1) + ((i < a) | (i >= b))
+    return beside <= 1
+
+
+def _star(*args):
+    return _halo(*args[:5], *(args[5:] or (None,)), corners=False)
 
 
 def _add_halo(name, needs, build):
@@ -766,6 +783,32 @@ for _name, _needs, _build in [
     ("subset", 3, lambda n: (_part((1, 2), (2, 0)), (3, 5), (0, 2), (0, 1), "replicate")),
 ]:
     _add_halo(_name, _needs, _build)
+
+
+def _add_star(name, needs, build):
+    def make(n):
+        return _star(*build(n))
+
+    make.__name__ = f"star_halo_{name}"
+    case(needs)(make)
+
+
+for _name, _needs, _build in [
+    ("zeros", 1, lambda n: (_part(grid(n)), (7, 5), 1, 1, "zeros")),
+    ("clipped", 1, lambda n: (_part(grid(n)), (7, 5), (2, 1), (0, 1), "none")),
+    ("circular", 1, lambda n: (_part(grid(n)[::-1]), (5, 4), (1, 2), (2, 0), "circular")),
+    ("reflect", 1, lambda n: (_part(grid(n)), (6, 5), 2, (1, 3), "reflect")),
+    ("replicate", 1, lambda n: (_part(grid(n), range(n - 1, -1, -1)), (5, 5), (1, 3), 2, "replicate")),
+    ("wider_than_blocks", 1, lambda n: (_part((n, 1)), (n + 1, 3), 2, 3, ("zeros", "circular"))),
+    ("empty_blocks", 2, lambda n: (_part((1, n)), (3, n - 1), 1, 1, "zeros")),
+    ("splits", 2, lambda n: (_part((n, 1)), (n + 3, 2), 2, 1, ("reflect", "replicate"),
+                             ((4, *(0,) * (n - 2), n - 1), None))),
+    ("of_one_dim", 1, lambda n: (_part((n,)), (2 * n,), 1, 2, "circular")),
+    ("mixed_3d", 1, lambda n: (_part((1, *grid(n))), (2, 5, 4), (1, 1, 2), (0, 2, 1), ("none", "reflect", "circular"))),
+    ("subset", 3, lambda n: (_part((1, 2), (2, 0)), (3, 5), (1, 2), (0, 1), "replicate")),
+    ("no_ghosts", 1, lambda n: (_part(grid(n)), (5, 5), 0, 0, "zeros")),
+]:  # fmt: skip
+    _add_star(_name, _needs, _build)
 
 
 # ---- gather_rows, scatter_add_rows

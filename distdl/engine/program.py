@@ -42,6 +42,11 @@ NO_SUMS |= {
 WIDER |= NO_SUMS
 
 
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which many numbers of ``dtype`` are added up beside a movement; truth values are counted."""
+    return torch.int32 if dtype == torch.bool else WIDER.get(dtype, dtype)
+
+
 @dataclass(eq=False)
 class Part:
     """One box of one tensor (``leaf``): as strided memory, and where it waits inside the staging memory."""

@@ -11,20 +11,20 @@ import torch
 
 from .. import _torch
 from .._types import Tree
-from ..engine import dispatch
 from ..errors import PartitionError, ShapeError
 from ..index import Index
 from ..linear_map import LinearMap, Move
 from ..plan import Plan
+from .around import Around
 from .call import Movement, by_shape, local_shape, moved
 
 
 @dataclass(frozen=True)
-class Rows(Move):
-    """A step that selects rows, moves them, and selects again: U A S, see :mod:`distdl.index`; or its transpose, that
-    adds.
+class Rows(Around):
+    """U A S of :mod:`distdl.index`: select rows, move them, select again; or its transpose, which adds.
 
     Attributes:
+        plan: A, which moves each row once.
         index: which rows.
         adds: whether this is the transpose, whatever its name.
     """
@@ -33,14 +33,9 @@ class Rows(Move):
     adds: bool = False
 
     @cached_property
-    def inner(self) -> Move:
-        """A, or its transpose: all that is sent."""
-        return Move(self.name, self.plan, self.adjoint, transposed=self.transposed)
-
-    @property
-    def is_identity(self) -> bool:
-        """Never: the memory is fresh, also where nothing is sent."""
-        return False
+    def moves(self) -> tuple[Move, ...]:
+        """A, or its transpose."""
+        return (Move(self.name, self.plan, self.adjoint, transposed=self.transposed),)
 
     @cached_property
     def in_shape(self) -> tuple[int, ...]:
@@ -64,6 +59,10 @@ class Rows(Move):
         other.__dict__["T"] = self
         return other
 
+    def on(self, rank: int) -> Rows:
+        """The step with the rows of another rank."""
+        return replace(self, index=self.index.of(rank))
+
     def operand(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, checked; it must be where the row numbers are."""
         x = super().operand(x)
@@ -76,32 +75,16 @@ class Rows(Move):
             )
         return x
 
-    def simulate(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All ranks in this process, of an Index that knows what all of them want: blocks in the order of its ranks."""
-        steps = [replace(self, index=self.index.of(r)) for r in self.index.layout.partition.ranks]
-        sent = [step._before(x) for step, x in zip(steps, shards)]
-        return [step._after(y) for step, y in zip(steps, self.plan.simulate(sent))]
+    def before(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The rows to serve; of a transpose, one row for all its repetitions."""
+        dim = x.dim() - len(self.plan.held.axes)
+        return [self.index.repeats.add(x, dim) if self.adds else self.index.serves.take(x, dim)]
 
-    def _before(self, x: torch.Tensor) -> torch.Tensor:
-        dim = x.dim() - self._ndim
-        return self.index.repeats.add(x, dim) if self.adds else self.index.serves.take(x, dim)
-
-    def _after(self, y: torch.Tensor) -> torch.Tensor:
-        dim = y.dim() - self._ndim
+    def after(self, x: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The rows as they were wanted; of a transpose, added where they came from."""
+        (y,) = parts
+        dim = y.dim() - len(self.plan.held.axes)
         return self.index.serves.add(y, dim) if self.adds else self.index.repeats.take(y, dim)
-
-    @cached_property
-    def _ndim(self) -> int:
-        """How many dims blocks have; a batch has more in front."""
-        return len(self.plan.held.axes)
-
-    @staticmethod
-    def together(steps: Sequence[Rows], xs: Sequence[torch.Tensor], recorded: bool) -> list[torch.Tensor]:
-        """Each step on its tensor, of plain memory; all of them as one set of messages."""
-        sent = [step._before(_torch.plain(x)) for step, x in zip(steps, dispatch.checked(steps, xs))]
-        inner = [step.inner for step in steps]
-        moved = sent if all(move.is_identity for move in inner) else dispatch.together(inner, sent, recorded)
-        return [step._after(y) for step, y in zip(steps, moved)]
 
 
 def _rows(name: str, index: Index, tail_shape: Sequence[int], adds: bool) -> LinearMap:
