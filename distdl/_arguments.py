@@ -146,6 +146,7 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("wanted", "rows", "values"), _TENSOR),
     "known.wanted": _TENSORS,
     "tail_shape": _SHAPE,
+    "weights": Kind("{dim: a weight for each index}", _mapping(is_int, _is_iterable), PartitionError),
     **dict.fromkeys(("x", "tree"), _TREE),
     **dict.fromkeys(("w", "y", "idx", "logits", "log_probs", "target", "weight", "bias", "pos_weight"), _TENSOR),
     **dict.fromkeys(("running_mean", "running_var", "num_batches_tracked"), _TENSOR),

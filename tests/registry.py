@@ -836,7 +836,7 @@ def _gather_rows(L, tail=()):
         shape=(*L.shape, *tail),
         put=lambda X, r: cut(X, P, coords(P, r), L.splits),
         get=get,
-        calls={"index": lambda x: F.gather_rows(x, index)},
+        calls={"layout": lambda x: F.gather_rows(x, index)},
     )
 
 
@@ -857,7 +857,7 @@ def _scatter_add_rows(L, tail=()):
         shape=(int(ends[-1]), *tail),
         put=put,
         get=get,
-        calls={"index": lambda y: F.scatter_add_rows(y, index)},
+        calls={"layout": lambda y: F.scatter_add_rows(y, index)},
     )
 
 
