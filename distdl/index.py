@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +90,7 @@ def _ask(L: Layout, wanted: Any) -> tuple[_Asked, torch.Tensor, torch.Tensor]:
     if len(distinct) and not (int(distinct[0]) >= 0 and int(distinct[-1]) < L.shape[0]):
         low, high = int(distinct[0]), int(distinct[-1])
         return _Asked(fault=f"row {low if low < 0 else high}"), none, none
-    stops = torch.tensor([stop for _, stop in L.blocks(0)], device=distinct.device)
+    stops = torch.tensor(list(accumulate(L.sizes(0))), device=distinct.device)  # not blocks': empty ones lie at the end
     blocks = torch.bucketize(distinct, stops, right=True)
     counts = tuple(torch.bincount(blocks, minlength=len(stops)).tolist())
     bits = wanted.to("cpu", torch.int64).contiguous().numpy().data
