@@ -13,11 +13,12 @@ PYTEST_MPI := -m pytest tests/mpi -p no:cacheprovider -q
 # Tests without MPI, two at a time. A worker that has nothing left takes over some of the other's.
 TWO := -n 2 --dist worksteal
 
-.PHONY: demo test test-full test-all refreeze lint unit mpi nccl check soak mutation bench docs format clean
+.PHONY: demo test test-full test-all refreeze lint unit mpi torch nccl check soak mutation bench docs format clean
 .NOTPARALLEL:
 
+# ENGINE=torch: by process groups of torch.distributed, without MPI.
 demo: .venv/ready
-	$(PY) -m distdl demo
+	$(PY) -m distdl demo $(if $(ENGINE),--engine $(ENGINE))
 
 # Five minutes of two cores, after set-up.
 test:
@@ -48,6 +49,11 @@ soak: .venv/ready
 # All mutants: a quarter of an hour of one core.
 mutation: .venv/ready
 	$(PY) tests/mutation
+
+# The same tests on ranks of torch.distributed; and its NCCL groups, played by gloo.
+torch: .venv/ready
+	timeout -k 10 $(LIMIT) $(PY) -m distdl run --engine torch -n 2 $(PYTEST_MPI) $(MARKS)
+	timeout -k 10 $(LIMIT) $(PY) -m distdl run --engine torch -n 2 -m pytest $(NCCL_FILES) -p no:cacheprovider -q --engine=fake-nccl
 
 # The engine for CUDA tensors, on a fake of NCCL.
 nccl: .venv/ready

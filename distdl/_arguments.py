@@ -208,6 +208,17 @@ _KINDS: dict[str, Kind] = {
     "s": Kind("None, or a size (or None) for each dim", _or_none(_one_or_several(_or_none(is_int)))),
     **dict.fromkeys(("keep", "modes"), Kind("for each dim a number, or (low, high)", _one_or_several(_is_modes))),
     "d": _NUMBER,
+    **dict.fromkeys(
+        ("reorder.order", "reorder_layout.order", "positions.order"),
+        Kind('"zigzag", a block size, or ranges of each coordinate', _is(str, int, tuple, list)),
+    ),
+    **dict.fromkeys(("reorder.dim", "reorder_layout.dim", "positions.dim", "zigzag.dim", "block_cyclic.dim"), _INTEGER),
+    "zigzag_positions.dim": _INTEGER,
+    "block_cyclic.block": _COUNT,
+    **dict.fromkeys(("dist_scan.a", "dist_scan.b", "initial"), _TENSOR),
+    "dist_scan.params": _TEXT,
+    "associative_scan.xs": _TREE,
+    **dict.fromkeys(("dist_scan.dim", "dist_cumsum.dim", "dist_cumprod.dim", "associative_scan.dim"), _INTEGER),
     **dict.fromkeys(("dist_fftfreq.dim", "dist_rfftfreq.dim"), _INTEGER),
     # dd.parallel
     **dict.fromkeys(("params", "grads", "yes", "no", "v"), _TREE),

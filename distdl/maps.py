@@ -24,6 +24,7 @@ from .movement.halo import halo_strips
 from .movement.peers import keyed
 from .movement.peers import permute_map as permute
 from .movement.peers import shift_map as shift
+from .movement.reorder import reorder_map as reorder
 from .movement.rows import gather_rows_map as gather_rows
 from .movement.rows import scatter_add_rows_map as scatter_add_rows
 
@@ -33,6 +34,7 @@ __all__ = [
     "scatter",
     "gather",
     "roll",
+    "reorder",
     "halo_exchange",
     "halo_strips",
     # copies and sums

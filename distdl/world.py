@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     from .partition import Partition
 
 _worlds: dict[str, World] = {}
+_fork = False  # whether this process is a fork of one that had loaded this
 CUDA_WAYS = ("nccl", "staged", "mpi")  # how CUDA tensors travel
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by MPI launchers for their ranks
 # How many processes a launcher has started, by whose variables: all of them are set for its processes only. Not
 # SLURM_NTASKS: sbatch sets that for every process.
+_RANKS = "RANK", "WORLD_SIZE"  # set by torchrun, and by whoever wants torch.distributed to find its ranks
 _COUNTS = (("OMPI_COMM_WORLD_SIZE",), ("PMI_SIZE",), ("WORLD_SIZE", "RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
+ENGINES = ("mpi", "torch")  # names of what carries a world's messages
 _made: weakref.WeakSet = weakref.WeakSet()  # every world: a fork of this process may move in none
 
 
@@ -47,12 +50,16 @@ class World:
     """A set of ranks and the transports between them.
 
     Args:
-        comm: an mpi4py communicator (default ``COMM_WORLD``); it is duplicated, never used itself.
+        comm: an mpi4py communicator (default ``COMM_WORLD``), or a process group of torch.distributed (default: torch's
+            default group, or what the launcher says); it is duplicated, never used itself.
         name: what partitions call this world. ``"default"`` is the one that ``Partition(shape)`` means.
-        transport: an engine to use instead of MPI (tests, benchmarks).
-        cuda: how CUDA tensors travel: ``"nccl"`` (needs CuPy; without it, staged, with a warning), ``"staged"`` through
-            pinned host memory, or ``"mpi"``: straight from the device by a CUDA-aware MPI. Default: ``DISTDL_CUDA``, or
-            ``"nccl"``.
+        transport: ``"mpi"``, or ``"torch"``: process groups of torch.distributed, gloo on CPUs and NCCL on CUDA
+            devices; or an engine (tests, benchmarks). Default: ``DISTDL_TRANSPORT``; else what ``comm`` is of; else MPI
+            where an MPI launcher has started several ranks; else ``"torch"`` where torch.distributed is initialised, or
+            ``RANK`` and ``WORLD_SIZE`` are set, as by torchrun; else MPI.
+        cuda: how CUDA tensors travel: ``"nccl"`` (over MPI it needs CuPy; without it, staged, with a warning),
+            ``"staged"`` through pinned host memory, or ``"mpi"``: straight from the device by a CUDA-aware MPI.
+            Default: ``DISTDL_CUDA``, or ``"nccl"``.
         half_sums: ``"float32"``: sums of more than two float16 or bfloat16 numbers are taken in float32 and rounded
             once; ``"native"``: in their own dtype where the engine can, which sends half as many bytes.
 
@@ -62,8 +69,8 @@ class World:
 
     Raises:
         TransportError: a launcher (mpiexec, torchrun, srun) started more processes than MPI knows of, or mpi4py cannot
-            be used; this process was started by ``multiprocessing``, and not for a world; or ``cuda`` is none of the
-            three.
+            be used; the ranks of torch.distributed cannot meet; this process was started by ``multiprocessing``, and
+            not for a world; ``cuda`` is none of the three; or there is no such engine, or not for ``comm``.
         AbsenceError: under ``dd.checking()``: not all ranks of ``comm`` came to this call, which is collective, in
             time.
     """
@@ -72,7 +79,7 @@ class World:
         self,
         comm: Any = None,
         name: str = "default",
-        transport: Transport | None = None,
+        transport: Transport | str | None = None,
         cuda: str | None = None,
         half_sums: str = "float32",
     ) -> None:
@@ -93,7 +100,9 @@ class World:
                 actual=half_sums,
                 next_step="leave it out, or choose one of these",
             )
-        self.host: Transport = _host_transport(comm, name) if transport is None else transport
+        chosen = transport if isinstance(transport, str) else None
+        ours = transport is None or chosen is not None  # else an engine
+        self.host: Transport = _host_transport(comm, name, chosen) if ours else transport  # type: ignore[assignment]
         self.wide = half_sums == "float32"  # whether sums of more than two halves are taken in float32
         self.watch: Watch | None = watch_of(self.host)
         self.host.serve(self.wide, None if self.watch is None else self.watch.lookout)
@@ -101,15 +110,25 @@ class World:
         self.size: int = self.host.size
         self._engines: DeviceEngines | None = None
         _worlds[name] = self
-        if transport is None:
+        if ours:
             _made.add(self)
         if isinstance(self.host, _Child):
             self._move_nothing(self.host)
         elif self.watch is not None:
             watchdog.begin(self.watch)
         # For the processes that this one may start.
-        if comm is None and transport is None and not isinstance(self.host, _Child):
+        if comm is None and ours and not isinstance(self.host, _Child):
             os.environ["DISTDL_RANK"] = f"{os.getpid()} {self.rank} {self.size} {job()}"
+
+    @classmethod
+    def from_group(cls, group: Any, name: str = "default", **options: Any) -> World:
+        """The ranks of a torch.distributed process group as a world, in the order of the group; made by its members.
+        ``options``: as of :class:`World`.
+
+        Raises:
+            TransportError: this process is none of the group's.
+        """
+        return cls(group, name, "torch", **options)
 
     def _move_nothing(self, child: _Child) -> None:
         self.host, self.watch, self._engines = child, None, None
@@ -273,7 +292,9 @@ def _alone() -> bool:
 
 
 def _forked() -> None:
-    """MPI does not survive a fork: the child keeps what it knows of its worlds, not their engines."""
+    """MPI does not survive a fork, nor does gloo: the child keeps what it knows of its worlds, not their engines."""
+    global _fork
+    _fork = True
     for found in _made:
         if not isinstance(found.host, _Child):
             found._move_nothing(_Child(found.rank, found.size))
@@ -298,7 +319,38 @@ def world(name: str = "default") -> World:
     return found
 
 
-def _host_transport(comm, name):
+def _engine_name(comm, chosen: str | None) -> str:
+    """Which engine carries a world: the first that is said, see :class:`World`."""
+    said, of = chosen or os.environ.get("DISTDL_TRANSPORT") or None, None
+    if comm is not None:
+        mpi = type(comm).__module__.partition(".")[0] == "mpi4py" or hasattr(comm, "Dup")
+        of = "mpi" if mpi else "torch"
+    if said is not None and (said not in ENGINES or said != (of or said)):
+        raise TransportError(
+            "no such engine" if said not in ENGINES else "the engine and the communicator do not belong together",
+            op="World",
+            expected=" or ".join(ENGINES) if said not in ENGINES else said,
+            actual=said if said not in ENGINES else f"{type(comm).__name__}, of {of}",
+            next_step="set DISTDL_TRANSPORT, or World(transport=...), to one of them, or to that of the communicator",
+        )
+    if said or of:
+        return said or of
+    loaded = sys.modules.get("mpi4py.MPI")
+    if any(os.environ.get(name, "1") not in ("", "0", "1") for name in _LAUNCHED[:2]) or (
+        loaded is not None and loaded.Is_initialized() and loaded.COMM_WORLD.size > 1
+    ):
+        return "mpi"
+    return "torch" if _initialised() or all(os.environ.get(name) for name in _RANKS) else "mpi"
+
+
+def _initialised() -> bool:
+    """Whether torch.distributed is, in this process."""
+    torch = sys.modules.get("torch")
+    there = torch is not None and "torch.distributed" in sys.modules and torch.distributed.is_available()
+    return there and torch.distributed.is_initialized()
+
+
+def _host_transport(comm, name, chosen=None):
     if comm is None:
         if _alone():
             return LocalTransport()
@@ -307,10 +359,35 @@ def _host_transport(comm, name):
         )  # by the process that set it, or by one that it has started
         mine = len(started) < 4 or int(started[0]) == os.getpid()
         child = multiprocessing.parent_process() is not None
+        if child and mine and not _fork and _initialised():
+            child = False  # it was started to be a rank, as by torch.multiprocessing.spawn
         if not mine and (child or (int(started[2]) > 1 and started[3] == job())):
             return _Child(int(started[1]), int(started[2]))
         if child:
             raise _no_rank(f"process {os.getpid()}, which multiprocessing has started")
+    engine = _engine_name(comm, chosen)
+    transport = _by_torch(comm, name) if engine == "torch" else _by_mpi(comm, name)
+    if transport.size > 1:
+        end_on_exceptions(transport)
+    return transport
+
+
+def _by_torch(comm, name) -> Transport:
+    if comm is None and os.environ.get("WORLD_SIZE") == "1" and not _initialised():
+        return LocalTransport()
+    from .engine.c10d import TorchTransport
+    from .engine.c10d.meeting import meet
+
+    found = meet(comm)
+    if len(found.ranks) == 1:
+        return LocalTransport()
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)  # after the engine's own handler was registered, so before it runs
+    return TorchTransport(found, name)
+
+
+def _by_mpi(comm, name) -> Transport:
+    if comm is None:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # not installed, or its MPI library is missing
@@ -334,8 +411,6 @@ def _host_transport(comm, name):
     transport = MpiTransport(comm)
     atexit.unregister(_close_all)
     atexit.register(_close_all)  # after mpi4py's own handler was registered, so before it runs
-    if transport.size > 1:
-        end_on_exceptions(transport)
     return transport
 
 

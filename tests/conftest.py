@@ -42,6 +42,11 @@ def pytest_runtest_setup(item):
 
         if dd.world().size < marker.args[0]:
             pytest.skip(f"needs {marker.args[0]} ranks")
+    if item.get_closest_marker("of_mpi"):
+        import distdl as dd
+
+        if type(dd.world().host).__name__ == "TorchTransport":
+            pytest.skip("this is MPI's own: these are ranks of torch.distributed")
 
 
 TEXTS = pytest.StashKey[freezing.Texts]()

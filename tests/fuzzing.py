@@ -236,6 +236,20 @@ def _reduce_scatter(rng, n, kind, zero):
     return registry._reduce_scatter(L, _dims(rng, L)), (L,)
 
 
+def _reorder(rng, n, kind, zero):
+    """Any runs of any coordinate, or one of the orders with a name."""
+    L = _layout(rng, n, kind, zero=zero)
+    dim = rng.choice(_dims(rng, L))
+    size, p = L.shape[dim], L.partition.shape[dim]
+    cuts = sorted(rng.randint(0, size) for _ in range(rng.randint(0, 6)))
+    pieces = list(zip([0, *cuts], [*cuts, size]))
+    rng.shuffle(pieces)
+    owners = [rng.randrange(p) for _ in pieces]
+    runs = tuple(tuple(piece for piece, owner in zip(pieces, owners) if owner == i) for i in range(p))
+    order = rng.choice(("zigzag", rng.randint(1, 3), runs, runs))
+    return registry._reorder(L, dim, order, rng.random() < 0.4), (L,)
+
+
 def _shift(rng, n, kind, zero):
     L = _layout(rng, n, kind, zero=zero)
     P, dim, offset, periodic = L.partition, rng.choice(_dims(rng, L)), rng.choice((1, -1, 2, -3)), rng.random() < 0.5
@@ -353,6 +367,7 @@ BUILDERS = {
     "invariant_sum": _summing(dd.maps.invariant_sum, F.invariant_sum),
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
+    "reorder": _reorder,
     "shift": _shift,
     "permute": _permute,
     "halo_exchange": _halo,

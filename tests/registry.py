@@ -619,6 +619,90 @@ def roll_no_elements(n):
     return _roll(dd.Layout(_part((n,), range(n - 1, -1, -1)), (0,)), 0, 1)
 
 
+# ---- reorder
+
+
+def dealt(n, p, order):
+    """The indices that each of p coordinates has of n, worked out by numpy."""
+    if order == "zigzag":
+        chunks = np.array_split(np.arange(n), 2 * p)
+        return [np.concatenate([chunks[i], chunks[-1 - i]]) for i in range(p)]
+    if isinstance(order, int):
+        return [np.flatnonzero(np.arange(n) // order % p == i) for i in range(p)]
+    return [np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in some)]) for some in order]
+
+
+def _reorder(L, dim, order, inverse=False):
+    P, splits = L.partition, L.splits
+    d = dim % L.ndim if L.ndim else 0
+    rows = [torch.as_tensor(of) for of in dealt(L.shape[d], P.shape[d], order)] if L.ndim else []
+
+    def blocks(X, r):
+        return cut(X, P, coords(P, r), splits)
+
+    def ordered(X, r):
+        at = coords(P, r)
+        if at is None:
+            return None
+        return cut(X, P, at, splits, [e for e in range(L.ndim) if e != d]).index_select(d, rows[at[d]])
+
+    A = dd.maps.reorder(L, dim, order)
+    even = splits is None or splits[d] is None  # a bare partition does not tell to which blocks the inverse leads
+    calls = {"layout": lambda x: F.reorder(x, L, dim, order, inverse=inverse)}
+    if even or not inverse:
+        calls["bare"] = lambda x: F.reorder(x, P, dim, order, inverse=inverse)
+    if splits is None:
+        calls["shape"] = lambda x: F.reorder(x, P, dim, order, inverse=inverse, shape=L.shape)
+    if order == "zigzag" and not inverse:
+        calls["zigzag"] = lambda x: F.zigzag(x, L, dim)
+    if isinstance(order, int) and not inverse:
+        calls["block_cyclic"] = lambda x: F.block_cyclic(x, L, dim, order)
+    put, get = (ordered, blocks) if inverse else (blocks, ordered)
+    return dict(map=A.T if inverse else A, shape=L.shape, put=put, get=get, calls=calls)
+
+
+def runs_of(n, p):
+    """An order with an empty coordinate, a run of nothing, and runs that come in no order."""
+    third = n // 3
+    first = ((third, n), (0, 0), (0, third))
+    return ((),) * (p - 1) + (first,) if p < 3 else (((third, n),), *((),) * (p - 2), ((0, third),))
+
+
+@case()
+def reorder_zigzag(n):
+    return _reorder(dd.Layout(_part((n, 1)), (2 * n + 3, 2)), 0, "zigzag")
+
+
+@case(2)
+def reorder_zigzag_back(n):
+    return _reorder(dd.Layout(_part((1, n), range(n - 1, -1, -1)), (2, 4 * n)), 1, "zigzag", inverse=True)
+
+
+@case()
+def reorder_stripes(n):
+    return _reorder(dd.Layout(_part(grid(n)), (5, 3)), 0, 1)
+
+
+@case(2)
+def reorder_blocks_uneven_and_empty(n):
+    return _reorder(dd.Layout(_part((n, 1)), (n + 3, 2), ((0,) * (n - 2) + (n + 1, 2), None)), -2, 2)
+
+
+@case()
+def reorder_runs(n):
+    return _reorder(dd.Layout(_part((n,)), (2 * n + 1,)), 0, runs_of(2 * n + 1, n))
+
+
+@case(3)
+def reorder_of_a_subset(n):
+    return _reorder(dd.Layout(_part((n - 1,), range(n - 1, 0, -1)), (n - 2,)), 0, "zigzag")
+
+
+@case(2)
+def reorder_no_elements(n):
+    return _reorder(dd.Layout(_part((n,)), (0,)), 0, "zigzag")
+
+
 # ---- shift, permute
 
 

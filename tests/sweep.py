@@ -399,6 +399,17 @@ def _transposed_gathering(s):
     return {**again, "map": dd.maps.transposed("reduce_scatter", found["map"])}
 
 
+def ORDER(s):
+    """Runs of each coordinate of the last dim."""
+    L = s.lay(5, "c", 3)
+    return registry.runs_of(L.shape[-1], L.partition.shape[-1]) if L.ndim else "zigzag"
+
+
+def _spelt(found):
+    """By its own function only."""
+    return {**found, "calls": {"layout": found["calls"].get("zigzag") or found["calls"]["block_cyclic"]}}
+
+
 def _keyed(s):
     P = s.line
     shapes = tuple(s.local for _ in P.ranks)
@@ -441,6 +452,11 @@ movement(
 )
 movement(lambda s: registry._shift(s.line, 0, 1, True, s.local), "shift", "shift", scalar=True)
 movement(lambda s: registry._roll(s.lay(5, "c", 3), s.lay(5, "c", 3).ndim - 1, 2), "roll", "roll")
+movement(lambda s: registry._reorder(s.lay(5, "c", 3), s.lay(5, "c", 3).ndim - 1, ORDER(s)), "reorder", "reorder")
+for _name, _order in (("zigzag", "zigzag"), ("block_cyclic", 2)):
+    movement(
+        lambda s, order=_order: _spelt(registry._reorder(s.lay(5, "c", 3), s.lay(5, "c", 3).ndim - 1, order)), _name
+    )
 movement(_permute, "permute", "permute", scalar=True)
 movement(_halo, "halo_exchange", "halo_exchange", scalar=True)
 movement(_star, "halo_exchange/star", "halo_exchange/star", scalar=True)
@@ -473,6 +489,56 @@ builder("nothing", scalar=True)(_local(lambda x: F.nothing((3, 0), x), lambda x:
 builder("fold_in", scalar=True)(
     _local(lambda x: x * (F.fold_in(3, 4, 5) % 7), lambda x: x * (F.fold_in(F.fold_in(3, 4), 5) % 7))
 )
+
+
+@builder("reorder_layout")
+def _reorder_layout(s):
+    L = s.lay(5, "c", 3)
+    M = F.reorder_layout(L, -1, "zigzag")
+    return Call(
+        L,
+        lambda x: F.zigzag(x, L, -1),
+        lambda x: x[..., registry.np.concatenate(registry.dealt(L.shape[-1], L.partition.shape[-1], "zigzag"))],
+        [randn(*L.shape, seed=1)],
+        [L],
+        lambda: M,
+    )
+
+
+@builder("zigzag_positions")
+def _zigzag_positions(s):
+    """Rows in zigzag times the places that they come from."""
+    L = s.lay(5, "c", 3)
+
+    def serial(x):
+        order = torch.as_tensor(registry.np.concatenate(registry.dealt(L.shape[-1], L.partition.shape[-1], "zigzag")))
+        return x[..., order] * order
+
+    return Call(
+        L,
+        lambda x: F.zigzag(x, L, -1) * (F.zigzag_positions(L, -1) if L.active else 1),
+        serial,
+        [randn(*L.shape, seed=1)],
+        [L],
+        lambda: F.reorder_layout(L, -1, "zigzag"),
+    )
+
+
+@builder("positions")
+def _positions(s):
+    L = s.lay(5, "c", 3)
+
+    def call(x):
+        rows = F.positions(L, -1)  # of a rank outside: none
+        return x * rows if L.active else F.nothing(L.local_shape(), x, rows)
+
+    return Call(
+        L,
+        call,
+        lambda x: x * torch.arange(L.shape[-1]),
+        [randn(*L.shape, seed=1)],
+        [L],
+    )
 
 
 # ---- random numbers (they know layouts only)
@@ -1080,6 +1146,68 @@ for _name, _serial in {
                 {"correction": 0} if _name == "var" else {},
             )
         )
+
+# ---- scans
+
+
+def serial_scan(a, b, dim=-1, initial=None, reverse=False):
+    """h_t = a_t h_{t-1} + b_t, step by step."""
+    h, found = torch.zeros_like(b.select(dim, 0)) if initial is None else initial, []
+    for t in reversed(range(b.shape[dim])) if reverse else range(b.shape[dim]):
+        h = a.select(dim, t) * h + b.select(dim, t)
+        found.append(h)
+    return torch.stack(found[::-1] if reverse else found, dim)
+
+
+def _scan(reverse, s):
+    L = s.lay(3, "c", 7)
+    return Call(
+        L,
+        lambda a, b: F.dist_scan(a, b, s.given(L), L.ndim - 1, reverse=reverse),
+        lambda a, b: serial_scan(a, b, reverse=reverse),
+        [randn(*L.shape, seed=1), randn(*L.shape, seed=2)],
+        [L, L],
+    )
+
+
+builder("dist_scan")(partial(_scan, False))
+builder("dist_scan/reverse")(partial(_scan, True))
+
+
+@builder("dist_scan/initial")
+def _scan_from(s):
+    L = s.lay(3, "c", 7)
+    start = along(L, 0, 1) if L.ndim else whole
+    return Call(
+        L,
+        lambda a, b, h: F.dist_scan(a, b, s.given(L), L.ndim - 1, initial=h, params="invariant"),
+        lambda a, b, h: serial_scan(a, b, initial=h),
+        [randn(*L.shape, seed=1), randn(*L.shape, seed=2), randn(*L.shape[:-1], seed=3)],
+        [L, L, start],
+    )
+
+
+for _name in ("dist_cumsum", "dist_cumprod"):
+    _torchs = getattr(torch, _name.removeprefix("dist_"))
+    for _dim in (0, -1):
+        of_x(
+            f"{_name}/{_dim}",
+            lambda x, P, name=_name, dim=_dim: getattr(F, name)(x, P, dim),
+            lambda x, call=_torchs, dim=_dim: call(x, dim),
+            (4, "c", 5),
+        )
+of_x(
+    "associative_scan",
+    lambda x, P: F.associative_scan(torch.add, x, P, 0),
+    lambda x: x.cumsum(0),
+    (6, "c", 2),
+)
+of_x(
+    "associative_scan/reverse",
+    lambda x, P: F.associative_scan(lambda a, b: a * b, x, P, -1, reverse=True),
+    lambda x: x.flip(-1).cumprod(-1).flip(-1),
+    (3, "c", 6),
+)
 
 # ---- losses
 

@@ -46,6 +46,7 @@ class Waiting(Protocol):
     wrap: int
     mark: int
     codes: int
+    era: int  # numbers begin anew in each, and tags after some: the two tell movements of a pair apart for good
 
     def look(self, call: Call, mark: int, waited: float, missing: list[int]) -> None:
         """A rank has waited so long for ``call``, and messages of the ranks ``missing`` are not here; ``mark`` was in
@@ -215,7 +216,7 @@ class Unwatched:
     """A :class:`Waiting` where nobody watches: tags count the movements of each pair, and a wait has no end."""
 
     interval = float("inf")
-    step, wrap, mark, codes = 1, 2**15 - 1, 0, 0  # every MPI offers at least these tags
+    step, wrap, mark, codes, era = 1, 2**15 - 1, 0, 0, 0  # every MPI offers at least these tags
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = defaultdict(int)

@@ -15,6 +15,7 @@ from ..movement.copies import all_sum_reduce, broadcast, invariant_sum, mark_var
 from ..movement.gathers import all_gather, reduce_scatter
 from ..movement.halo import halo_exchange
 from ..movement.peers import permute, shift
+from ..movement.reorder import block_cyclic, positions, reorder, reorder_layout, zigzag, zigzag_positions
 from ..movement.rows import gather_rows, scatter_add_rows
 from ..movement.split_phase import start, wait
 from ..ties import nothing, tie
@@ -71,6 +72,7 @@ from .reshape import (
     pad_layout,
     stack_layout,
 )
+from .scan import associative_scan, dist_cumprod, dist_cumsum, dist_scan
 from .sparse import dist_spmv
 from .spectral import dist_spectral_conv, spectral_layout
 
@@ -80,6 +82,12 @@ __all__ = [
     "scatter",
     "gather",
     "roll",
+    "reorder",
+    "zigzag",
+    "block_cyclic",
+    "reorder_layout",
+    "positions",
+    "zigzag_positions",
     "halo_exchange",
     # movements: copies and sums
     "broadcast",
@@ -150,6 +158,11 @@ __all__ = [
     "dist_min",
     "dist_argmax",
     "dist_logsumexp",
+    # scans
+    "dist_scan",
+    "dist_cumsum",
+    "dist_cumprod",
+    "associative_scan",
     # losses
     "dist_mse_loss",
     "dist_l1_loss",

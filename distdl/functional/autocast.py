@@ -69,6 +69,8 @@ _SERIAL = {
     "dist_sum": lambda ones, n: ones(1).sum(),
     "dist_mean": lambda ones, n: ones(1).mean(),
     "dist_var": lambda ones, n: ones(2).var(),
+    "dist_cumsum": lambda ones, n: ones(1).cumsum(0),
+    "dist_cumprod": lambda ones, n: ones(1).cumprod(0),
     "dist_logsumexp": lambda ones, n: ones(1).logsumexp(0),
     "dist_max": lambda ones, n: ones(1).amax(0),
     "dist_min": lambda ones, n: ones(1).amin(0),

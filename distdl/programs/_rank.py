@@ -1,5 +1,5 @@
-"""The first code of every rank: bring MPI up, run the program or the function, and let no failure leave the other ranks
-waiting.
+"""The first code of every rank: bring MPI up (ranks of torch.distributed need nothing), run the program or the
+function, and let no failure leave the other ranks waiting.
 
 It is run by its path, so that nothing else is imported before it, and takes nothing of distdl but ``failure.py``, which
 is loaded by its path too.
@@ -45,7 +45,12 @@ def _load(path: str) -> Any:
 failure = _load(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "failure.py"))
 _HERE = __file__  # Python forgets the name before functions registered with atexit run
 _GRACE = failure.GRACE
-_NUMBERS = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # where launchers tell a process its rank before MPI runs
+_NUMBERS = (
+    "PMIX_RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "RANK",
+)  # where launchers tell a process its rank before MPI runs
 
 
 def enlist(reports: str, size: int) -> tuple[Roll | None, int | None]:
@@ -61,10 +66,15 @@ def enlist(reports: str, size: int) -> tuple[Roll | None, int | None]:
     return roll, rank
 
 
-def start_mpi(size: int) -> int:
+def by_torch() -> bool:
+    """Whether the ranks are those of torch.distributed: the starter of a job clears what other launchers have said."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def begin(size: int) -> int:
     """This process's rank. MPI starts now, not at first use: only then can a rank that fails early end the others."""
-    if size == 1:
-        return 0
+    if size == 1 or by_torch():
+        return int(os.environ["RANK"]) if size > 1 else 0
     before = signal.getsignal(signal.SIGHUP)
     from mpi4py import MPI
 
@@ -73,6 +83,8 @@ def start_mpi(size: int) -> int:
 
 
 def _abort(code: int) -> None:
+    if by_torch():
+        return  # the launcher ends the others, once this rank has ended
     from mpi4py import MPI
 
     if not MPI.Is_finalized():
@@ -169,7 +181,7 @@ def main(reports: str, *argv: str) -> None:
     # Whole lines, also from a job that is killed, and where PYTHONUNBUFFERED would have ranks interleave within a line.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    rank = start_mpi(size)
+    rank = begin(size)
     os.environ["DISTDL_RANK"] = (
         f"{pid} {rank} {size} {failure.job()}"  # what a process that this one starts should know
     )

@@ -14,15 +14,18 @@ from pathlib import Path
 from ..engine.fast import paths
 from ..errors import TransportError
 from ..world import CUDA_WAYS, cuda_way
-from .launch import find_launcher, find_mpi, run
+from .launch import ENGINES, find_launcher, find_mpi, run
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m distdl", description="pure distributed operators for PyTorch")
     commands = top.add_subparsers(dest="command", required=True)
-    program = commands.add_parser("run", help="run a program on n MPI ranks; a rank that fails ends all of them")
+    program = commands.add_parser("run", help="run a program on n ranks; a rank that fails ends all of them")
     program.add_argument("-n", type=int, default=1, help="number of ranks (default: 1)")
+    program.add_argument(
+        "--engine", choices=ENGINES, help="what carries messages (default: DISTDL_TRANSPORT; else mpi, with mpi4py)"
+    )
     program.add_argument("--timeout", type=float, help="end the job after so many seconds")
     program.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, as of python -m"
@@ -103,11 +106,15 @@ def execute(top: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         print(info())
         return 0
     if options.command == "demo":
-        return run(4, ["-m", "distdl.programs.demo", *options.args])
+        ours = argparse.ArgumentParser(add_help=False)
+        ours.add_argument("--engine", choices=ENGINES)
+        said, rest = ours.parse_known_args(options.args)
+        return run(4, ["-m", "distdl.programs.demo", *rest], engine=said.engine)
     if options.command == "bench":
         from .bench.__main__ import read  # wrong options end here, before any rank starts
 
-        return run(read(options.args).n, ["-m", "distdl.programs.bench", *options.args])
+        said = read(options.args)
+        return run(said.n, ["-m", "distdl.programs.bench", *options.args], engine=said.engine)
     program = ["-m", *options.module] if options.module else options.script
     if not program:
         top.error("run: which script, or -m module?")
@@ -115,4 +122,4 @@ def execute(top: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         top.error(f"run: no such file: {program[0]}")
     if options.n < 1:
         top.error(f"run: -n {options.n} is not a number of ranks")
-    return run(options.n, program, timeout=options.timeout)
+    return run(options.n, program, timeout=options.timeout, engine=options.engine)

@@ -1,7 +1,8 @@
-"""Start MPI ranks: ``dd.launch(fn, n)(*args)`` runs a function on n fresh ranks, ``run`` a program.
+"""Start ranks: ``dd.launch(fn, n)(*args)`` runs a function on n fresh ranks, ``run`` a program.
 
-Finds the launcher that belongs to mpi4py's MPI, and sets what its vendor needs on a workstation or in a container.
-Imports neither MPI nor torch: mpi4py is asked in a process of its own.
+Finds the launcher that belongs to mpi4py's MPI, and sets what its vendor needs on a workstation or in a container;
+ranks of torch.distributed have a launcher of ours. Imports neither MPI nor torch: mpi4py is asked in a process of its
+own.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_RANK = str(Path(__file__).with_name("_rank.py"))
+_RANK, _RANKS = (str(Path(__file__).with_name(name)) for name in ("_rank.py", "_ranks.py"))
+ENGINES = ("mpi", "torch")  # as of a world
 _GRACE = 5.0  # seconds that a launcher has to end its ranks, and they to end themselves, before they are killed
 _LATE = 10.0  # seconds after which ranks that have not come to MPI's start are named
 _PROBE = """
@@ -48,6 +51,7 @@ _INHERITED = (
     "SLURM_PROCID",
     "DISTDL_RANK",
     "DISTDL_REPORTS",
+    "DISTDL_TRANSPORT",
 )
 _TORCHRUN = {
     "RANK",
@@ -172,8 +176,22 @@ def _error(problem: str, expected, actual, next_step: str, kind: str = "Transpor
     return getattr(errors, kind)(problem, op="launch", expected=expected, actual=actual, next_step=next_step, **more)
 
 
-def start(n: int, program: list[str], reports: str, env: dict[str, str] | None = None, **popen) -> subprocess.Popen:
+def engine_of(said: str | None, n: int) -> str:
+    """The engine of a job: the one that is said, or ``DISTDL_TRANSPORT``; else MPI where mpi4py is there."""
+    said = said or os.environ.get("DISTDL_TRANSPORT") or None
+    if said is not None and said not in ENGINES:
+        raise _error("no such engine", " or ".join(ENGINES), said, "--engine torch, or DISTDL_TRANSPORT=torch")
+    return said or ("torch" if n > 1 and find_mpi() is None and find_spec("mpi4py") is None else "mpi")
+
+
+def start(
+    n: int, program: list[str], reports: str, env: dict[str, str] | None = None, engine: str | None = None, **popen
+) -> subprocess.Popen:
     """Start ``program`` (what _rank.py takes) on n ranks; one rank needs neither MPI nor a launcher."""
+    if engine_of(engine, n) == "torch" and n > 1:
+        variables = {**environment(n), **(env or {})}
+        command = [sys.executable, _RANKS, str(n), sys.executable, _RANK, reports, *program]
+        return subprocess.Popen([*command], env=variables, **popen)
     mpi = find_mpi() if n > 1 else None
     command = [find_launcher(), "-n", str(n)] if n > 1 else []
     local = _LOCAL.get(mpi.vendor, {}) if mpi and program[0] == "--call" else {}
@@ -292,9 +310,9 @@ def failures(reports: str) -> list[Failure]:
     return [Failure(int(path.stem), *pickle.loads(path.read_bytes())) for path in paths]
 
 
-def run(n: int, program: list[str], *, timeout: float | None = None) -> int:
+def run(n: int, program: list[str], *, timeout: float | None = None, engine: str | None = None) -> int:
     """Run ``[script.py, args...]`` or ``["-m", module, args...]`` on n ranks; returns the exit code of the first to
-    fail.
+    fail. ``engine``: "mpi" or "torch", see :func:`engine_of`.
 
     Tracebacks come last, after what the ranks and the launcher print, each line with its rank. Every signal that ends
     this process ends the job; a hang-up that was ignored when it began (nohup) stays ignored.
@@ -312,7 +330,7 @@ def run(n: int, program: list[str], *, timeout: float | None = None) -> int:
     try:
         with folder() as (reports, roll):
             try:
-                ended = wait(start(n, program, reports), n, reports, roll, timeout)
+                ended = wait(start(n, program, reports, engine=engine), n, reports, roll, timeout)
             finally:
                 failed = failures(reports)
                 for rank, _, text, _ in reversed(failed):  # the first to fail is the cause, and stands last
@@ -334,14 +352,21 @@ def run(n: int, program: list[str], *, timeout: float | None = None) -> int:
 
 
 def launch(
-    fn: Callable, n: int, *, timeout: float | None = None, env: dict[str, str] | None = None
+    fn: Callable,
+    n: int,
+    *,
+    timeout: float | None = None,
+    env: dict[str, str] | None = None,
+    engine: str | None = None,
 ) -> Callable[..., list]:
-    """A function that runs ``fn`` on ``n`` fresh MPI ranks and returns their results, in rank order.
+    """A function that runs ``fn`` on ``n`` fresh ranks and returns their results, in rank order.
 
     Args:
         fn: any function, one of a notebook or a script too (that needs cloudpickle: ``pip install distdl[launch]``).
         timeout: seconds; after them every rank is ended and TimeoutError raised.
         env: environment variables for the ranks.
+        engine: ``"mpi"`` or ``"torch"``, what carries their messages. Default: ``DISTDL_TRANSPORT``, else MPI where
+            mpi4py is installed.
 
     An exception on a rank ends all of them and is raised here; its cause carries the rank and the traceback.
 
@@ -361,7 +386,9 @@ def launch(
         with folder() as (reports, roll):
             job = Path(reports, "job")
             job.write_bytes(pickle.dumps(sys.path) + _pickle(fn, args, kwargs))
-            process = start(n, ["--call", str(job)], reports, env, stdin=subprocess.DEVNULL, start_new_session=True)
+            process = start(
+                n, ["--call", str(job)], reports, env, engine, stdin=subprocess.DEVNULL, start_new_session=True
+            )
             ended = wait(process, n, reports, roll, timeout)
             for failed in failures(reports):
                 remote = _error(

@@ -109,7 +109,7 @@ class Board:
         _HEAD.pack_into(memory, 0, self.version, self.state, self.over, self.since, self.count, *lengths)
 
     def read(self, rank: int) -> Entry | None:
-        """What ``rank`` last wrote, or ``None`` where it is on another node."""
+        """What ``rank`` last wrote, or ``None`` where it is on another node, or has not begun."""
         page = self.page(rank)
         if page is None:
             return None
@@ -124,6 +124,10 @@ class Board:
         ]
         op, where, before = texts
         return Entry(_STATES[state], since, count, op, where, f"{op} at {where}" if over else before)
+
+    def unread(self, rank: int) -> str:
+        """Why :meth:`read` has nothing of ``rank``."""
+        return "has not made its world" if self.notice_of(rank) is None else "is on another node"
 
     def page(self, rank: int):
         """The page of ``rank``, or ``None`` where this process cannot reach it. Once looked at, it can be read when

@@ -77,6 +77,7 @@ class Checked(Transport):
         self.inner.abandon(handle, memory)
 
     def pause(self):
+        self.inner.pause()
         self.board.leave(completed=False)
 
     def wait(self, handle):
@@ -256,7 +257,7 @@ class Observer:
             said.append(
                 f"{names([r])} {entry}"
                 if entry
-                else f"{names([r])} is on another node, and was last "
+                else f"{names([r])} {board.unread(r)}, and was last "
                 f"{f'in {last.op} at {last.where}' if last else 'nowhere'}"
             )
         said += [

@@ -66,5 +66,5 @@ def report(watch: Watch, stuck: float) -> str:
     ]
     for r in range(watch.size):
         if r != watch.rank:
-            lines.append(f"  rank {r} {board.read(r) or 'is on another node'}")
+            lines.append(f"  rank {r} {board.read(r) or board.unread(r)}")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 import tempfile
 import weakref
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -93,9 +94,9 @@ def use(engine):
     back, so that the whole suite is a test of the device's side too. "cuda": tensors are on this rank's device from the
     beginning, local computation too, for the tests that make theirs on torch's default device: those of dd.parallel."""
     if engine == "fake-nccl":
-        import fake_nccl
-
-        engines = fake_nccl.engines(dd.world())
+        # Of the bindings by MPI, or of torch's own groups by gloo.
+        fake = import_module("fake_torch_nccl" if hasattr(dd.world().host, "store") else "fake_nccl")
+        engines = fake.engines(dd.world())
         dd.World.transport = lambda self, x, ranks: engines.get(ranks) if self.rank in ranks else self.host
     if engine == "cuda" and torch.cuda.is_available():  # elsewhere every test is skipped
         device = torch.device("cuda", dd.world().rank % torch.cuda.device_count())

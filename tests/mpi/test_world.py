@@ -55,6 +55,7 @@ def test_case_25_no_leak_in_100_000_calls():
     check_no_leak(100_000, 24 * 2**20)
 
 
+@pytest.mark.of_mpi
 @needs(2)
 def test_too_many_groups_is_an_error(monkeypatch):
     """A limit, never an eviction: an eviction that differs by rank hangs."""

@@ -238,9 +238,9 @@ def test_bfloat16_and_complex_sizes():
     assert cases.collective("shift", 1024, 1, dtype=torch.complex64).operands["count"] == 128
 
 
-@launched
-def test_one_operator_on_two_ranks(tmp_path):
-    """The table, and a file that the report reads."""
+@pytest.mark.parametrize("engine", [pytest.param("mpi", marks=launched), "torch"])
+def test_one_operator_on_two_ranks(tmp_path, engine):
+    """The table, and a file that the report reads. By torch's engine no rank starts MPI."""
     path = tmp_path / "halo.json"
     done = subprocess.run(
         [
@@ -249,6 +249,8 @@ def test_one_operator_on_two_ranks(tmp_path):
             "distdl",
             "bench",
             "halo",
+            "--engine",
+            engine,
             "-n",
             "2",
             "--shape",
@@ -267,5 +269,6 @@ def test_one_operator_on_two_ranks(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("x memcpy") == 1 and "8 x 6 over 2 x 1, width 1" in done.stdout
     environment, (found,) = report.read(path)
+    assert ("mpi" in environment) == (engine == "mpi")
     assert environment["ranks"] == 2 and environment["torch"] == torch.__version__
     assert found.nbytes == 6 * 4 and {k: len(t) for k, t in found.times.items()} == {"distdl": 2, "memcpy": 2}

@@ -61,9 +61,10 @@ def test_pickles_are_read_where_their_writer_is_known():
     messages = {"signature.py", "watching/lookout.py", "watching/observer.py"}
     assert readers == {"programs/launch.py", "programs/_rank.py", "world.py", *messages}
     imported = {path.name for path in PACKAGE.rglob("*.py") if "socket" in path.read_text()}
-    assert imported == {"rendezvous.py"}, (
-        "the library opens no connection of its own; that file looks for a port that is free"
+    assert imported == {"rendezvous.py", "_ranks.py"}, (
+        "the library opens no connection of its own; one looks for a port that is free, one listens at 127.0.0.1"
     )
+    assert 'socket.create_server(("127.0.0.1", 0)' in (PACKAGE / "programs" / "_ranks.py").read_text()
     opened = {
         (file, name)
         for file, name, _ in calls()

@@ -87,7 +87,14 @@ def test_the_watchdogs_report():
         in text
     )
     assert "test_the_watchdogs_report" in text, "the stack"
-    assert "  rank 1 is on another node" in text and "  rank 4 is outside of any movement" in text
+    assert "  rank 1 has not made its world" in text and "  rank 4 is outside of any movement" in text
+
+
+def test_why_nothing_can_be_read():
+    notices = {1: b"elsewhere 1 2 name", 2: b""}
+    board = Board(0, notices.get)
+    assert [board.read(r) for r in (1, 2, 3)] == [None] * 3
+    assert [board.unread(r) for r in (1, 2, 3)] == ["is on another node"] * 2 + ["has not made its world"]
 
 
 def test_line_of_the_user():

@@ -12,9 +12,10 @@ import torch
 import distdl as dd
 from distdl.errors import ShapeError
 
+from ..launch import ENGINES
 from . import cases
 from .table import report, rows
-from .timing import environment
+from .timing import Ranks, environment
 
 OPS = ("halo", "repartition", *cases.COLLECTIVES, "linear", "conv", *cases.NORMS)
 SHAPES = {
@@ -61,6 +62,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--channels", type=int, help="conv: of the output (default: 16)")
     top.add_argument("--dtype", default="float32", choices=("float32", "float64", "bfloat16", "float16", "complex64"))
     top.add_argument("--rounds", type=int, default=41)
+    top.add_argument(
+        "--engine", choices=ENGINES, help="what carries messages (default: DISTDL_TRANSPORT; else mpi, with mpi4py)"
+    )
     top.add_argument("--json", type=Path, help="a file for the samples, with the environment")
     return top
 
@@ -134,9 +138,7 @@ def main(argv=None) -> int:
     """On every rank of a launch."""
     options = read(argv)
     torch.set_num_threads(1)  # ranks share the cores
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD
+    comm = Ranks()
     found = [case(op, comm.size, options).run(comm, options.rounds) for op in ([options.op] if options.op else OPS)]
     if comm.rank == 0:
         title = f"{comm.size} ranks, {options.rounds} rounds; x: times as long as, with its 95 % interval"

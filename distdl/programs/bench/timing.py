@@ -8,15 +8,34 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 
 import numpy as np
 import torch
 
+from ...world import world
+
+
+class Ranks:
+    """The ranks of the default world, whichever engine carries it, by the names that MPI gives them."""
+
+    def __init__(self) -> None:
+        self.world = world()
+        self.rank, self.size = self.world.rank, self.world.size
+
+    def allgather(self, value) -> list:
+        """What every rank has, in their order."""
+        return [*self.world.all_gather(value, range(self.size), "bench").values()]
+
+    def Barrier(self) -> None:
+        """Wait for all of them."""
+        self.allgather(None)
+
 
 def sample(candidates, comm, *, rounds: int = 41, inner: int = 1, warmup: int = 3) -> dict[str, np.ndarray]:
     """Seconds per call, the maximum over ranks, for each candidate and round. Fixed rounds: adaptive ones differ by
-    rank."""
+    rank. ``comm``: :class:`Ranks`, or a communicator of mpi4py; ``None`` for one process."""
     names = list(candidates)
     times = np.zeros((len(names), rounds))
     for name in names:  # warm up: plans, communicators, pages
@@ -33,9 +52,7 @@ def sample(candidates, comm, *, rounds: int = 41, inner: int = 1, warmup: int = 
                 call()
             times[i, round_] = (time.perf_counter() - start) / inner
     if comm is not None:
-        from mpi4py import MPI
-
-        comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
+        times = np.max(comm.allgather(times), axis=0)
     return dict(zip(names, times))
 
 
@@ -69,13 +86,11 @@ def environment(ranks: int) -> dict:
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
     }
-    try:
+    if "mpi4py.MPI" in sys.modules:  # else some other engine carries the ranks, and MPI is not started for this
         import mpi4py
         from mpi4py import MPI
 
         found["mpi4py"], found["mpi"] = mpi4py.__version__, MPI.Get_library_version().split("\n")[0].strip("\0 ")
-    except ImportError:
-        pass
     return found
 
 

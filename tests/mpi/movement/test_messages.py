@@ -57,6 +57,22 @@ def test_halo_1d():
 
 
 @needs(4)
+def test_zigzag():
+    """40 rows of 20 numbers: 8 chunks of 5, of which some stay; and back, bit for bit."""
+    n, r = world()
+    L = dd.Layout(dd.Partition((1, 1, 4, 1), range(4)), (2, 2, 40, 5))
+    x = L.shard(torch.arange(800, dtype=torch.float64).reshape(L.shape)) if r < 4 else torch.ones(0)
+    sent = counted(lambda: F.zigzag(x, L, 2))
+    wanted = {0: [1], 1: [2, 3], 2: [3], 3: [0, 1]}
+    assert sorted(sent) == [("send", p, 800) for p in wanted.get(r, [])], sent
+    Z = dd.maps.reorder(L, 2, "zigzag")
+    z = Z(x)
+    assert r >= 4 or torch.equal(Z.T(z), x)
+    back = counted(lambda: F.zigzag(z, L, 2, inverse=True))
+    assert sorted(back) == [("send", p, 800) for p, to in wanted.items() if r in to], back
+
+
+@needs(4)
 def test_halo_2d_corners():
     """2x2: two faces and one corner, each its own peer."""
     n, r = world()

@@ -17,7 +17,10 @@ from distdl.plan import Plan, Side
 
 SIZE, RANK = dd.world().size, dd.world().rank
 HOST = dd.world().host
-pytestmark = pytest.mark.skipif(not hasattr(HOST, "chunk"), reason="a world of one rank without MPI sends nothing")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(HOST, "chunk"), reason="a world of one rank without MPI sends nothing"),
+    pytest.mark.of_mpi,
+]
 ROWS, COLUMNS = ((SIZE, 1), (1, SIZE))
 
 
@@ -170,6 +173,7 @@ def test_dropped_before_it_arrives():
 
 def test_which_messages_are_strided(monkeypatch):
     """Below a limit, and where runs are long, unless this MPI is quick with short ones too, or the message is small."""
+    pytest.importorskip("mpi4py", reason="looks at MPI's datatypes, and MPI is not installed")
     from mpi4py import MPI
 
     quick = MPI.get_vendor()[0] == "Open MPI"
@@ -190,6 +194,7 @@ def test_which_messages_are_strided(monkeypatch):
 
 def test_types_are_given_back():
     """Each with the program that it belongs to: MPI has no garbage collector."""
+    pytest.importorskip("mpi4py", reason="looks at MPI's datatypes, and MPI is not installed")
     from mpi4py import MPI
 
     _, _, plan = between((SIZE, 1))
