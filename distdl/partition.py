@@ -265,7 +265,7 @@ class Layout(Value):
         Raises:
             PartitionError: other than one finite weight, at least 0, for each index.
         """
-        plain = cls(partition, tuple(shape))
+        plain = cls(partition, shape)  # type: ignore[arg-type]
         splits: list[tuple[int, ...] | None] = [None] * plain.ndim
         for dim, given in _faults.weights_of(plain, weights).items():
             splits[dim] = cut_evenly(given, plain.partition.shape[dim])

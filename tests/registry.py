@@ -900,8 +900,9 @@ for _name, _needs, _build in [
 
 def _wants(L, r):
     """Row numbers that depend on the rank, none on the second one: repeated, in no order, from everywhere."""
-    k = (0 if r == 1 else 3 + 4 * r) if L.shape[0] else 0
-    return torch.as_tensor(np.random.default_rng([r, 9]).integers(0, max(L.shape[0], 1), k))
+    n = L.shape[0] if L.ndim else 0
+    k = (0 if r == 1 else 3 + 4 * r) if n else 0
+    return torch.as_tensor(np.random.default_rng([r, 9]).integers(0, max(n, 1), k))
 
 
 def _gather_rows(L, tail=()):
@@ -920,7 +921,7 @@ def _gather_rows(L, tail=()):
         shape=(*L.shape, *tail),
         put=lambda X, r: cut(X, P, coords(P, r), L.splits),
         get=get,
-        calls={"layout": lambda x: F.gather_rows(x, index)},
+        calls={"bare": lambda x: F.gather_rows(x, index)},
     )
 
 
@@ -941,7 +942,7 @@ def _scatter_add_rows(L, tail=()):
         shape=(int(ends[-1]), *tail),
         put=put,
         get=get,
-        calls={"layout": lambda y: F.scatter_add_rows(y, index)},
+        calls={"bare": lambda y: F.scatter_add_rows(y, index)},
     )
 
 

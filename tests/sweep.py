@@ -248,21 +248,22 @@ def alone(L):
 
 @builder("dist_spmv")
 def _spmv(s):
-    L = s.lay(6)
-    if not L.ndim:
-        L = dd.Layout(dd.Partition((1,)), (1,))
+    L_out = s.lay(6)
+    L = L_out if L_out.ndim else dd.Layout(dd.Partition((1,)), (1,))  # without dims L_out is refused
     A = randn(*L.shape, *L.shape, seed=1)
     places = {r: (A[slice(*L.box(r)[0])] > 0).nonzero() for r in L.partition.ranks}
     rows, columns = places.get(dd.world().rank, torch.zeros(0, 2, dtype=torch.int64)).unbind(1)
     index = dd.Index.known(L, [places[r][:, 1] for r in L.partition.ranks])
-    return Call(
+    call = Call(
         L,
-        lambda x, values: F.dist_spmv(x, index, rows, values, L),
-        lambda x, V: torch.where(A > 0, V, 0) @ x,
+        lambda x, values: F.dist_spmv(x, index, rows, values, L_out),
+        lambda x, V: (torch.where(A > 0, V, 0) * x).sum(1),
         [randn(*L.shape, seed=2), randn(*A.shape, seed=3)],
         [L, lambda V: V[L.slices()[0]][rows, columns]],
         lambda: L,
     )
+    call.known = False  # a rank outside has not heard of x's other dims
+    return call
 
 
 # ---- movements

@@ -29,8 +29,8 @@ def test_both_ways_to_add(dtype, dim):
 def test_no_rows():
     S = Selection(torch.zeros(0, dtype=torch.int64), 3)
     for y in (torch.zeros(0, 2), torch.zeros(0, 2, dtype=torch.complex64)):
-        assert torch.equal(S.add(y), S._add_in_order(y)) and S.add(y).shape == (3, 2)
-    assert Selection(torch.zeros(0, dtype=torch.int64), 0)._add_in_order(torch.zeros(0, 2)).shape == (0, 2)
+        assert torch.equal(S.add(y), S._add_in_order(y, 0)) and S.add(y).shape == (3, 2)
+    assert Selection(torch.zeros(0, dtype=torch.int64), 0)._add_in_order(torch.zeros(0, 2), 0).shape == (0, 2)
 
 
 def known(L, seed=0):
