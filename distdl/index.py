@@ -146,7 +146,8 @@ class Index(Value):
         asked, distinct, places = _ask(_rows_layout(L), wanted)
         (wanted,), _, reports = negotiate([wanted], L.partition, ndim=1, arguments=f"L={L}", told=asked)
         if reports is None:
-            self._outside(L, wanted)
+            self._have_none(wanted)
+            self._set(layout=L, counts=((0,) * L.partition.shape[0],) * L.partition.size, digest="")  # it hears of none
             return
         self._hear(L, [reports[r].told for r in L.partition.ranks])
         self._set(distinct=distinct, repeats=Selection(_unless_all(places, len(distinct)), len(distinct)))
@@ -176,7 +177,7 @@ class Index(Value):
         index, P, at = object.__new__(cls), L.partition, L.partition.index(rank)
         index._hear(L, [asked for asked, _, _ in every])
         if at is None:
-            index._outside(L, every[0][1])
+            index._have_none(every[0][1])
         else:
             _, distinct, places = every[P.ranks.index(P.rank_at(at))]
             (start, stop), *_ = L.box(rank) or ()
@@ -221,11 +222,10 @@ class Index(Value):
         digest = hashlib.sha256("".join(asked.digest for asked in told).encode()).hexdigest()[:16]
         self._set(layout=L, counts=tuple(asked.counts for asked in told), digest=digest)
 
-    def _outside(self, L: Layout, wanted: torch.Tensor) -> None:
-        """A rank that takes no part has no rows, and hears of none."""
-        empty = Selection(None, 0)
-        self._set(layout=L, counts=((0,) * L.partition.shape[0],) * L.partition.size, digest="", repeats=empty)
-        self._set(serves=empty, distinct=torch.zeros(0, dtype=torch.int64, device=wanted.device))
+    def _have_none(self, like: torch.Tensor) -> None:
+        """A rank that takes no part has no rows, and wants none."""
+        none = torch.zeros(0, dtype=torch.int64, device=like.device)
+        self._set(distinct=none, repeats=Selection(None, 0), serves=Selection(None, 0))
 
     def __eq__(self, other: object) -> bool:
         return (
