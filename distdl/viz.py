@@ -90,10 +90,12 @@ def _layout_text(L: Layout) -> str:
 
 
 def _halo_text(spec: HaloSpec, d: int) -> str:
-    """For each block of dim ``d`` the index that every place of its window shows; itself in brackets, zeros as dots."""
+    """For each block of dim ``d`` the index that every place of its window shows; itself in brackets (of windows over
+    another partition: nothing), zeros as dots."""
     L, n, boundary, rows = spec.in_layout, spec.in_layout.shape[d], spec.boundary[d], []
     lo, width = min(w0 for w0, _ in spec.windows[d]), len(str(n)) + 1
-    for c, ((w0, w1), (b0, b1)) in enumerate(zip(spec.windows[d], L.blocks(d))):
+    blocks = L.blocks(d) if spec.beside else [(w0 - 1, w0 - 1) for w0, _ in spec.windows[d]]
+    for c, ((w0, w1), (b0, b1)) in enumerate(zip(spec.windows[d], blocks)):
         row = " " * (width + 1) * (w0 - lo)
         for i in range(w0, w1):
             shown: int | str = "." if boundary == "zeros" else source_of(boundary, i, n)
@@ -139,7 +141,7 @@ def _draw_boxes(what: Layout | HaloSpec, ax: Any) -> None:
     L = what.in_layout if isinstance(what, HaloSpec) else what
     boxes = [(r, True, L.box(r)) for r in L.partition.ranks]
     if isinstance(what, HaloSpec):
-        boxes += [(r, False, what.window_box(r)) for r in L.partition.ranks]
+        boxes += [(r, False, what.window_box(r)) for r in what.out_layout.partition.ranks]
     for r, block, box in boxes:
         (y0, y1), (x0, x1) = box if len(box) == 2 else ((0, 1), box[0])
         e = 0 if block else 0.03 * (r % 5 + 1)  # so that edges on one line can be told apart

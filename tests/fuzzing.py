@@ -309,6 +309,18 @@ def _halo(rng, n, kind, zero):
     return registry._halo(L.partition, L.shape, left, right, tuple(boundary), L.splits), (L,)
 
 
+def _elsewhere(rng, n, kind, zero):
+    """Windows of blocks of another layout: slices that overlap, and lie anywhere."""
+    one, two = _halves(rng, n) if kind == "disjoint" else (range(n), range(n))
+    L = _layout(rng, n, kind, ranks=one, least=1, zero=zero)
+    out = _layout(rng, n, kind, ndim=L.ndim, ranks=two, least=1, zero=zero)
+    by, more = ([rng.randint(-2, 2) for _ in L.shape] for _ in range(2))
+    boundary = tuple(
+        rng.choice(("none", "zeros", "circular", "replicate") if size else ("none", "zeros")) for size in L.shape
+    )
+    return registry._others(L, out, lambda d, a, b: (a + by[d], b + by[d] + more[d]), boundary), (L, out)
+
+
 def _window(rng, n, kind, zero):
     """The windows of a sliding kernel, worked out again from the definition of a convolution."""
     L = _layout(rng, n, kind, ndim=rng.randint(1, 3), zero=zero)
@@ -371,6 +383,7 @@ BUILDERS = {
     "shift": _shift,
     "permute": _permute,
     "halo_exchange": _halo,
+    "elsewhere": _elsewhere,
     "window": _window,
 }
 

@@ -793,34 +793,28 @@ def permute_one_to_two(n):
 # ---- halo_exchange
 
 
-def _halo(P, shape, left, right, boundary, splits=None, corners=True):
-    L = dd.Layout(P, shape, splits)
-    ndim = len(shape)
-    lefts, rights = ((w,) * ndim if isinstance(w, int) else w for w in (left, right))
-    boundaries = (boundary,) * ndim if isinstance(boundary, str) else boundary
+def _windows(spec, need):
+    """Blocks of one layout to the ranges that blocks of another need, along with what lies beyond the edge."""
+    L, out = spec.in_layout, spec.out_layout
 
     def get(X, r):
-        at = coords(P, r)
+        at = coords(out.partition, r)
         if at is None:
             return None
         ranges, blocks = [], []
         for d, c in enumerate(at):
-            cuts = [0]
-            sizes = (
-                splits[d] if splits and splits[d] else [len(b) for b in np.array_split(np.arange(shape[d]), P.shape[d])]
-            )
-            cuts += list(np.cumsum(sizes))
-            a, b = int(cuts[c]), int(cuts[c + 1])
-            ranges.append((a - lefts[d], b + rights[d]) if a < b else (0, 0))
+            n, p = out.shape[d], out.partition.shape[d]
+            sizes = out.splits[d] if out.splits and out.splits[d] else [len(b) for b in np.array_split(np.arange(n), p)]
+            a, b = sum(sizes[:c]), sum(sizes[: c + 1])
+            ranges.append(need(d, a, b) if a < b else (0, 0))
             blocks.append((a, b))
-        whole = window(X, ranges, boundaries)
-        return whole if corners else whole * _cross(ranges, blocks, shape, boundaries)
+        whole = window(X, ranges, spec.boundary)
+        return whole if spec.corners else whole * _cross(ranges, blocks, L.shape, spec.boundary)
 
-    spec = dd.HaloSpec(L, left, right, boundary=boundary, corners=corners)
     return dict(
         map=dd.maps.halo_exchange(spec),
-        shape=shape,
-        put=lambda X, r: cut(X, P, coords(P, r), splits),
+        shape=L.shape,
+        put=lambda X, r: cut(X, L.partition, coords(L.partition, r), L.splits),
         get=get,
         calls={"spec": lambda x: F.halo_exchange(x, spec)},
     )
@@ -837,15 +831,25 @@ def _cross(ranges, blocks, shape, boundaries):
     return beside <= 1
 
 
+def _halo(P, shape, left, right, boundary, splits=None, corners=True):
+    lefts, rights = ((w,) * len(shape) if isinstance(w, int) else w for w in (left, right))
+    spec = dd.HaloSpec(dd.Layout(P, shape, splits), left, right, boundary=boundary, corners=corners)
+    return _windows(spec, lambda d, a, b: (a - lefts[d], b + rights[d]))
+
+
 def _star(*args):
-    return _halo(*args[:5], *(args[5:] or (None,)), corners=False)
+    return _halo(*args, corners=False)
 
 
-def _add_halo(name, needs, build):
+def _others(L, out, need=lambda d, a, b: (a - 1, b + 2), boundary="zeros"):
+    return _windows(dd.HaloSpec.needs(L, None, out, need, boundary), need)
+
+
+def _add_halo(name, needs, build, of=_halo):
     def make(n):
-        return _halo(*build(n))
+        return of(*build(n))
 
-    make.__name__ = f"halo_{name}"
+    make.__name__ = f"{'star_' if of is _star else ''}halo_{name}"
     case(needs)(make)
 
 
@@ -869,12 +873,36 @@ for _name, _needs, _build in [
     _add_halo(_name, _needs, _build)
 
 
-def _add_star(name, needs, build):
-    def make(n):
-        return _star(*build(n))
+def _thirds(d, a, b):
+    """Three outputs of dim 1 read one input; of dim 2 all is read."""
+    return {1: (a // 3, (b - 1) // 3 + 1), 2: (0, 7)}.get(d, (a, b))
 
-    make.__name__ = f"star_halo_{name}"
-    case(needs)(make)
+
+for _name, _needs, _build in [  # windows of other ranks
+    ("of_shared_heads", 1, lambda n: (
+        dd.Layout(_part((1, 1, n)), (2, 2, 7)), dd.Layout(_part((1, n, 1)), (2, 6, 7)), _thirds)),
+    ("of_other_blocks", 1, lambda n: (
+        dd.Layout(_part((*grid(n), 1)), (5, 4, 2)), dd.Layout(_part((1, *grid(n)[::-1])), (5, 4, 2)))),
+    ("of_half_the_size", 1, lambda n: (
+        dd.Layout(_part((n,)), (9,)), dd.Layout(_part((n,), range(n - 1, -1, -1)), (4,)),
+        lambda d, a, b: (2 * a - 3, 2 * b + 2), "reflect")),
+    ("of_a_smaller_grid", 2, lambda n: (
+        dd.Layout(_part((n, 1)), (n + 2, 3)), dd.Layout(_part((1, 1), (n - 1,)), (n + 2, 3)),
+        lambda d, a, b: (a - 2, b + 1), ("circular", "none"))),
+    ("uneven_and_empty_elsewhere", 2, lambda n: (
+        dd.Layout(_part((n, 1)), (n + 3, 2), ((0,) * (n - 2) + (n + 1, 2), None)),
+        dd.Layout(_part((1, n)), (n + 3, n + 1), (None, (0, *(1,) * (n - 2), 3))),
+        lambda d, a, b: (a - 1, b + 1) if d == 0 else (a // 2, (b + 1) // 2 + 1), ("replicate", "zeros"))),
+    ("disjoint", 2, lambda n: (
+        dd.Layout(_part((n // 2, 1)), (5, 4)), dd.Layout(_part((1, n - n // 2), range(n // 2, n)), (5, 4)))),
+    ("overlapping_ranks", 3, lambda n: (
+        dd.Layout(_part((n - 1, 1)), (5, 4)), dd.Layout(_part((1, n - 1), range(1, n)), (5, 4)),
+        lambda d, a, b: (a - 2, b + 2), "circular")),
+    ("no_elements_elsewhere", 2, lambda n: (
+        dd.Layout(_part((n, 1)), (0, 3)), dd.Layout(_part((1, n)), (0, 3)))),
+    ("no_outputs", 1, lambda n: (dd.Layout(_part((n,)), (5,)), dd.Layout(_part((n,), range(n - 1, -1, -1)), (0,)))),
+]:  # fmt: skip
+    _add_halo(_name, _needs, _build, _others)
 
 
 for _name, _needs, _build in [
@@ -892,7 +920,7 @@ for _name, _needs, _build in [
     ("subset", 3, lambda n: (_part((1, 2), (2, 0)), (3, 5), (1, 2), (0, 1), "replicate")),
     ("no_ghosts", 1, lambda n: (_part(grid(n)), (5, 5), 0, 0, "zeros")),
 ]:  # fmt: skip
-    _add_star(_name, _needs, _build)
+    _add_halo(_name, _needs, _build, _star)
 
 
 # ---- gather_rows, scatter_add_rows

@@ -39,6 +39,7 @@ ONLY = {
 # Of all others it leaves out the tests named, which start jobs too.
 LATER = {
     "bench": ("test_one_operator_on_two_ranks", "test_plots"),
+    "nodes": ("test_torchrun_on_two_nodes",),
     "files": ("test_a_save_that_nobody_waits_for", "test_killed_while_saving"),
     "typing": ("test_a_typed_program",),
     "wrong_calls": ("test_wrong_arguments",),
@@ -54,6 +55,7 @@ LONG = (4,)  # trainings of whole models and their like
 SMALL = (1, 2, 3, 4)  # how torch traces and compiles, and differentiates where ranks do not do the same
 ANY = (1, 2, 3, 4, 8)
 RANKS = {
+    "attention": ODD,
     "checkpoint": (2, 4),
     "others": (1, 2, 4),
     "c10d": (2, 3, 4),
@@ -72,6 +74,7 @@ RANKS = {
     "linear": ODD,
     "local": LAYERS,
     "loss": ODD,
+    "neighborhood": ODD,
     "neon": LONG,
     "networks": LAYERS,
     "nn": LAYERS,
@@ -127,7 +130,7 @@ FOUR = {
     "networks": None,
     "nn": ("test_torch_machinery", "test_parameters_do_not_depend_on_the_partition"),
     "norm": None,
-    "average": ("test_hierarchical", "test_weights"),
+    "average": ("test_every_step_is_a_period", "test_hierarchical", "test_weights"),
     "data": ("test_one_message_for_a_bucket", "test_unused_parameters"),
     "grid": ("test_bytes[shape0]", "test_data_tensor_space_negotiates_nothing[split_outputs]"),
     "hooks": ("test_identity", "test_with_modules"),
@@ -138,7 +141,14 @@ FOUR = {
     "topology": ("test_discovered", "test_hierarchical_all_reduce"),
     "pool": None,
     "reduce": None,
-    "reshape": ("test_flatten_and_back", "test_pad", "test_cat", "test_cat_subset_splits_and_errors", "test_stack"),
+    "reshape": (
+        "test_flatten_and_back",
+        "test_pad",
+        "test_cat",
+        "test_cat_outside_a_bare_partition",
+        "test_cat_subset_splits_and_errors",
+        "test_stack",
+    ),
     "ties": None,
     "value": None,
     "vmap": None,

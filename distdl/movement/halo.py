@@ -21,7 +21,7 @@ from ..linear_map import LinearMap, movement
 from ..partition import Layout, layout_of
 from ..plan import Axis, Plan, Run, Side
 from .call import by_map, moved, rule
-from .star import Star
+from .star import Star, has_corners
 
 Need = Callable[[int, int, int], tuple[int, int]]  # (dim, first output, stop) -> the range that they read
 BOUNDARIES = ("none", "zeros", "circular", "reflect", "replicate")
@@ -121,9 +121,10 @@ class HaloSpec(Value):
 
     Attributes:
         in_layout: the layout of the input.
-        out_layout: the layout of what a windowed operation makes of the windows (for plain widths: ``in_layout``).
-        windows: per dim, per coordinate (lo, hi): the range that is wanted, in coordinates that may lie outside the
-            domain.
+        out_layout: the layout of what a windowed operation makes of the windows (for plain widths: ``in_layout``), over
+            the ranks that want them: the input's, unless :meth:`needs` was given others.
+        windows: per dim, per coordinate of ``out_layout`` (lo, hi): the range that is wanted, in coordinates that may
+            lie outside the domain.
         boundary: one per dim.
 
     Raises:
@@ -178,16 +179,8 @@ class HaloSpec(Value):
                 actual=(lefts, rights),
                 next_step="narrow the tensor itself instead",
             )
-        if not is_bool(corners):
-            raise PartitionError(
-                "corners is no truth value",
-                partitions=layout,
-                expected="True or False",
-                actual=corners,
-                next_step="corners=False for a star: what stencils of one dim at a time read",
-            )
         self._set(layout, layout, lambda d, start, stop: (start - lefts[d], stop + rights[d]), boundary)
-        object.__setattr__(self, "corners", bool(corners))
+        object.__setattr__(self, "corners", has_corners(corners, layout))
 
     def _set(self, in_layout: Layout, out_layout: Layout, need: Need, boundary: str | Sequence[str]) -> None:
         boundary = per_dim(boundary, in_layout.ndim, "boundary")
@@ -233,25 +226,31 @@ class HaloSpec(Value):
         need: Need,
         boundary: str | Sequence[str] = "zeros",
     ) -> HaloSpec:
-        """The windows of any local operation.
+        """The windows of any local operation, also of one whose output lies on other ranks.
 
         Args:
             P, shape: as for :class:`HaloSpec`; the shape is left out (``None``) with a Layout.
-            out_shape: global shape of the operation's output, or its Layout. Default blocks: the input's splits in dims
-                whose size is unchanged, balanced elsewhere.
-            need: ``need(d, o0, o1) -> (lo, hi)``: the range of dim ``d`` of the input that outputs ``o0 .. o1 - 1``
-                read.
+            out_shape: global shape of the operation's output, over the input's partition, or its Layout, over any
+                partition of as many dims: its ranks want the windows of their output blocks. Default blocks: the
+                input's splits in dims whose size is unchanged, balanced elsewhere.
+            need: ``need(d, o0, o1) -> (lo, hi)``: the range of dim ``d`` of the input that outputs ``o0 .. o1 - 1`` of
+                that dim read.
             boundary: what lies beyond the edge.
+
+        Raises:
+            PartitionError: an output of another number of dims or in another world, or ``need`` gives no range; and as
+                :class:`HaloSpec`.
         """
         in_layout = layout_of(P, shape)
         out_layout = out_shape if isinstance(out_shape, Layout) else in_layout.with_shape(out_shape)
-        if out_layout.partition != in_layout.partition:
+        world = in_layout.partition.world
+        if (out_layout.ndim, out_layout.partition.world) != (in_layout.ndim, world):
             raise PartitionError(
-                "the windows belong to the ranks of the input",
-                expected=in_layout.partition,
-                actual=out_layout.partition,
+                "the output does not lie beside the input",
+                expected=f"a layout of {in_layout.ndim} dims over ranks of the world {world!r}",
+                actual=out_layout,
                 partitions=(in_layout, out_layout),
-                next_step="lay the output over the input's partition, then repartition it",
+                next_step="give the output's partition one dim for each dim of the input, in its world",
             )
         spec = object.__new__(cls)
         spec._set(in_layout, out_layout, need, boundary)
@@ -323,7 +322,7 @@ class HaloSpec(Value):
     def window_box(self, rank: int | None = None) -> tuple[tuple[int, int], ...] | None:
         """((lo, hi), ...) that ``rank`` wants, in coordinates that may lie outside the domain; ``None`` when
         inactive."""
-        coords = self.in_layout.partition.index(rank)
+        coords = self.out_layout.partition.index(rank)
         return None if coords is None else tuple(w[c] for w, c in zip(self.windows, coords))
 
     @property
@@ -337,11 +336,31 @@ class HaloSpec(Value):
         for d, (dim, n) in enumerate(zip(self.windows, self.in_layout.shape)):
             runs = tuple(_runs(lo, hi, n, self.boundary[d]) for lo, hi in dim)
             axes.append(Axis(d, runs, tuple(hi - lo for lo, hi in dim)))
-        return Plan(Side.of(self.in_layout), Side(self.in_layout.partition, tuple(axes)))
+        return Plan(Side.of(self.in_layout), Side(self.out_layout.partition, tuple(axes)))
+
+    @property
+    def beside(self) -> bool:
+        """Whether windows lie about the blocks of the ranks that want them: whether the partitions are one."""
+        return self.in_layout.partition == self.out_layout.partition
+
+    def _must_be_beside(self) -> None:
+        if not self.beside:
+            raise PartitionError(
+                "these windows have no blocks of their own to lie beside",
+                partitions=(self.in_layout, self.out_layout),
+                expected=self.in_layout.partition,
+                actual=self.out_layout.partition,
+                next_step="lay the output over the input's partition, or exchange the windows whole",
+            )
 
     def sides(self, d: int, c: int) -> tuple[int, int, int, int]:
         """(lo, a, b, hi) of coordinate ``c`` of dim ``d``: the window lo..hi, without zeros beyond the edge, of which
-        the block itself holds a..b."""
+        the block itself holds a..b.
+
+        Raises:
+            PartitionError: the windows are not those of the input's ranks; so does :meth:`strips`.
+        """
+        self._must_be_beside()
         (lo, hi), (start, stop), n = self.windows[d][c], self.in_layout.blocks(d)[c], self.in_layout.shape[d]
         if self.boundary[d] == "zeros":
             lo = min(max(lo, 0), hi)
@@ -357,6 +376,7 @@ class HaloSpec(Value):
         wide as the block's part of the window, in the dims after as the window: so the strips and the block make up the
         window, without zeros. Without corners it is as wide as the block's part in all of them.
         """
+        self._must_be_beside()
         sides = [[self.sides(d, c) for c in range(len(windows))] for d, windows in enumerate(self.windows)]
         found = {}
         for i in range(self.in_layout.ndim):
@@ -379,13 +399,14 @@ class HaloSpec(Value):
         return found
 
     def __repr__(self) -> str:
+        over = "" if self.beside else f" -> {self.out_layout}"
         star = "" if self.corners else ", corners=False"
-        return f"HaloSpec({self.in_layout}, windows={self.windows}, boundary={self.boundary}{star})"
+        return f"HaloSpec({self.in_layout}{over}, windows={self.windows}, boundary={self.boundary}{star})"
 
 
 @rule
 def halo_exchange_map(spec: HaloSpec) -> LinearMap:
-    """Blocks -> windows. Adjoint: ghosts' cotangents are added to their owners."""
+    """Blocks -> windows, of the same ranks or of others. Adjoint: ghosts' cotangents are added to their owners."""
     if not isinstance(spec, HaloSpec):
         raise PartitionError(
             "not a HaloSpec",
@@ -404,11 +425,19 @@ def halo_exchange(x: Tree, spec: HaloSpec) -> Tree:
     """This rank's window of ``x``: its block, grown by what neighbours hold and by the boundary's ghosts.
 
     Args:
-        x: this rank's block over ``spec.in_layout``.
-        spec: a :class:`distdl.HaloSpec`.
+        x: this rank's block over ``spec.in_layout``, any dtype; ignored where that has none for this rank.
+        spec: a :class:`distdl.HaloSpec`. Windows may be those of other ranks (:meth:`distdl.HaloSpec.needs`): then a
+            rank of the input's alone sends, and one of the output's alone receives.
 
     Returns:
-        The window ``spec.out_box``. Adjoint: ghosts' cotangents are added to their owners.
+        The window ``spec.out_box``; on a rank outside of ``spec.out_layout`` no elements, of shape (0, *the first
+        window's other sizes). Adjoint: the cotangents of what has been copied, ghosts or whole windows, are added to
+        their owners.
+
+    Messages: one to each rank whose window meets this one's block.
+
+    Raises:
+        PartitionError: not a HaloSpec. ShapeError: x is not this rank's block.
     """
     return moved(*by_map(x, halo_exchange_map(spec)))
 

@@ -182,6 +182,26 @@ def test_needs():
     assert torch.equal(torch.cat([y.flip(0) for y in got]), X.flip(0))
 
 
+def test_windows_of_other_ranks():
+    """Boxes are those of the ranks that want them, and there are no strips."""
+    rows, columns = dd.Layout(dd.Partition((3, 1)), (7, 4)), dd.Layout(dd.Partition((1, 2), (2, 4)), (5, 6))
+    spec = dd.HaloSpec.needs(rows, None, columns, lambda d, a, b: (a, b) if d else (a + 1, b + 3))
+    assert (spec.in_layout, spec.out_layout) == (rows, columns) and not spec.beside
+    assert [spec.window_box(r) for r in range(5)] == [None, None, ((1, 8), (0, 3)), None, ((1, 8), (3, 6))]
+    assert "-> Layout(Partition((1, 2), ranks=(2, 4)), (5, 6))" in repr(spec)
+    plan = spec.plan()
+    assert [plan.messages(r) for r in range(5)] == [2, 2, 1, 0, 0] and plan.volume(0) == 2 * 3 + 2 * 1
+    X = torch.arange(28.0).reshape(7, 4)
+    got = simulate(plan, [rows.shard(X, r).clone() for r in range(3)])
+    assert torch.equal(torch.cat(got, 1), torch.nn.functional.pad(X[1:], (0, 2, 0, 1)))
+    for call in (spec.strips, lambda: spec.sides(0, 0)):
+        with pytest.raises(PartitionError, match="no blocks of their own to lie beside"):
+            call()
+    for other in (dd.Layout(dd.Partition((2,)), (7,)), dd.Layout(dd.Partition((3, 1), world="b"), (7, 4))):
+        with pytest.raises(PartitionError, match="does not lie beside the input; expected a layout of 2 dims over"):
+            dd.HaloSpec.needs(rows, None, other, lambda d, a, b: (a, b))
+
+
 @pytest.mark.parametrize(
     "make",
     [

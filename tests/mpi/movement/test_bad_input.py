@@ -83,9 +83,13 @@ BAD = {
     "layout of a layout": (PartitionError, lambda n, P, Q, L: dd.Layout(L, (2 * n, 3))),
     "windows of other ranks": (
         PartitionError,
-        lambda n, P, Q, L: dd.HaloSpec.needs(
-            L, None, dd.Layout(dd.Partition((n + 1, 1)), (2 * n, 3)), lambda d, a, b: (a, b)
+        lambda n, P, Q, L: F.halo_exchange(
+            BLOCK, dd.HaloSpec.needs(L, None, dd.Layout(dd.Partition((n + 1, 1)), (2 * n, 3)), lambda d, a, b: (a, b))
         ),
+    ),
+    "windows of another number of dims": (
+        PartitionError,
+        lambda n, P, Q, L: dd.HaloSpec.needs(L, None, dd.Layout(dd.Partition((n,)), (3,)), lambda d, a, b: (a, b)),
     ),
     "window against the layout": (ShapeError, lambda n, P, Q, L: dd.HaloSpec.window(L, (2 * n, 4), (3,))),
     "inner product of two shapes": (ShapeError, lambda n, P, Q, L: dd.func.inner(BLOCK, torch.ones(1, 3), P)),

@@ -73,6 +73,31 @@ def test_zigzag():
 
 
 @needs(4)
+def test_windows_of_the_heads_that_others_have():
+    """Keys of 2 heads, split along 37 places, for 4 ranks that have 2 of 8 query heads each: a head of keys, whole."""
+    n, r = world()
+    K = dd.Layout(dd.Partition((1, 1, 4, 1), range(4)), (2, 2, 37, 5))
+    Q = dd.Layout(dd.Partition((1, 4, 1, 1), range(4)), (2, 8, 37, 5))
+    spec = dd.HaloSpec.needs(K, None, Q, lambda d, a, b: {1: (a // 4, (b - 1) // 4 + 1), 2: (0, 37)}.get(d, (a, b)))
+    X = torch.linspace(-1, 1, 740, dtype=torch.float64).reshape(K.shape)
+    C = torch.stack([X.cos() * (i + 1) for i in range(4)])  # what each rank multiplies with
+    x = K.shard(X) if r < 4 else torch.ones(0, dtype=torch.float64)
+    head = slice(r // 2, r // 2 + 1)
+    sent = counted(lambda: F.halo_exchange(x, spec))
+    assert sorted(sent) == [("send", p, 800 if r == 0 else 720) for p in range(4) if p != r and r < 4], sent
+    assert r >= 4 or (sent.sends, sent.bytes) == (3, 2400 if r == 0 else 2160)
+    if r >= 4:
+        return
+    assert torch.equal(F.halo_exchange(x, spec), X[:, head])
+    c = C[r][:, head]
+    g = grad(lambda x: (F.halo_exchange(x, spec) ** 3 * c).sum())(x)
+    want = grad(lambda X: sum((X[:, i // 2 : i // 2 + 1] ** 3 * C[i][:, i // 2 : i // 2 + 1]).sum() for i in range(4)))(
+        X
+    )
+    assert torch.allclose(g, K.shard(want), rtol=1e-14, atol=0)
+
+
+@needs(4)
 def test_halo_2d_corners():
     """2x2: two faces and one corner, each its own peer."""
     n, r = world()
