@@ -20,12 +20,13 @@ import torch
 from . import _torch
 from ._value import Value
 from .agree import negotiate
-from .engine.program import wider
+from .engine.program import NO_SUMS, wider
 from .errors import AgreementError, PartitionError, rank_of
 from .linear_map import movement
 from .partition import Layout, Partition
 from .plan import Axis, Run, Side, whole
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Counts = tuple[tuple[int, ...], ...]  # of each rank of the partition: how many distinct rows of each block it wants
 
 
@@ -41,7 +42,11 @@ class Selection:
 
     def take(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Rows of ``x``, which lie along ``dim``."""
-        return x if self.rows is None else x.index_select(dim, self.rows)
+        if self.rows is None:
+            return x
+        if x.dtype in NO_SUMS:  # torch does not select these either, in one dim: their bits as integers
+            return x.view(_BITS[x.dtype.itemsize]).index_select(dim, self.rows).view(x.dtype)
+        return x.index_select(dim, self.rows)
 
     def add(self, y: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The transpose: x[i] = Σ y[k] over all k with rows[k] = i, in rising order of k on every device. Narrow dtypes

@@ -838,7 +838,7 @@ def _halo(P, shape, left, right, boundary, splits=None, corners=True):
 
 
 def _star(*args):
-    return _halo(*args[:5], *(args[5:] or (None,)), corners=False)
+    return _halo(*args, corners=False)
 
 
 def _others(L, out, need=lambda d, a, b: (a - 1, b + 2), boundary="zeros"):
@@ -849,7 +849,7 @@ def _add_halo(name, needs, build, of=_halo):
     def make(n):
         return of(*build(n))
 
-    make.__name__ = f"halo_{name}"
+    make.__name__ = f"{'star_' if of is _star else ''}halo_{name}"
     case(needs)(make)
 
 
@@ -905,14 +905,6 @@ for _name, _needs, _build in [  # windows of other ranks
     _add_halo(_name, _needs, _build, _others)
 
 
-def _add_star(name, needs, build):
-    def make(n):
-        return _star(*build(n))
-
-    make.__name__ = f"star_halo_{name}"
-    case(needs)(make)
-
-
 for _name, _needs, _build in [
     ("zeros", 1, lambda n: (_part(grid(n)), (7, 5), 1, 1, "zeros")),
     ("clipped", 1, lambda n: (_part(grid(n)), (7, 5), (2, 1), (0, 1), "none")),
@@ -928,7 +920,7 @@ for _name, _needs, _build in [
     ("subset", 3, lambda n: (_part((1, 2), (2, 0)), (3, 5), (1, 2), (0, 1), "replicate")),
     ("no_ghosts", 1, lambda n: (_part(grid(n)), (5, 5), 0, 0, "zeros")),
 ]:  # fmt: skip
-    _add_star(_name, _needs, _build)
+    _add_halo(_name, _needs, _build, _star)
 
 
 # ---- gather_rows, scatter_add_rows

@@ -334,16 +334,16 @@ def _halo(s):
     return registry._halo(L.partition, L.shape, 1, 1, "replicate" if s.name == "one" else "circular", L.splits)
 
 
+def _star(s):
+    L = s.lay(5, "c", 4)
+    return registry._star(L.partition, L.shape, 1, 1, "replicate" if s.name == "one" else "circular", L.splits)
+
+
 def _windows_elsewhere(s):
     """Of the same ranks, backwards, along another dim."""
     L = s.lay(5, "c", 4)
     P = dd.Partition(L.partition.shape[::-1], L.partition.ranks[::-1])
     return registry._others(L, dd.Layout(P, L.shape), boundary="zeros" if s.name == "one" else "circular")
-
-
-def _star(s):
-    L = s.lay(5, "c", 4)
-    return registry._star(L.partition, L.shape, 1, 1, "replicate" if s.name == "one" else "circular", L.splits)
 
 
 def _one(s):
@@ -467,10 +467,10 @@ for _name, _order in (("zigzag", "zigzag"), ("block_cyclic", 2)):
     )
 movement(_permute, "permute", "permute", scalar=True)
 movement(_halo, "halo_exchange", "halo_exchange", scalar=True)
-movement(_windows_elsewhere, "halo_exchange/elsewhere", "halo_exchange/elsewhere", scalar=True)
 movement(_star, "halo_exchange/star", "halo_exchange/star", scalar=True)
 movement(lambda s: registry._gather_rows(s.lay(5, "c", 3)), "gather_rows", "gather_rows")
 movement(lambda s: registry._scatter_add_rows(s.lay(5), (3,)), "scatter_add_rows", "scatter_add_rows")
+movement(_windows_elsewhere, "halo_exchange/elsewhere", "halo_exchange/elsewhere", scalar=True)
 movement(_strips, "", "halo_strips", scalar=True)
 movement(_gathering_rows, "", "gathering", scalar=True)
 movement(_transposed_gathering, "", "transposed")

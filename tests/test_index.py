@@ -33,6 +33,27 @@ def test_no_rows():
     assert Selection(torch.zeros(0, dtype=torch.int64), 0)._add_in_order(torch.zeros(0, 2), 0).shape == (0, 2)
 
 
+def test_every_dtype_that_torch_can_store():
+    S = Selection(torch.tensor([1, 0, 1]), 2)
+    for dtype in (
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.float8_e4m3fn,
+        torch.complex32,
+        torch.bool,
+        torch.int8,
+    ):
+        for shape in ((2,), (2, 2)):
+            x = torch.arange(1, 1 + 2 ** len(shape)).reshape(shape).to(torch.float32).to(dtype)
+            wide = torch.float32
+            assert torch.equal(S.take(x).to(wide), x.to(wide)[[1, 0, 1]]) and S.take(x).dtype == dtype
+            back = S.add(S.take(x))
+            assert back.dtype == dtype
+            if dtype != torch.bool:
+                assert torch.equal(back.to(wide)[0], x.to(wide)[0]) and torch.equal(back.to(wide)[1], 2 * x.to(wide)[1])
+
+
 def known(L, seed=0):
     draw = torch.Generator().manual_seed(seed)
     return [torch.randint(L.shape[0], (k,), generator=draw) for k in (7, 0, 30, 5)[: L.partition.size]]

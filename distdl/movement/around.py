@@ -35,6 +35,10 @@ class Around(Move):
         """The step as ``rank`` has it, to simulate."""
         raise NotImplementedError
 
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the input of ``rank``, to simulate."""
+        return self.plan.held.local_shape(rank)
+
     @property
     def is_identity(self) -> bool:
         """Never: there is work to do, also where nothing moves."""

@@ -22,7 +22,7 @@ from ..linear_map import LinearMap, movement
 from ..partition import Layout, layout_of
 from ..plan import Axis, Plan, Run, Side
 from .call import by_map, moved, rule
-from .star import Star
+from .star import Star, has_corners
 
 Need = Callable[[int, int, int], tuple[int, int]]  # (dim, first output, stop) -> the range that they read
 BOUNDARIES = ("none", "zeros", "circular", "reflect", "replicate")
@@ -179,16 +179,8 @@ class HaloSpec(Value):
                 actual=(lefts, rights),
                 next_step="narrow the tensor itself instead",
             )
-        if not is_bool(corners):
-            raise PartitionError(
-                "corners is no truth value",
-                partitions=layout,
-                expected="True or False",
-                actual=corners,
-                next_step="corners=False for a star: what stencils of one dim at a time read",
-            )
         self._set(layout, layout, lambda d, start, stop: (start - lefts[d], stop + rights[d]), boundary)
-        object.__setattr__(self, "corners", bool(corners))
+        object.__setattr__(self, "corners", has_corners(corners, layout))
 
     def _set(self, in_layout: Layout, out_layout: Layout, need: Need, boundary: str | Sequence[str]) -> None:
         boundary = per_dim(boundary, in_layout.ndim, "boundary")

@@ -63,6 +63,10 @@ class Rows(Around):
         """The step with the rows of another rank."""
         return replace(self, index=self.index.of(rank))
 
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the input of ``rank``: as many rows as it has, or wants."""
+        return self.on(rank)._shape(self.adds, self.plan.held.local_shape(rank))
+
     def operand(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, checked; it must be where the row numbers are."""
         x = super().operand(x)

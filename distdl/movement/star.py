@@ -8,14 +8,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..boxes import is_bool
 from ..engine.program import wider
+from ..errors import PartitionError
 from ..linear_map import Move
+from ..partition import Layout
 from .around import Around
 
 if TYPE_CHECKING:
     from .halo import HaloSpec  # which stands above this file
 
 Cut = tuple[Any, ...]  # an index of a tensor: ..., for any batch axes, and a slice of each dim
+
+
+def has_corners(given: Any, layout: Layout) -> bool:
+    """``corners`` of a halo, which must be a truth value."""
+    if not is_bool(given):
+        raise PartitionError(
+            "corners is no truth value",
+            partitions=layout,
+            expected="True or False",
+            actual=given,
+            next_step="corners=False for a star: what stencils of one dim at a time read",
+        )
+    return bool(given)
 
 
 @dataclass(frozen=True)

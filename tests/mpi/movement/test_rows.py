@@ -237,6 +237,21 @@ def test_split_phase():
     assert torch.equal(y, X[[0, 2 * n - 1, 0]])
 
 
+def test_checked():
+    """While every movement is compared before its messages."""
+    n, r, P = here()
+    L = dd.Layout(P, (3 * n + 1,))
+    X, wanted = randn((3 * n + 1, 2), 1), torch.arange(2 * r, 3 * n + 1)
+    x = X[slice(*L.box()[0])].clone()
+    with dd.checking():
+        index = dd.Index(L, wanted)
+        g = grad(lambda x: F.gather_rows(x, index).pow(3).sum())(x)
+        spec = dd.HaloSpec(dd.Layout(dd.Partition((n, 1)), X.shape), 1, boundary="circular", corners=False)
+        F.halo_exchange(x, spec)
+    count = sum(torch.arange(3 * n + 1) >= 2 * q for q in range(n))[slice(*L.box()[0])]
+    assert torch.allclose(g, 3 * x**2 * count[:, None], rtol=1e-14)
+
+
 # ---------------------------------------------------------------- wrong ones
 
 
