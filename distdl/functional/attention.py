@@ -97,8 +97,7 @@ def dist_attention(
             sequences of some heads. ("heads", u): that among each u neighbours along seq, a ring among the groups.
             "auto": "gather" or "heads", whichever moves less.
         kernel: "fused": torch's kernels, with first derivatives in reverse mode. "math": derivatives of every order and
-            mode. "auto": math under forward mode, vmap, two levels of gradients, and where blocks are merged (rings);
-            else fused.
+            mode. "auto": math under forward mode and torch.func, and where blocks are merged (rings); else fused.
         shape: the global shape of q; left out with a bare partition, it is negotiated.
         kv_shape: with a Layout or ``shape``: the global shape of k (or its Layout); default: q's, of k's heads where
             these are not split.
