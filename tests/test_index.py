@@ -35,23 +35,14 @@ def test_no_rows():
 
 def test_every_dtype_that_torch_can_store():
     S = Selection(torch.tensor([1, 0, 1]), 2)
-    for dtype in (
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.float8_e4m3fn,
-        torch.complex32,
-        torch.bool,
-        torch.int8,
-    ):
+    for dtype in (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.bool, torch.int8):
         for shape in ((2,), (2, 2)):
             x = torch.arange(1, 1 + 2 ** len(shape)).reshape(shape).to(torch.float32).to(dtype)
-            wide = torch.float32
-            assert torch.equal(S.take(x).to(wide), x.to(wide)[[1, 0, 1]]) and S.take(x).dtype == dtype
+            assert torch.equal(S.take(x).float(), x.float()[[1, 0, 1]]) and S.take(x).dtype == dtype
             back = S.add(S.take(x))
             assert back.dtype == dtype
             if dtype != torch.bool:
-                assert torch.equal(back.to(wide)[0], x.to(wide)[0]) and torch.equal(back.to(wide)[1], 2 * x.to(wide)[1])
+                assert torch.equal(back.float()[0], x.float()[0]) and torch.equal(back.float()[1], 2 * x.float()[1])
 
 
 def known(L, seed=0):
