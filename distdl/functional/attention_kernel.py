@@ -168,7 +168,7 @@ def takes_fused(kernel: str, steps: int, *tensors: torch.Tensor) -> bool:
         return False
     several, further = steps > 1, _further(*tensors)
     if kernel == "auto":
-        # A vjp of torch.func may be pulled back in a batch (jacrev), which torch's kernels do one by one, and warn.
+        # A vjp of torch.func may be pulled back in a batch (jacrev): torch's kernels do that one by one, and warn.
         return not several and not further and not _torch.transforms_active()
     if further:
         raise PartitionError(
