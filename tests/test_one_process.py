@@ -47,7 +47,8 @@ def one_case(name, kind, pair, **transport):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_random_movement(name):
     i = list(BUILDERS).index(name)
-    assert not any(one_case(name, KINDS[i % 3], list(PAIRS)[i % 9]))
+    # Boxes that share a message have gaps between them, so some would never settle; no chain here is longer than this.
+    assert not any(one_case(name, KINDS[i % 3], list(PAIRS)[i % 9], rounds=8))
 
 
 ALL = ("all_reduce", "all_gather", "reduce_scatter")
