@@ -429,7 +429,7 @@ def test_transformer():
         return params, forward
 
     def train(params, loss):
-        curve, optimizer = [], torch.optim.SGD(params, 0.02, momentum=0.9)
+        curve, optimizer = [], torch.optim.SGD(params, 5e-4, momentum=0.9)
         for _ in range(20):
             optimizer.zero_grad()
             value = loss()
