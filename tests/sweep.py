@@ -586,6 +586,122 @@ def _check_bias(s):
     return Call(L, run, lambda x: 2 * x, [randn(s.k + 1)], [L])
 
 
+# ---- attention
+
+
+def tokens(s, *sizes):
+    """The layout of (batch, heads, seq, features): the setting's of the first three dims."""
+    L = s.lay(*sizes[:3])
+    if s.name == "scalar":
+        return L
+    P = dd.Partition((*L.partition.shape, 1), L.partition.ranks)
+    return dd.Layout(P, (*L.shape, sizes[3]), (*(L.splits or (None,) * 3), None))
+
+
+def attend(q, k, v, keep=None):
+    """Attention as in books: torch's own has no forward mode."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    return (scores if keep is None else scores.masked_fill(~keep, -torch.inf)).softmax(-1).to(v.dtype) @ v
+
+
+def _attention(heads=None, **options):
+    def build(s):
+        L = tokens(s, 2, "c", 7, 3)
+        if s.name == "scalar":
+            return Call(L, lambda *x: F.dist_attention(*x, L), None, [randn(seed=i) for i in range(3)], [L] * 3)
+        K = L if heads is None else L.with_shape((L.shape[0], heads, *L.shape[2:]))
+        more = {} if K is L or s.bare else {"kv_shape": K}
+        n = L.shape[2]
+        keep = torch.ones(n, n, dtype=torch.bool).tril() if "causal" in options else None
+        return Call(
+            L,
+            lambda q, k, v: F.dist_attention(q, k, v, s.given(L), **options, **more),
+            lambda q, k, v: attend(q, k, v, keep),
+            [randn(*M.shape, seed=i) for i, M in enumerate((L, K, K))],
+            [L, K, K],
+        )
+
+    return build
+
+
+builder("dist_attention")(_attention(causal=True))
+builder("dist_attention/one head of keys")(_attention(1))
+builder("dist_attention/ring")(_attention(causal=True, method="ring"))
+builder("dist_attention/heads")(_attention(method="heads"))
+
+
+@builder("attention_needs")
+def _attention_needs(s):
+    """Causal needs: sums of all rows so far."""
+    L = tokens(s, 2, "c", 7, 3)
+
+    def call(x):
+        spec = F.attention_needs(L, L, causal=True)
+        y = F.halo_exchange(x, spec)
+        return y.cumsum(2)[:, :, y.shape[2] - x.shape[2] :] if L.active else F.nothing(L.local_shape(), y)
+
+    return Call(L, call, lambda x: x.cumsum(2), [randn(*L.shape, seed=1)], [L])
+
+
+def neighbours(n, k, d, causal):
+    """NATTEN's rule, query by query: the keys of each."""
+    found = []
+    for i in range(n):
+        mine = list(range(i % d, n, d))  # the dim that the query is of
+        p = mine.index(i)
+        found.append(
+            mine[max(p - k + 1, 0) : p + 1] if causal else mine[(s := min(max(p - k // 2, 0), len(mine) - k)) : s + k]
+        )
+    return found
+
+
+def attend_near(q, k, v, sizes, dilations, causal):
+    """Neighbourhood attention as full attention of flattened grids with a mask."""
+    space, keep = q.shape[2:-1], torch.ones(1, 1, dtype=torch.bool)
+    for n, *options in zip(space, sizes, dilations, causal):
+        table = torch.zeros(n, n, dtype=torch.bool)
+        for i, keys in enumerate(neighbours(n, *options)):
+            table[i, keys] = True
+        keep = torch.kron(keep.int(), table.int()).bool()
+    flat = (t.flatten(2, -2) for t in (q, k, v))
+    return attend(*flat, keep).unflatten(2, space)
+
+
+@builder("dist_neighborhood_attention")
+def _neighborhood(s):
+    L = tokens(s, 2, "c", 7, 3)
+    k = 1 if s.name == "one" else 3
+    return Call(
+        L,
+        lambda *x: F.dist_neighborhood_attention(*x, s.given(L), k),
+        lambda *x: attend_near(*x, (k,), (1,), (False,)),
+        [randn(*L.shape, seed=i) for i in range(3)],
+        [L] * 3,
+    )
+
+
+@builder("rotary_embedding")
+def _rotary(s):
+    L = tokens(s, 2, "c", 7, 4)
+    if s.name == "scalar":
+        return Call(L, lambda x: F.rotary_embedding(x, torch.zeros(1)), None, [randn()], [L])
+
+    def serial(x):
+        turns = torch.polar(torch.ones(2).double(), 100.0 ** -torch.tensor([0, 0.5]).double())
+        rows = torch.stack([turns**i for i in range(L.shape[2])]) if L.shape[2] else turns[None][:0]
+        a, b = x.double().chunk(2, -1)
+        y = torch.cat([a * rows.real - b * rows.imag, a * rows.imag + b * rows.real], -1)
+        return y.to(x.dtype)
+
+    def call(x):
+        if not L.active:
+            return F.rotary_embedding(F.nothing(L.local_shape(), x), torch.zeros(L.local_shape()[2]), base=100)
+        return F.rotary_embedding(x, F.positions(L, 2), base=100)
+
+    return Call(L, call, serial, [randn(*L.shape, seed=1)], [L])
+
+
 # ---- linear layers, embeddings, experts
 
 
@@ -1392,6 +1508,52 @@ _module(
     lambda c, L: torch.nn.Embedding(L.shape[1], L.shape[2], **_DOUBLE),
     (5, "c", 4),
     lambda L: ((torch.arange(L.shape[0]) * 3 % L.shape[1], along(L, 0)), _without(L, 1, (L.shape[0], L.shape[2]))),
+)
+
+
+class Rows:
+    """The place of (batch, seq, features) of ranks that lie over (batch, seq, heads): one value along heads."""
+
+    def __init__(self, L, features):
+        self.L, self.features = L, features
+
+    def __call__(self, x):
+        return x[self.L.slices()[:2]]
+
+    def local_shape(self):
+        return (0, self.L.sizes(1)[0], self.features)
+
+
+class _Multihead(torch.nn.Module):
+    """torch's own multi-head attention, with a weight for each of q, k and v."""
+
+    def __init__(self, n, heads):
+        super().__init__()
+        self.heads = heads
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            setattr(self, name, torch.nn.Linear(n, n, **_DOUBLE))
+
+    def forward(self, x):
+        x, q, k, v = x.transpose(0, 1), self.q_proj, self.k_proj, self.v_proj
+        y, _ = tf.multi_head_attention_forward(
+            x, x, x, x.shape[-1], self.heads, None, torch.cat([q.bias, k.bias, v.bias]), None, None, False, 0.0,
+            self.out_proj.weight, self.out_proj.bias, use_separate_proj_weight=True,
+            q_proj_weight=q.weight, k_proj_weight=k.weight, v_proj_weight=v.weight,
+        )  # fmt: skip
+        return y.transpose(0, 1)
+
+
+def _rows_of_heads(L):
+    n = 2 * L.shape[2]
+    return (randn(L.shape[0], L.shape[1], n, seed=1), Rows(L, n)), Rows(L, n)
+
+
+_module(
+    "MultiheadAttention",
+    lambda P, c: dd.nn.MultiheadAttention(P, 2 * P.shape[2], P.shape[2], **_DOUBLE),
+    lambda c, L: _Multihead(2 * L.shape[2], L.shape[2]),
+    (2, "c", 12),
+    _rows_of_heads,
 )
 
 

@@ -30,6 +30,7 @@ from .transforms import levels_of as levels_of
 from .transforms import of_older_vmap as of_older_vmap
 from .transforms import of_torch_func as of_torch_func
 from .transforms import randomness as randomness
+from .transforms import recorded_beneath as recorded_beneath
 from .transforms import transform_depth as transform_depth
 from .transforms import transforms_active as transforms_active
 from .transforms import unwrap_if_dead as unwrap_if_dead

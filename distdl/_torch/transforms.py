@@ -89,6 +89,13 @@ def levels_of(tensor) -> dict[int, str]:
     return found
 
 
+def recorded_beneath(tensor) -> bool:
+    """Whether plain autograd, outside of all transforms, records the tensor."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
 _POINTERS: dict[Any, Any] = {_Kind.Vmap: _functorch.CVmapInterpreterPtr, _Kind.Grad: _functorch.CGradInterpreterPtr,
              _Kind.Jvp: _functorch.CJvpInterpreterPtr}  # fmt: skip
 

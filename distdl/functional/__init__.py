@@ -18,6 +18,7 @@ from ..movement.peers import permute, shift
 from ..movement.reorder import block_cyclic, positions, reorder, reorder_layout, zigzag, zigzag_positions
 from ..movement.split_phase import start, wait
 from ..ties import nothing, tie
+from .attention import attention_needs, dist_attention
 from .conv import conv_layout, dist_conv
 from .conv_transpose import conv_transpose_layout, dist_conv_transpose
 from .dropout import dist_dropout, dist_feature_dropout
@@ -48,6 +49,7 @@ from .loss import (
     dist_poisson_nll_loss,
     dist_smooth_l1_loss,
 )
+from .neighborhood import dist_neighborhood_attention
 from .neon import dist_lcn, dist_local_conv, dist_local_conv_transpose
 from .norm import dist_batch_norm, dist_group_norm, dist_instance_norm, dist_layer_norm, dist_rms_norm
 from .pool import (
@@ -71,6 +73,7 @@ from .reshape import (
     pad_layout,
     stack_layout,
 )
+from .rotary import rotary_embedding
 from .scan import associative_scan, dist_cumprod, dist_cumsum, dist_scan
 from .spectral import dist_spectral_conv, spectral_layout
 
@@ -137,6 +140,11 @@ __all__ = [
     "dist_rfftfreq",
     "dist_spectral_conv",
     "spectral_layout",
+    # attention
+    "dist_attention",
+    "attention_needs",
+    "dist_neighborhood_attention",
+    "rotary_embedding",
     # norms
     "dist_batch_norm",
     "dist_group_norm",

@@ -54,6 +54,7 @@ _SERIAL = {
     "dist_local_conv_transpose": _linear,
     "dist_conv": _of_weights("conv"),
     "dist_conv_transpose": _of_weights("conv_transpose"),
+    "dist_attention": lambda ones, n: tf.scaled_dot_product_attention(*[ones(1, 1, 1, 1)] * 3),
     "dist_max_pool": _of_dims("max_pool"),
     "dist_avg_pool": _of_dims("avg_pool"),
     "dist_l2_pool": lambda ones, n: getattr(tf, f"lp_pool{n}d")(ones(*(1,) * (n + 2)), 2, 1),

@@ -10,6 +10,7 @@ from .._arguments import check_functions
 from .._names import only_public
 from ..calls import public
 from ..held import declare
+from .attention import MultiheadAttention
 from .conv import (
     Conv1d,
     Conv2d,
@@ -65,6 +66,7 @@ __all__ = [
     "Layer",
     "Linear",
     "Embedding",
+    "MultiheadAttention",
     "Conv1d",
     "Conv2d",
     "Conv3d",

@@ -31,6 +31,7 @@ def test_maps_are_cached_and_pickle():
     L = dd.Layout(P, (5,))
     A = dd.maps.repartition(L, dd.Partition((n,), range(n - 1, -1, -1)))
     assert dd.maps.repartition(dd.Layout(dd.Partition((n,)), (5,)), dd.Partition((n,), range(n - 1, -1, -1))) is A
+    assert dd.maps.gather(L, 0) is dd.maps.gather(L) is dd.maps.gather(where=L, root=0)  # however it is spelt
     B = pickle.loads(pickle.dumps(A))
     assert B == A and torch.equal(B(L.shard(torch.arange(5.0))), A(L.shard(torch.arange(5.0))))
     assert len(set(dd.testing.gather_objects(A.plan.digest))) == 1

@@ -56,6 +56,7 @@ KNOWN = {
     "schedules": ["pipeline", "pipeline_schedule"],
     "signature": ["agreement", "checking"],
     "spectral": ["fft", "fno"],
+    "sums": ["files", "checkpoint"],  # of checkpoints
     "sync": ["sums"],
     "transform": ["fft"],
     "window": ["conv", "pool"],
@@ -95,7 +96,7 @@ def known(file: str) -> list[str]:
     """The test files that know a module: those named after it, or else those of its folder."""
     stem, folder = Path(file).stem, Path(file).parent.name
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
-    stems = KNOWN.get(stem, [stem])
+    stems = KNOWN.get(stem, [stem]) + (["nn", "convert", "nn_idioms"] if folder == "nn" else [])
     found = [p for p in tests if p.stem[5:] in stems] or [p for p in tests if p.parent.name == folder]
     return [str(p.relative_to(ROOT)) for p in found]
 

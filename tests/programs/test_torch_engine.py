@@ -22,6 +22,7 @@ PLACE = 'int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])'
 HEAD = f"""
 import os, signal, sys, time
 import torch, distdl as dd, distdl.functional as F
+sys.stdout.reconfigure(line_buffering=True, write_through=False)  # whole lines: ranks share a pipe
 rank, size = {PLACE}
 P = dd.Partition((size,))
 def total(ranks=P.ranks):
@@ -222,8 +223,11 @@ def test_ranks_of_multiprocessing(tmp_path):
     """torch.multiprocessing.spawn with a default group: its processes are ranks."""
     (tmp_path / "spawned.py").write_text(
         textwrap.dedent("""
+        import sys
         import torch, torch.distributed as dist, torch.multiprocessing as mp
         import distdl as dd, distdl.functional as F
+
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
         def main(rank, path):
             dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
@@ -232,7 +236,6 @@ def test_ranks_of_multiprocessing(tmp_path):
             dist.destroy_process_group()
 
         if __name__ == "__main__":
-            import sys
             mp.spawn(main, (sys.argv[1],), 2)
         """)
     )

@@ -8,7 +8,6 @@ copies, which reach the memory's speed.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -83,8 +82,12 @@ def _stream(address: int):
 
 @cache
 def available() -> bool:
-    """Whether CuPy, which compiles the kernel, is installed."""
-    return importlib.util.find_spec("cupy") is not None
+    """Whether CuPy, which compiles the kernel, can be loaded."""
+    try:
+        import cupy
+    except ImportError:
+        return False
+    return cupy is not None
 
 
 def small(part) -> bool:

@@ -179,6 +179,16 @@ def test_cat_subset_splits_and_errors():
         F.dist_cat([], P)
 
 
+def test_cat_outside_a_bare_partition():
+    """A rank outside gets no rows, and the columns of all."""
+    P = dd.Partition((max(WORLD.size - 1, 1), 1))
+    X, Y = randn(4, 3), randn(4, 5, seed=1)
+    L, M = dd.Layout(P, X.shape), dd.Layout(P, Y.shape)
+    x, y = (Z.shard(z) if Z.active else z[:0] for Z, z in ((L, X), (M, Y)))
+    found = F.dist_cat([x, y], P, 1)
+    assert torch.equal(found, F.cat_layout([L, M], 1).shard(torch.cat([X, Y], 1)) if L.active else X.new_empty(0, 8))
+
+
 @pytest.mark.parametrize("dim", [0, 2, -1])
 def test_stack(dim):
     X, Y = randn(4, 3), randn(4, 3, seed=1)

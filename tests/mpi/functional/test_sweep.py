@@ -239,8 +239,10 @@ LOSSES = "; ".join(
 RESAMPLED = "; ".join(n for n in BUILDERS if "interpolate" in n or n in ("nn.Upsample", "dist_lcn", "nn.LCN"))
 HALF = "dist_rfftn; dist_spectral_conv; spectral_layout; nn.SpectralConv; nn.FNOBlock"
 ORDERED = "; ".join(n for n in BUILDERS if n.startswith(("dist_max/", "dist_min/", "dist_argmax/", "dist_logsumexp/")))
+ATTENTION = "; ".join(n for n in BUILDERS if n.startswith(("dist_attention", "dist_neighborhood", "nn.Multihead")))
 REFUSED = {
     "complex": {
+        "complex scores have no order": ATTENTION,
         "torch has none of complex numbers": "; ".join((POOLS, NORMS, LOSSES, RESAMPLED)),
         "complex numbers have no order": ORDERED,
         "half a spectrum is of real numbers": HALF,

@@ -81,6 +81,13 @@ def test_hierarchical():
     check(mine, everyone[r], "hierarchical")
 
 
+def test_every_step_is_a_period():
+    n, r = dd.world().size, dd.world().rank
+    own = {"w": torch.full((2,), float(r), dtype=torch.float64)}
+    found = dp.average_due(own, 3, dd.Partition((n,)), {1: None})["w"]
+    assert found.tolist() == [(n - 1) / 2] * 2
+
+
 def test_a_period_of_nothing_is_an_error():
     with pytest.raises(dd.errors.DistdlError, match="periods are numbers of steps"):
         dp.average_due(torch.ones(1), 3, dd.Partition((1,)), {0: None})
