@@ -9,6 +9,7 @@ from . import checkpoint, errors, func, functional, init, maps, nn, parallel, te
 from ._arguments import check_classes, check_functions
 from ._names import only_public
 from .calls import public
+from .index import Index
 from .linear_map import LinearMap, linear_map
 from .movement.halo import HaloSpec
 from .nodes import Topology
@@ -30,6 +31,7 @@ __all__ = [
     "Partition",
     "Layout",
     "HaloSpec",
+    "Index",
     "World",
     "world",
     "Topology",
@@ -55,10 +57,24 @@ __all__ = [
     "testing",
     "viz",
 ]
-public({name: globals()[name] for name in ("Partition", "Layout", "HaloSpec", "World", "Topology")}, alike=False)
+public(
+    {name: globals()[name] for name in ("Partition", "Layout", "HaloSpec", "Index", "World", "Topology")}, alike=False
+)
 check_functions(globals(), ("launch", "linear_map", "remat", "world"))
-check_classes(HaloSpec, Layout, Partition, World)
-_SUBMODULES = ("agree", "autograd", "engine", "held", "movement", "partition", "plan", "signature", "ties", "watching")
+check_classes(HaloSpec, Index, Layout, Partition, World)
+_SUBMODULES = (
+    "agree",
+    "autograd",
+    "engine",
+    "held",
+    "index",
+    "movement",
+    "partition",
+    "plan",
+    "signature",
+    "ties",
+    "watching",
+)
 __getattr__ = only_public(
     __name__, keep=_SUBMODULES, lazy={"data": "programs.data", "interop": "interop", "viz": "viz"}
 )

@@ -20,6 +20,7 @@ import torch
 from . import calls
 from .boxes import is_int
 from .errors import DistdlError, PartitionError, ShapeError
+from .index import Index
 from .linear_map import LinearMap
 from .movement.halo import HaloSpec
 from .partition import Layout, Partition
@@ -141,6 +142,11 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("P", "P_in", "P_out", "P_src", "P_dst"), _PLACE),
     **dict.fromkeys(("L", "layout", "where", "x_layout", "y_layout", "idx_layout", "L_in", "L_out"), _LAYOUT),
     "spec": Kind("a HaloSpec", _is(HaloSpec), PartitionError),
+    "index": Kind("an Index", _is(Index), PartitionError),
+    **dict.fromkeys(("wanted", "rows", "values"), _TENSOR),
+    "known.wanted": _TENSORS,
+    "tail_shape": _SHAPE,
+    "weights": Kind("{dim: a weight for each index}", _mapping(is_int, _is_iterable), PartitionError),
     **dict.fromkeys(("x", "tree"), _TREE),
     **dict.fromkeys(("w", "y", "idx", "logits", "log_probs", "target", "weight", "bias", "pos_weight"), _TENSOR),
     **dict.fromkeys(("q", "k", "positions", "dist_attention.v", "dist_neighborhood_attention.v"), _TENSOR),

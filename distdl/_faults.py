@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import PartitionError, ShapeError
@@ -218,6 +219,32 @@ def another_shape(L: Layout, shape: tuple[int, ...]) -> ShapeError:
     )
 
 
+def weights_of(L: Layout, weights: Any) -> dict[int, list[float]]:
+    """The weights of a layout's dims as numbers, by dim; an error where they are not one for each index."""
+    found: dict[int, list[float]] = {}
+    if not isinstance(weights, Mapping):
+        raise _not_weights(L, type(weights).__name__)
+    for dim, given in weights.items():
+        d = L.partition.dim(dim)
+        try:
+            found[d] = [float(w) for w in given]
+        except (TypeError, ValueError):
+            raise _not_weights(L, f"{type(given).__name__} for dim {dim}") from None
+        if len(found[d]) != L.shape[d] or min(found[d], default=0) < 0 or not sum(found[d]) < math.inf:
+            raise _not_weights(L, f"{len(found[d])} from {min(found[d], default=0)} for dim {dim}")
+    return found
+
+
+def _not_weights(L: Layout, actual: str) -> PartitionError:
+    return PartitionError(
+        "not one weight for each index of a dim",
+        partitions=L,
+        expected=f"{{dim: finite numbers, at least 0}} for dims of {L.shape} indices",
+        actual=actual,
+        next_step="for example {0: [1.0, 2.0, 3.0]} for three rows",
+    )
+
+
 # ---------------------------------------------------------------- maps
 
 
@@ -269,4 +296,15 @@ def not_a_map(other: Any) -> PartitionError:
         partitions=None,
         actual=type(other).__name__,
         next_step="B @ A composes maps; apply one to a tensor by A(x)",
+    )
+
+
+def windows_elsewhere(held: Any, wanted: Any) -> PartitionError:
+    """Windows of other ranks, where those beside the blocks are asked for."""
+    return PartitionError(
+        "these windows have no blocks of their own to lie beside",
+        partitions=(held, wanted),
+        expected=held.partition,
+        actual=wanted.partition,
+        next_step="lay the output over the input's partition, or exchange the windows whole",
     )

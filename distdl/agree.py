@@ -31,7 +31,7 @@ class Proposal:
     """What one rank brings to a call.
 
     ``leaves``: (shape, dtype, device kind) of each tensor; ``tree``: their pytree in words, and one like it, of
-    ``None``.
+    ``None``; ``told``: what else the call's ranks have to hear, which may differ.
     """
 
     op: str
@@ -46,9 +46,10 @@ class Proposal:
     dual: bool
     tree: tuple[str, Any] | None = None
     failure: str | None = None
+    told: Any = None
 
 
-def _proposal(xs, active, places, ndim, tree, arguments) -> Proposal:
+def _proposal(xs, active, places, ndim, tree, arguments, told) -> Proposal:
     failure, leaves, grads, tangents, levels = None, [], [], [], set()
     plain, kinds = not _torch.transforms_active(), dict(_torch.grad_levels())
     for x in xs:
@@ -75,12 +76,13 @@ def _proposal(xs, active, places, ndim, tree, arguments) -> Proposal:
         tuple(size for _, size in _torch.vmap_levels()),
         torch.is_grad_enabled(),
         plain and _torch.forward_mode_active(),
-        None if tree is None else _told(tree, len(xs)),
+        None if tree is None else _in_words(tree, len(xs)),
         failure,
+        told,
     )
 
 
-def _told(tree, n):
+def _in_words(tree, n):
     frame = _torch.unflatten([None] * n, tree)
     try:
         pickle.dumps(frame)
@@ -89,9 +91,9 @@ def _told(tree, n):
     return tree.text, frame
 
 
-def negotiate(xs, P, partitions=(), ndim=None, tree=None, arguments=""):
+def negotiate(xs, P, partitions=(), ndim=None, tree=None, arguments="", told=None):
     """Agree on a call among the ranks of ``P`` (which hold ``xs``, of the pytree ``tree``) and of ``partitions``;
-    ``arguments``: whatever else must be equal, in words.
+    ``arguments``: whatever else must be equal, in words; ``told``: what goes along, of each rank its own.
 
     Returns ``(xs, tree, reports)``: the tensors, connected to the graph where any rank's are, with placeholders where
     this rank holds nothing; the holders' pytree; and the reports by rank (``None`` on a rank that takes no part).
@@ -106,7 +108,7 @@ def negotiate(xs, P, partitions=(), ndim=None, tree=None, arguments=""):
     active = P.index(where.rank) is not None
     if where.rank not in ranks:
         return [x if isinstance(x, torch.Tensor) else torch.empty(0) for x in xs], tree, None
-    mine = _proposal(xs, active, places, ndim, tree, arguments)
+    mine = _proposal(xs, active, places, ndim, tree, arguments, told)
     reports = where.all_gather(mine, ranks, "an operator") if len(ranks) > 1 else {where.rank: mine}
     _compare(reports, P, partitions, where.rank)
     return _join(xs, active, reports, P), tree if active else _tree_of(reports[P.ranks[0]], tree), reports

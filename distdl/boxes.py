@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from itertools import accumulate, product
 from operator import index as as_int
 from typing import Any
 
@@ -27,6 +28,21 @@ def balanced(n: int, p: int) -> tuple[int, ...]:
     """Block sizes of ``n`` over ``p``: ⌊n/p⌋ + [i < n mod p], so the last blocks are empty where n < p."""
     q, r = divmod(n, p)
     return (q + 1,) * r + (q,) * (p - r)
+
+
+def cut_evenly(weights: Sequence[float], p: int) -> tuple[int, ...]:
+    """Sizes of ``p`` blocks of what has these weights, cut where their prefix sums are nearest to k/p of the whole; of
+    weights that are all zero, balanced ones."""
+    sums = [0.0, *accumulate(weights)]
+    if not sums[-1] > 0:
+        return balanced(len(weights), p)
+    cuts = [0]
+    for k in range(1, p):
+        goal = sums[-1] * k / p
+        i = min(bisect_left(sums, goal), len(weights))
+        i -= i > 0 and goal - sums[i - 1] <= sums[i] - goal
+        cuts.append(max(i, cuts[-1]))
+    return tuple(b - a for a, b in zip(cuts, [*cuts[1:], len(weights)]))
 
 
 def joined(runs: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:

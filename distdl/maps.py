@@ -25,6 +25,8 @@ from .movement.peers import keyed
 from .movement.peers import permute_map as permute
 from .movement.peers import shift_map as shift
 from .movement.reorder import reorder_map as reorder
+from .movement.rows import gather_rows_map as gather_rows
+from .movement.rows import scatter_add_rows_map as scatter_add_rows
 
 __all__ = [
     # blocks of a global tensor
@@ -46,6 +48,9 @@ __all__ = [
     # whole tensors from rank to rank
     "shift",
     "permute",
+    # rows by their numbers
+    "gather_rows",
+    "scatter_add_rows",
     # the general forms behind them
     "gathering",
     "keyed",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _faults
 from ._value import Value
-from .boxes import balanced, is_int
+from .boxes import balanced, cut_evenly, is_int
 from .errors import rank_of
 
 if TYPE_CHECKING:
@@ -256,6 +256,20 @@ class Layout(Value):
         object.__setattr__(self, "splits", splits if any(splits) else None)
 
     __hash__ = Value.__hash__
+
+    @classmethod
+    def weighted(cls, partition: Partition, shape: Sequence[int], weights: Mapping[int, Any]) -> Layout:
+        """The layout whose blocks have about equal weight in each dim: for each of ``weights``, {dim: the weight of
+        every index of it}, prefix sums are cut at k/p of the whole. Other dims are balanced. Every rank gives the same.
+
+        Raises:
+            PartitionError: other than one finite weight, at least 0, for each index.
+        """
+        plain = cls(partition, shape)  # type: ignore[arg-type]
+        splits: list[tuple[int, ...] | None] = [None] * plain.ndim
+        for dim, given in _faults.weights_of(plain, weights).items():
+            splits[dim] = cut_evenly(given, plain.partition.shape[dim])
+        return cls(partition, plain.shape, tuple(splits))
 
     def _check_split(self, dim: int, split: Any, n: int) -> tuple[int, ...]:
         if split is None:

@@ -17,12 +17,17 @@ from .autograd import refuse_older_vmap
 from .calls import public
 from .engine import transport
 from .errors import DistdlError
-from .functional import random
 from .ties import is_smooth, nothing, tie
 
 __all__ = ["remat"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 Tensors = Sequence[torch.Tensor]
+
+
+class Regions:
+    """How many functions of :func:`remat` run now, and may be run again: random layers remember what they drew."""
+
+    under_way = 0
 
 
 def _smooth(tree: Any) -> list[torch.Tensor]:
@@ -319,11 +324,11 @@ class _AsAtFirst:
                 )
                 for kind in sorted(self.kinds)
             ]
-            random.Calls.regions += 1
+            Regions.under_way += 1
             try:
                 return self.f(*args)
             finally:
-                random.Calls.regions -= 1
+                Regions.under_way -= 1
         with contextlib.ExitStack() as stack:
             stack.enter_context(
                 torch.random.fork_rng(self.devices, device_type=max(self.kinds - {"cpu"}, default="cuda"))

@@ -7,6 +7,7 @@ worked out in this process, from plans: no message is sent.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from ._arguments import check_functions
 from .calls import public
 from .linear_map import LinearMap
+from .movement.around import Around
 from .movement.halo import HaloSpec, source_of
 from .partition import Layout, Partition
 from .plan import Plan
@@ -26,12 +28,24 @@ def _plan(A: Plan | LinearMap) -> Plan:
     return A if isinstance(A, Plan) else A.plan
 
 
+def _plans(A: Plan | LinearMap) -> list[Plan]:
+    """All that a movement runs, also where local work stands around it."""
+    step = None if isinstance(A, Plan) else A.steps[0]
+    return [move.plan for move in step.moves] if isinstance(step, Around) else [_plan(A)]
+
+
+def _held(A: Plan | LinearMap) -> list[tuple[int, ...]]:
+    """The shape of what each rank puts in."""
+    step, held = None if isinstance(A, Plan) else A.steps[0], _plan(A).held
+    shape = step.local_shape if isinstance(step, Around) else held.local_shape
+    return [shape(r) for r in held.partition.ranks]
+
+
 def matrix(plan: Plan | LinearMap, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """The dense matrix of a plan or LinearMap, from the images of basis vectors: a row for each wanted element, a
     column for each held one, rank after rank. So ``matrix(A.T)`` equals ``matrix(A).T`` only where the adjoint is
     right."""
-    plan = _plan(plan)
-    shapes = [plan.held.local_shape(r) for r in plan.held.partition.ranks]
+    shapes = _held(plan)
     sizes = [math.prod(shape) for shape in shapes]
     parts = torch.eye(sum(sizes), dtype=dtype).split(sizes, 1)
     basis = [part.reshape(len(part), *shape) for part, shape in zip(parts, shapes)]  # as one batch
@@ -41,8 +55,12 @@ def matrix(plan: Plan | LinearMap, dtype: torch.dtype = torch.float64) -> torch.
 
 def messages(plan: Plan | LinearMap) -> list[tuple[int, int, int]]:
     """(source rank, destination rank, elements) of every message; what a rank keeps comes with source = destination."""
-    views = {r: _plan(plan).view(r) for r in _plan(plan).ranks}
-    return sorted((r, m.peer, m.volume) for r, view in views.items() for m in (*view.sends, view.kept) if m)
+    found = Counter[tuple[int, int]]()
+    for one in _plans(plan):
+        for r in one.ranks:
+            view = one.view(r)
+            found.update({(r, m.peer): m.volume for m in (*view.sends, view.kept) if m})
+    return sorted((r, peer, volume) for (r, peer), volume in found.items())
 
 
 def text(what: Drawn) -> str:
@@ -112,7 +130,7 @@ def draw(what: Drawn, ax: Any = None, title: str | None = None) -> Any:
     elif isinstance(what, (Layout, HaloSpec)):
         _draw_boxes(what, ax)
     else:
-        _draw_messages(_plan(what), ax)
+        _draw_messages(what, ax)
     return ax
 
 
@@ -135,10 +153,11 @@ def _draw_boxes(what: Layout | HaloSpec, ax: Any) -> None:
     ax.set(aspect="equal", ylim=ax.get_ylim()[::-1])
 
 
-def _draw_messages(plan: Plan, ax: Any) -> None:
+def _draw_messages(A: Plan | LinearMap, ax: Any) -> None:
     """Holders above, takers below, a line for each message with its number of elements."""
+    plan = _plan(A)
     t = 1 / (len(plan.ranks) + 1)  # where along its line a number stands: there, the lines of all holders lie apart
-    for a, b, n in messages(plan):
+    for a, b, n in messages(A):
         ax.annotate("", (b, 0.1), (a, 0.9), arrowprops={"arrowstyle": "->", "color": f"C{a % 10}", "lw": 1.5})
         ax.text(
             a + t * (b - a),
@@ -160,16 +179,15 @@ def _draw_messages(plan: Plan, ax: Any) -> None:
 def spy(plan: Plan | LinearMap, ax: Any = None, title: str | None = None) -> Any:
     """The dense matrix of a plan or LinearMap as an image; lines separate the ranks. Without matplotlib it is
     printed."""
-    plan, ax = _plan(plan), _axes(ax, title)
-    dense = matrix(plan)
+    dense, ax = matrix(plan), _axes(ax, title)
     if ax is None:
         print("\n".join(" ".join(f"{v:g}" if v else "." for v in row) for row in dense.tolist()))
         return None
     ax.imshow(dense.numpy(), cmap="gray_r", interpolation="nearest", vmin=0)
-    for side, line in ((plan.held, ax.axvline), (plan.wanted, ax.axhline)):
+    for shapes, line in ((_held(plan), ax.axvline), (_held(plan.T), ax.axhline)):
         ends = 0
-        for r in side.partition.ranks[:-1]:
-            ends += math.prod(side.local_shape(r))
+        for shape in shapes[:-1]:
+            ends += math.prod(shape)
             line(ends - 0.5, color="C3", lw=1)
     ax.set(xlabel="held", ylabel="wanted", xticks=[], yticks=[])
     return ax

@@ -801,13 +801,15 @@ def _windows(spec, need):
         at = coords(out.partition, r)
         if at is None:
             return None
-        ranges = []
+        ranges, blocks = [], []
         for d, c in enumerate(at):
             n, p = out.shape[d], out.partition.shape[d]
             sizes = out.splits[d] if out.splits and out.splits[d] else [len(b) for b in np.array_split(np.arange(n), p)]
             a, b = sum(sizes[:c]), sum(sizes[: c + 1])
             ranges.append(need(d, a, b) if a < b else (0, 0))
-        return window(X, ranges, spec.boundary)
+            blocks.append((a, b))
+        whole = window(X, ranges, spec.boundary)
+        return whole if spec.corners else whole * _cross(ranges, blocks, L.shape, spec.boundary)
 
     return dict(
         map=dd.maps.halo_exchange(spec),
@@ -818,10 +820,25 @@ def _windows(spec, need):
     )
 
 
-def _halo(P, shape, left, right, boundary, splits=None):
+def _cross(ranges, blocks, shape, boundaries):
+    """One where a place of the window lies beside the block in one dim at most."""
+    beside = torch.zeros((), dtype=torch.int64)
+    for (lo, hi), (a, b), n, boundary in zip(ranges, blocks, shape, boundaries):
+        if boundary == "none":
+            lo, hi = max(lo, 0), min(hi, n)
+        i = torch.arange(lo, max(hi, lo))
+        beside = beside.unsqueeze(-1) + ((i < a) | (i >= b))
+    return beside <= 1
+
+
+def _halo(P, shape, left, right, boundary, splits=None, corners=True):
     lefts, rights = ((w,) * len(shape) if isinstance(w, int) else w for w in (left, right))
-    spec = dd.HaloSpec(dd.Layout(P, shape, splits), left, right, boundary=boundary)
+    spec = dd.HaloSpec(dd.Layout(P, shape, splits), left, right, boundary=boundary, corners=corners)
     return _windows(spec, lambda d, a, b: (a - lefts[d], b + rights[d]))
+
+
+def _star(*args):
+    return _halo(*args, corners=False)
 
 
 def _others(L, out, need=lambda d, a, b: (a - 1, b + 2), boundary="zeros"):
@@ -832,7 +849,7 @@ def _add_halo(name, needs, build, of=_halo):
     def make(n):
         return of(*build(n))
 
-    make.__name__ = f"halo_{name}"
+    make.__name__ = f"{'star_' if of is _star else ''}halo_{name}"
     case(needs)(make)
 
 
@@ -886,3 +903,98 @@ for _name, _needs, _build in [  # windows of other ranks
     ("no_outputs", 1, lambda n: (dd.Layout(_part((n,)), (5,)), dd.Layout(_part((n,), range(n - 1, -1, -1)), (0,)))),
 ]:  # fmt: skip
     _add_halo(_name, _needs, _build, _others)
+
+
+for _name, _needs, _build in [
+    ("zeros", 1, lambda n: (_part(grid(n)), (7, 5), 1, 1, "zeros")),
+    ("clipped", 1, lambda n: (_part(grid(n)), (7, 5), (2, 1), (0, 1), "none")),
+    ("circular", 1, lambda n: (_part(grid(n)[::-1]), (5, 4), (1, 2), (2, 0), "circular")),
+    ("reflect", 1, lambda n: (_part(grid(n)), (6, 5), 2, (1, 3), "reflect")),
+    ("replicate", 1, lambda n: (_part(grid(n), range(n - 1, -1, -1)), (5, 5), (1, 3), 2, "replicate")),
+    ("wider_than_blocks", 1, lambda n: (_part((n, 1)), (n + 1, 3), 2, 3, ("zeros", "circular"))),
+    ("empty_blocks", 2, lambda n: (_part((1, n)), (3, n - 1), 1, 1, "zeros")),
+    ("splits", 2, lambda n: (_part((n, 1)), (n + 3, 2), 2, 1, ("reflect", "replicate"),
+                             ((4, *(0,) * (n - 2), n - 1), None))),
+    ("of_one_dim", 1, lambda n: (_part((n,)), (2 * n,), 1, 2, "circular")),
+    ("mixed_3d", 1, lambda n: (_part((1, *grid(n))), (2, 5, 4), (1, 1, 2), (0, 2, 1), ("none", "reflect", "circular"))),
+    ("subset", 3, lambda n: (_part((1, 2), (2, 0)), (3, 5), (1, 2), (0, 1), "replicate")),
+    ("no_ghosts", 1, lambda n: (_part(grid(n)), (5, 5), 0, 0, "zeros")),
+]:  # fmt: skip
+    _add_halo(_name, _needs, _build, _star)
+
+
+# ---- gather_rows, scatter_add_rows
+
+
+def _wants(L, r):
+    """Row numbers that depend on the rank, none on the second one: repeated, in no order, from everywhere."""
+    n = L.shape[0] if L.ndim else 0
+    k = (0 if r == 1 else 3 + 4 * r) if n else 0
+    return torch.as_tensor(np.random.default_rng([r, 9]).integers(0, max(n, 1), k))
+
+
+def _gather_rows(L, tail=()):
+    P, wanted = L.partition, [_wants(L, r) for r in L.partition.ranks]
+    index = dd.Index.known(L, wanted)
+
+    def get(X, r):
+        if r not in P.ranks:
+            return None
+        column = cut(X, P, coords(P, r), L.splits, range(1, L.ndim))
+        return column[wanted[P.ranks.index(r)]]
+
+    local = tuple(tail) if L.ndim == 1 else L.local_shape()[1:]
+    return dict(
+        map=dd.maps.gather_rows(index, local),
+        shape=(*L.shape, *tail),
+        put=lambda X, r: cut(X, P, coords(P, r), L.splits),
+        get=get,
+        calls={"bare": lambda x: F.gather_rows(x, index)},
+    )
+
+
+def _scatter_add_rows(L, tail=()):
+    P, wanted = L.partition, [_wants(L, r) for r in L.partition.ranks]
+    index, ends = dd.Index.known(L, wanted), np.cumsum([0, *map(len, wanted)])
+
+    def put(X, r):
+        i = P.ranks.index(r) if r in P.ranks else None
+        return None if i is None else X[ends[i] : ends[i + 1]]
+
+    def get(Y, r):
+        total = Y.new_zeros(*L.shape, *tail).index_add(0, torch.cat(wanted), Y)
+        return cut(total, P, coords(P, r), L.splits)
+
+    return dict(
+        map=dd.maps.scatter_add_rows(index, tail),
+        shape=(int(ends[-1]), *tail),
+        put=put,
+        get=get,
+        calls={"bare": lambda y: F.scatter_add_rows(y, index)},
+    )
+
+
+def _add_rows(name, needs, build):
+    def gather(n):
+        return _gather_rows(*build(n))
+
+    def scatter(n):
+        return _scatter_add_rows(*build(n))
+
+    gather.__name__, scatter.__name__ = f"gather_rows_{name}", f"scatter_add_rows_{name}"
+    case(needs)(gather)
+    if "grid" not in name:
+        case(needs)(scatter)
+
+
+for _name, _needs, _build in [
+    ("line", 1, lambda n: (dd.Layout(_part((n,)), (5 * n + 2,)), (3,))),
+    ("of_numbers", 1, lambda n: (dd.Layout(_part((n,), range(n - 1, -1, -1)), (7,)),)),
+    ("empty_blocks", 2, lambda n: (dd.Layout(_part((n,)), (n + 3,), ((0,) * (n - 1) + (n + 3,),)), (2, 2))),
+    ("no_elements", 1, lambda n: (dd.Layout(_part((n,)), (0,)), (2,))),
+    ("subset", 3, lambda n: (dd.Layout(_part((2,), (2, 0)), (9,)), (2,))),
+    ("one_rank", 1, lambda n: (dd.Layout(_part((1,), (n - 1,)), (4,)), (2,))),
+    ("grid", 1, lambda n: (dd.Layout(_part(grid(n)), (7, 5)),)),
+    ("grid_uneven", 4, lambda n: (dd.Layout(_part((2, 2), (3, 0, 2, 1)), (6, 5), ((5, 1), (4, 1))),)),
+]:
+    _add_rows(_name, _needs, _build)

@@ -246,6 +246,26 @@ def alone(L):
     return dd.Layout(dd.Partition((1,) * L.ndim, (dd.world().rank,)), L.shape)
 
 
+@builder("dist_spmv")
+def _spmv(s):
+    L_out = s.lay(6)
+    L = L_out if L_out.ndim else dd.Layout(dd.Partition((1,)), (1,))  # without dims L_out is refused
+    A = randn(*L.shape, *L.shape, seed=1)
+    places = {r: (A[slice(*L.box(r)[0])] > 0).nonzero() for r in L.partition.ranks}
+    rows, columns = places.get(dd.world().rank, torch.zeros(0, 2, dtype=torch.int64)).unbind(1)
+    index = dd.Index.known(L, [places[r][:, 1] for r in L.partition.ranks])
+    call = Call(
+        L,
+        lambda x, values: F.dist_spmv(x, index, rows, values, L_out),
+        lambda x, V: (torch.where(A > 0, V, 0) * x).sum(1),
+        [randn(*L.shape, seed=2), randn(*A.shape, seed=3)],
+        [L, lambda V: V[L.slices()[0]][rows, columns]],
+        lambda: L,
+    )
+    call.known = False  # a rank outside has not heard of x's other dims
+    return call
+
+
 # ---- movements
 
 
@@ -312,6 +332,11 @@ def _all_sum(s, factory, call, same):
 def _halo(s):
     L = s.lay(5, "c", 4)
     return registry._halo(L.partition, L.shape, 1, 1, "replicate" if s.name == "one" else "circular", L.splits)
+
+
+def _star(s):
+    L = s.lay(5, "c", 4)
+    return registry._star(L.partition, L.shape, 1, 1, "replicate" if s.name == "one" else "circular", L.splits)
 
 
 def _windows_elsewhere(s):
@@ -442,6 +467,9 @@ for _name, _order in (("zigzag", "zigzag"), ("block_cyclic", 2)):
     )
 movement(_permute, "permute", "permute", scalar=True)
 movement(_halo, "halo_exchange", "halo_exchange", scalar=True)
+movement(_star, "halo_exchange/star", "halo_exchange/star", scalar=True)
+movement(lambda s: registry._gather_rows(s.lay(5, "c", 3)), "gather_rows", "gather_rows")
+movement(lambda s: registry._scatter_add_rows(s.lay(5), (3,)), "scatter_add_rows", "scatter_add_rows")
 movement(_windows_elsewhere, "halo_exchange/elsewhere", "halo_exchange/elsewhere", scalar=True)
 movement(_strips, "", "halo_strips", scalar=True)
 movement(_gathering_rows, "", "gathering", scalar=True)

@@ -230,3 +230,53 @@ def test_dims_are_named_once():
     for dims in ((0, 0), (1, -1)):
         with pytest.raises(dd.errors.PartitionError, match="named twice"):
             P.dims(dims)
+
+
+# ---------------------------------------------------------------- weights
+
+
+def loads(L, weights, dim=0):
+    return [sum(weights[a:b]) for a, b in L.blocks(dim)]
+
+
+def test_weighted_balances_a_ramp():
+    """Weights 1 .. 64 over 4: no rank has more than a tenth above the mean (balanced blocks: 1.74 of it)."""
+    ramp = list(range(1, 65))
+    L = dd.Layout.weighted(dd.Partition((4, 1)), (64, 3), {0: ramp})
+    found = loads(L, ramp)
+    assert max(found) <= 1.1 * sum(ramp) / 4 and L.shape == (64, 3) and sum(L.sizes(0)) == 64
+    assert max(loads(dd.Layout(dd.Partition((4, 1)), (64, 3)), ramp)) > 1.7 * sum(ramp) / 4
+    assert dd.Layout.weighted(dd.Partition((4, 1)), (64, 3), {-2: torch.tensor(ramp)}) == L
+
+
+def test_weighted_cuts_where_sums_are_nearest():
+    P = dd.Partition((3, 2))
+    L = dd.Layout.weighted(P, (6, 4), {0: [1] * 6, 1: [5, 1, 1, 3]})
+    assert L.sizes(0) == (2, 2, 2) and L.sizes(1) == (1, 3)
+    assert dd.Layout.weighted(P, (6, 4), {}) == dd.Layout(P, (6, 4))
+    assert dd.Layout.weighted(P, (6, 4), {0: [0] * 6}) == dd.Layout(P, (6, 4))
+    assert dd.Layout.weighted(P, (6, 4), {0: [0, 0, 0, 0, 0, 9]}).sizes(0) == (5, 1, 0)
+    assert dd.Layout.weighted(P, (0, 4), {0: []}).sizes(0) == (0, 0, 0)
+    for seed in range(50):
+        draw = torch.Generator().manual_seed(seed)
+        w = (torch.rand(40, generator=draw, dtype=torch.float64) ** 3).tolist()
+        found = loads(dd.Layout.weighted(dd.Partition((5,)), (40,), {0: w}), w)
+        assert max(found) <= sum(w) / 5 + max(w)  # each end is off by half a weight at most
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({0: [1, 2]}, "2 from 1.0 for dim 0"),
+        ({0: [1, 1, -1]}, "3 from -1.0"),
+        ({0: [1, 1, float("inf")]}, "3 from 1.0"),
+        ({0: [1, 1, float("nan")]}, "one weight for each index"),
+        ({0: 3}, "int for dim 0"),
+        ([1, 1, 1], "got list"),
+        ({2: [1]}, "no dim 2"),
+    ],
+)
+def test_wrong_weights(weights, words):
+    with pytest.raises(dd.errors.PartitionError, match=words) as found:
+        dd.Layout.weighted(dd.Partition((3,)), (3,), weights)
+    assert "Layout.weighted" in str(found.value) and "next step" in str(found.value)

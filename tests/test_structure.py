@@ -87,15 +87,16 @@ ORDER = [set(line.split()) for line in """
     pair
     linear_map
     agree held
+    index
     movement
     _arguments
-    maps
+    maps remat
     functional
     init
     func testing
     nn
     timeline_page
-    viz checkpoint remat interop timeline
+    viz checkpoint interop timeline
     parallel
     programs
     __init__

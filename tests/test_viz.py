@@ -94,3 +94,16 @@ def test_without_matplotlib(monkeypatch, capsys):
         viz.draw(ROWS) is None and viz.spy(dd.HaloSpec(dd.Partition((1,)), (2,), 1, boundary="circular").plan()) is None
     )
     assert capsys.readouterr().out == "0 0\n0 0\n1 1\n2 2\n. 1\n1 .\n. 1\n1 .\n"
+
+
+def test_maps_with_local_work_around_their_plans():
+    """Rows by their numbers, and halos without corners: the matrix is the whole map's, messages all plans'."""
+    L = dd.Layout(dd.Partition((2,)), (5,))
+    index = dd.Index.known(L, [torch.tensor([4, 4, 0]), torch.tensor([1])])
+    A = dd.maps.gather_rows(index)
+    assert viz.matrix(A).tolist() == [[0, 0, 0, 0, 1], [0, 0, 0, 0, 1], [1, 0, 0, 0, 0], [0, 1, 0, 0, 0]]
+    assert torch.equal(viz.matrix(A.T), viz.matrix(A).T)
+    assert viz.messages(A) == [(0, 0, 1), (0, 1, 1), (1, 0, 1)]
+    star = dd.maps.halo_exchange(dd.HaloSpec(dd.Layout(dd.Partition((2, 2)), (4, 4)), 1, corners=False))
+    assert torch.equal(viz.matrix(star.T), viz.matrix(star).T) and int(viz.matrix(star).sum()) == 4 * 8
+    assert {(a, b) for a, b, _ in viz.messages(star) if a != b} == {(a, a ^ k) for a in range(4) for k in (1, 2)}

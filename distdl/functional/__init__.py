@@ -16,6 +16,7 @@ from ..movement.gathers import all_gather, reduce_scatter
 from ..movement.halo import halo_exchange
 from ..movement.peers import permute, shift
 from ..movement.reorder import block_cyclic, positions, reorder, reorder_layout, zigzag, zigzag_positions
+from ..movement.rows import gather_rows, scatter_add_rows
 from ..movement.split_phase import start, wait
 from ..ties import nothing, tie
 from .attention import attention_needs, dist_attention
@@ -75,6 +76,7 @@ from .reshape import (
 )
 from .rotary import rotary_embedding
 from .scan import associative_scan, dist_cumprod, dist_cumsum, dist_scan
+from .sparse import dist_spmv
 from .spectral import dist_spectral_conv, spectral_layout
 
 __all__ = [
@@ -101,6 +103,10 @@ __all__ = [
     # movements: whole tensors from rank to rank
     "shift",
     "permute",
+    # movements: rows by their numbers
+    "gather_rows",
+    "scatter_add_rows",
+    "dist_spmv",
     # movements in two phases; dependence without a value
     "start",
     "wait",

@@ -18,7 +18,6 @@ from ..movement.blocks import repartition
 from ..movement.call import move
 from ..movement.halo import HaloSpec
 from ..partition import Layout
-from ..remat import remat
 from ..ties import tie
 from . import attention_kernel as kernels
 from .attention_arguments import all_positions, check_dims, check_layouts, check_mask, enter_all, pattern_of
@@ -97,8 +96,7 @@ def dist_attention(
             sequences of some heads. ("heads", u): that among each u neighbours along seq, a ring among the groups.
             "auto": "gather" or "heads", whichever moves less.
         kernel: "fused": torch's kernels, with first derivatives in reverse mode. "math": derivatives of every order and
-            mode. "auto": math under forward mode, vmap, two levels of gradients, and where blocks are merged (rings);
-            else fused.
+            mode. "auto": math under forward mode and torch.func, and where blocks are merged (rings); else fused.
         shape: the global shape of q; left out with a bare partition, it is negotiated.
         kv_shape: with a Layout or ``shape``: the global shape of k (or its Layout); default: q's, of k's heads where
             these are not split.
@@ -199,6 +197,8 @@ class _Work:
     def merged(self, q, k, v) -> Part:
         """(n, l, m) of all steps. Of several, what came is not kept for backward but moved again; and k and v are
         widened before they go, and narrowed for the way, so that their gradients add up wide."""
+        from ..remat import remat  # it stands above this file
+
         dtype, given = k.dtype, self.given  # a variable of its own: there remat finds tensors
         if self.steps == 1:
             return self._part(q, k, v, given, 0, dtype)

@@ -168,7 +168,8 @@ def takes_fused(kernel: str, steps: int, *tensors: torch.Tensor) -> bool:
         return False
     several, further = steps > 1, _further(*tensors)
     if kernel == "auto":
-        return not several and not further and not (_torch.transforms_active() and _torch.vmap_levels())
+        # A vjp of torch.func may be pulled back in a batch (jacrev): torch's kernels do that one by one, and warn.
+        return not several and not further and not _torch.transforms_active()
     if further:
         raise PartitionError(
             "torch's fused attention has neither forward mode nor second derivatives",

@@ -18,6 +18,7 @@ from .._arguments import checked
 from .._types import Device
 from ..errors import DistdlError, ShapeError
 from ..partition import Layout
+from ..remat import Regions
 
 __all__ = ["fold_in", "normal", "uniform"]
 
@@ -106,7 +107,6 @@ class Calls:
         count: of the calls so far.
     """
 
-    regions = 0  # of distdl's own that may be run again, and are under way
     most = 1 << 14  # calls to remember
 
     def __init__(self):
@@ -134,7 +134,7 @@ class Calls:
             self._known[drawn] = call, True
             return call
         self.count += 1
-        if same or self.regions or _torch.checkpointed():
+        if same or Regions.under_way or _torch.checkpointed():
             self._known[drawn] = (self.count if seen or call == self.count else None), False
             if len(self._known) > self.most:
                 del self._known[next(iter(self._known))]

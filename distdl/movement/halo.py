@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from operator import index as as_int
 from typing import Any
 
+from .. import _faults
 from .._torch import opaque
 from .._types import Place, Size, Tree
 from .._value import Value
@@ -21,6 +22,7 @@ from ..linear_map import LinearMap, movement
 from ..partition import Layout, layout_of
 from ..plan import Axis, Plan, Run, Side
 from .call import by_map, moved, rule
+from .star import Star, has_corners
 
 Need = Callable[[int, int, int], tuple[int, int]]  # (dim, first output, stop) -> the range that they read
 BOUNDARIES = ("none", "zeros", "circular", "reflect", "replicate")
@@ -93,8 +95,7 @@ def per_dim(value: Any, n: int, what: str) -> tuple[Any, ...]:
     Raises:
         PartitionError: another number of them, or a truth value.
     """
-    value = plain(value, what)
-    values = value if isinstance(value, tuple) else (value,) * n
+    values = v if isinstance(v := plain(value, what), tuple) else (v,) * n
     if len(values) != n:
         raise PartitionError(
             f"{what} does not fit",
@@ -115,6 +116,8 @@ class HaloSpec(Value):
             wants nothing there.
         boundary: what lies beyond the edge; one for all dims, or one per dim. ``"none"``: nothing, windows are clipped;
             ``"zeros"``, ``"circular"``, ``"reflect"`` and ``"replicate"`` as in torch.nn.functional.pad.
+        corners: ``False``: a star. Windows keep their shape, but what lies beside the block in two dims or more, the
+            corners of any boundary too, is zero and does not travel: of a grid of d dims 2d messages in place of 3ᵈ-1.
 
     Attributes:
         in_layout: the layout of the input.
@@ -132,6 +135,7 @@ class HaloSpec(Value):
     out_layout: Layout
     windows: tuple[tuple[tuple[int, int], ...], ...]
     boundary: tuple[str, ...]
+    corners: bool = True
 
     __hash__ = Value.__hash__
 
@@ -143,6 +147,7 @@ class HaloSpec(Value):
         right: Size | None = None,
         *,
         boundary: str | Sequence[str] = "none",
+        corners: bool = True,
     ) -> None:
         if isinstance(P, Layout) and shape is not None:  # HaloSpec(layout, left, right): the shape is left out
             if right is not None:
@@ -175,6 +180,7 @@ class HaloSpec(Value):
                 next_step="narrow the tensor itself instead",
             )
         self._set(layout, layout, lambda d, start, stop: (start - lefts[d], stop + rights[d]), boundary)
+        object.__setattr__(self, "corners", has_corners(corners, layout))
 
     def _set(self, in_layout: Layout, out_layout: Layout, need: Need, boundary: str | Sequence[str]) -> None:
         boundary = per_dim(boundary, in_layout.ndim, "boundary")
@@ -339,13 +345,7 @@ class HaloSpec(Value):
 
     def _must_be_beside(self) -> None:
         if not self.beside:
-            raise PartitionError(
-                "these windows have no blocks of their own to lie beside",
-                partitions=(self.in_layout, self.out_layout),
-                expected=self.in_layout.partition,
-                actual=self.out_layout.partition,
-                next_step="lay the output over the input's partition, or exchange the windows whole",
-            )
+            raise _faults.windows_elsewhere(self.in_layout, self.out_layout)
 
     def sides(self, d: int, c: int) -> tuple[int, int, int, int]:
         """(lo, a, b, hi) of coordinate ``c`` of dim ``d``: the window lo..hi, without zeros beyond the edge, of which
@@ -368,7 +368,7 @@ class HaloSpec(Value):
 
         A rank's strip is what lies before its block and what lies after it, side by side. In the dims before it is as
         wide as the block's part of the window, in the dims after as the window: so the strips and the block make up the
-        window, without zeros.
+        window, without zeros. Without corners it is as wide as the block's part in all of them.
         """
         self._must_be_beside()
         sides = [[self.sides(d, c) for c in range(len(windows))] for d, windows in enumerate(self.windows)]
@@ -378,8 +378,9 @@ class HaloSpec(Value):
                 continue
             axes = []
             for d, (n, boundary) in enumerate(zip(self.in_layout.shape, self.boundary)):
+                narrow = d < i or not self.corners
                 ranges = [
-                    [(lo, a), (b, hi)] if d == i else [(a, b)] if d < i else [(lo, hi)] for lo, a, b, hi in sides[d]
+                    [(lo, a), (b, hi)] if d == i else [(a, b)] if narrow else [(lo, hi)] for lo, a, b, hi in sides[d]
                 ]
                 runs = tuple(
                     tuple(
@@ -393,7 +394,8 @@ class HaloSpec(Value):
 
     def __repr__(self) -> str:
         over = "" if self.beside else f" -> {self.out_layout}"
-        return f"HaloSpec({self.in_layout}{over}, windows={self.windows}, boundary={self.boundary})"
+        star = "" if self.corners else ", corners=False"
+        return f"HaloSpec({self.in_layout}{over}, windows={self.windows}, boundary={self.boundary}{star})"
 
 
 @rule
@@ -407,6 +409,8 @@ def halo_exchange_map(spec: HaloSpec) -> LinearMap:
             next_step="dd.HaloSpec(P, shape, widths), or dd.HaloSpec.window(P, shape, kernel)",
         )
     plan = spec.plan()
+    if not spec.corners and spec.strips():
+        return LinearMap((Star("halo_exchange", plan, plan.T, spec=spec),))
     return movement("halo_exchange", plan.held, plan.wanted)
 
 

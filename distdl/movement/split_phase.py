@@ -41,7 +41,7 @@ def start(A: LinearMap | tuple[LinearMap, ...], x: Any) -> _Pending:
             next_step="F.start(dd.maps.repartition(L, M), x)",
         )
     moving, xs, steps = None, [m.operand(one) for m, one in zip(maps, given)], [step for m in maps for step in m.steps]
-    if len(steps) == len(maps) and all(isinstance(step, Move) and not step.is_identity for step in steps):
+    if len(steps) == len(maps) and all(type(step) is Move and not step.is_identity for step in steps):
         moving, xs = dispatch.begin(steps, xs)
     return _Pending(A, xs, moving)
 

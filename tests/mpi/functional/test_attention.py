@@ -435,7 +435,7 @@ def test_transformer():
             value = loss()
             value.backward()
             optimizer.step()
-            curve.append(float(value))
+            curve.append(float(value.detach()))
         return curve
 
     params, forward = network(

@@ -106,6 +106,20 @@ def test_halo_2d_corners():
     assert sorted(sent) == sorted([("send", r ^ 1, 2 * D), ("send", r ^ 2, 3 * D), ("send", r ^ 3, D)] if r < 4 else [])
 
 
+@needs(4)
+def test_star_halo_2d():
+    """2x2: two faces and no corner; around, both faces of a dim go as one message."""
+    n, r = world()
+    L = dd.Layout(dd.Partition((2, 2)), (4, 6))
+    x = x_of(L) if r < 4 else torch.ones(0)
+    for boundary, k in (("zeros", 1), ("circular", 2)):
+        spec = dd.HaloSpec(L, 1, boundary=boundary, corners=False)
+        faces = sorted([("send", r ^ 1, k * 2 * D), ("send", r ^ 2, k * 3 * D)] if r < 4 else [])
+        assert sorted(counted(lambda: F.halo_exchange(x, spec))) == faces
+        A = dd.maps.halo_exchange(spec)
+        assert sorted(counted(lambda: A.T(torch.ones(A.out_shape, dtype=torch.float64)))) == faces
+
+
 def test_collectives():
     n, r = world()
     P, root = dd.Partition((n,)), dd.Partition((1,))

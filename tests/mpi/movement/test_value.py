@@ -51,7 +51,7 @@ def test_adjoint_value(case):
 def test_simulate(case):
     """All ranks in one process give the same."""
     X, plan = integers(case.shape), case.map.plan
-    ys = plan.simulate([case.put(X, r) for r in plan.held.partition.ranks])
+    ys = case.map.simulate([case.put(X, r) for r in plan.held.partition.ranks])
     for r, y in zip(plan.wanted.partition.ranks, ys, strict=True):
         assert torch.equal(y, case.get(X, r))
 
