@@ -331,7 +331,7 @@ class HaloSpec(Value):
         return self.window_box()
 
     def plan(self) -> Plan:
-        """blocks -> windows."""
+        """blocks -> windows; without corners the whole ones, and nothing moves by it: see :meth:`strips`."""
         axes = []
         for d, (dim, n) in enumerate(zip(self.windows, self.in_layout.shape)):
             runs = tuple(_runs(lo, hi, n, self.boundary[d]) for lo, hi in dim)
