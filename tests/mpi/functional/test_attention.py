@@ -468,9 +468,9 @@ WRONG = {
     "documents": (dict(documents=(0, 5, 5, 9)), PartitionError, "larger than the one before"),
     "cover": (dict(documents=(0, 5, 8)), PartitionError, "9 queries and 9 keys"),
     "mask": (dict(mask=torch.ones(9, 8, dtype=torch.bool)), ShapeError, r"\(9, 8\)"),
-    "method": (dict(method="scatter"), PartitionError, "'scatter'"),
+    "method": (dict(method="scatter"), PartitionError, "got scatter"),
     "u": (dict(method=("heads", 7)), PartitionError, "a divisor of"),
-    "kernel": (dict(kernel="flash"), PartitionError, "'flash'"),
+    "kernel": (dict(kernel="flash"), PartitionError, "got flash"),
     "positions": (dict(positions=torch.zeros(17, dtype=torch.int64)), ShapeError, "each of this rank's rows"),
 }
 
