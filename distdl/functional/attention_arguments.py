@@ -57,19 +57,19 @@ def check_dims(P: Place) -> Partition:
             actual=grid.ndim,
             next_step="give the partition one dim for each; 1: not split",
         )
+    if grid.shape[FEATURES] != 1:
+        raise PartitionError(
+            "features are not split",
+            partitions=P,
+            expected="a partition of (batch, heads, seq, 1)",
+            actual=grid.shape,
+            next_step="split heads instead",
+        )
     return grid
 
 
 def check_layouts(L_q: Layout, L_k: Layout, L_v: Layout, pattern: Pattern) -> None:
     (B, H, S, D), (B_k, H_k, S_k, D_k) = L_q.shape, L_k.shape
-    if L_q.partition.shape[FEATURES] != 1:
-        raise PartitionError(
-            "features are not split",
-            partitions=L_q,
-            expected="a partition of (batch, heads, seq, 1)",
-            actual=L_q.partition.shape,
-            next_step="split heads instead",
-        )
     if (B_k, D_k) != (B, D) or L_k.shape[:FEATURES] != L_v.shape[:FEATURES] or L_q.sizes(0) != L_k.sizes(0):
         raise ShapeError(
             "q, k and v do not fit together",

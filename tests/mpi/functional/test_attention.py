@@ -508,9 +508,9 @@ def test_wrong_tensors():
             F.dist_attention(*wrong, L)
     with pytest.raises((ShapeError, AgreementError)):
         F.dist_attention(q, k[:, :3], v[:, :3], L.partition)
-    split = dd.Partition((1, 1, 1, N)) if N > 1 else dd.Partition((1, 1, 1))
+    split = over(L.shape, (1, 1, 1, N)) if N > 1 else dd.Partition((1, 1, 1))
     with pytest.raises(PartitionError, match="features"):
-        F.dist_attention(q, k, v, dd.Layout(split, L.shape) if N > 1 else split)
+        F.dist_attention(*(split.shard(x) if N > 1 else x for x in inputs(L, L, L)), split)
 
 
 def test_patterns_by_hand():
