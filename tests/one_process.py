@@ -141,3 +141,11 @@ def every_rank(n, program, rounds=None, half_sums="float32", **others) -> list:
         _worlds.update(outer)
         forget_maps()
     raise AssertionError(f"the messages still change after {most} rounds")
+
+
+def returned(results):
+    """The results; the first exception among them is raised."""
+    for found in results:
+        if isinstance(found, Exception):
+            raise found
+    return results

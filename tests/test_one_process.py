@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from fuzzing import BUILDERS, KINDS, PAIRS, Spmd, compare, draw, seed_of
-from one_process import Recorded, every_rank
+from one_process import Recorded, every_rank, returned
 from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
@@ -17,14 +17,6 @@ from distdl import ties
 from distdl.engine import transport
 from distdl.errors import AgreementError, DistdlError, PartitionError, ShapeError
 from distdl.movement.gathers import gathered_dims
-
-
-def returned(results):
-    """The results; the first exception among them is raised."""
-    for found in results:
-        if isinstance(found, Exception):
-            raise found
-    return results
 
 
 def rank():

@@ -25,7 +25,7 @@ _SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views
 _ALIGN = 64  # each part of a message starts at such an offset, on both ends
 # Sums of more than two of these are taken in the wider dtype (the sum of two is rounded only once in any case), and so
 # are those that the engine lacks.
-WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
 # torch itself cannot add these: all their sums are taken in another dtype (those of uint64 modulo 2^64, as int64
 # wraps).
 NO_SUMS = {
@@ -39,12 +39,12 @@ NO_SUMS |= {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize == 1 and "x2" not in str(dtype)
 }
-WIDER |= NO_SUMS
+_WIDER |= NO_SUMS
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which many numbers of ``dtype`` are added up beside a movement; truth values are counted."""
-    return torch.int32 if dtype == torch.bool else WIDER.get(dtype, dtype)
+    return torch.int32 if dtype == torch.bool else _WIDER.get(dtype, dtype)
 
 
 @dataclass(eq=False)
@@ -258,7 +258,7 @@ def _stacked(run) -> Part:
 def _widens(view, dtype, kind, transport) -> bool:
     """Whether a sum is taken in the wider dtype."""
     lacking = kind is not None and dtype not in transport.sums
-    return view.adds and dtype in WIDER and (dtype in NO_SUMS or lacking or (piles(view) and transport.wide))
+    return view.adds and dtype in _WIDER and (dtype in NO_SUMS or lacking or (piles(view) and transport.wide))
 
 
 def _collective(plans, leads, dtypes, transport):
@@ -317,7 +317,7 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
     kind, group = _collective(plans, leads, dtypes, transport)
     for leaf, (plan, lead, stride, dtype) in enumerate(zip(plans, leads, strides, dtypes)):
         view = plan.view(rank)
-        work = WIDER.get(dtype, dtype) if _widens(view, dtype, kind, transport) else dtype
+        work = _WIDER.get(dtype, dtype) if _widens(view, dtype, kind, transport) else dtype
         shape = (*lead, *view.out_shape)
         likes.append(_like(shape, work, device))
         fresh = _dense(shape) if kind else _fresh(shape, ((*lead, *view.in_shape), stride), len(lead))

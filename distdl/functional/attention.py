@@ -18,6 +18,7 @@ from ..movement.blocks import repartition
 from ..movement.call import move
 from ..movement.halo import HaloSpec
 from ..partition import Layout
+from ..remat import remat
 from ..ties import tie
 from . import attention_kernel as kernels
 from .attention_arguments import all_positions, check_dims, check_layouts, check_mask, enter_all, pattern_of
@@ -197,8 +198,6 @@ class _Work:
     def merged(self, q, k, v) -> Part:
         """(n, l, m) of all steps. Of several, what came is not kept for backward but moved again; and k and v are
         widened before they go, and narrowed for the way, so that their gradients add up wide."""
-        from ..remat import remat  # it stands above this file
-
         dtype, given = k.dtype, self.given  # a variable of its own: there remat finds tensors
         if self.steps == 1:
             return self._part(q, k, v, given, 0, dtype)

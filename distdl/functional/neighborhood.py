@@ -18,7 +18,7 @@ from ..errors import PartitionError, ShapeError
 from ..movement.halo import HaloSpec, halo_exchange, per_dim
 from ..partition import Layout, partition_of
 from .attention_arguments import enter_three
-from .enter import outside
+from .enter import check_block, outside
 from .numeric import wide
 
 __all__ = ["dist_neighborhood_attention"]
@@ -119,15 +119,8 @@ def dist_neighborhood_attention(
     _check(L, layouts, size, holes)
     if L.partition.index() is None:
         return outside(q, k, v, like=L)
-    for x in (q, k, v):
-        if tuple(x.shape) != L.local_shape():
-            raise ShapeError(
-                "q, k and v are not this rank's blocks",
-                partitions=P,
-                expected=L.local_shape(),
-                actual=[tuple(t.shape) for t in (q, k, v)],
-                next_step="pass blocks of one shape, as the layout has them",
-            )
+    for what, x in (("q", q), ("k", k), ("v", v)):
+        check_block(x, L, what)
     spec = _windows(L, size, holes, flags)
     k, v = halo_exchange((k, v), spec)
     seen = None

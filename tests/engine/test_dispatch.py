@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from one_process import every_rank
+from one_process import every_rank, returned
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,14 +42,6 @@ def block(**others):
     return torch.arange(L.local_shape()[0], dtype=torch.float64, **others) + 10 * dd.world().rank
 
 
-# Messages of two tensors have gaps between their parts, so those never settle: three rounds.
-def returned(results):
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
-
-
 def test_an_engine_hears_of_the_end_only_while_somebody_looks(monkeypatch):
     heard, watcher = Heard(), Watcher()
     A = lambda: dd.maps.repartition(L, M)(block())
@@ -73,6 +65,7 @@ def test_an_engine_hears_of_the_end_only_while_somebody_looks(monkeypatch):
     assert names == [["distdl::repartition (1 peer, 16 B)"], ["distdl::repartition (1 peer, 0 B)"]]
 
 
+# Messages of two tensors have gaps between their parts, so those never settle: three rounds.
 def test_what_is_begun_is_under_way_before_it_is_waited_for(monkeypatch):
     heard, watcher = Heard(), Watcher()
 
