@@ -354,12 +354,11 @@ def _host_transport(comm, name, chosen=None):
     if comm is None:
         if _alone():
             return LocalTransport()
-        started = os.environ.get("DISTDL_RANK", "").split(
-            " ", 3
-        )  # by the process that set it, or by one that it has started
+        # By the process that set it, or by one that it has started.
+        started = os.environ.get("DISTDL_RANK", "").split(" ", 3)
         mine = len(started) < 4 or int(started[0]) == os.getpid()
         child = multiprocessing.parent_process() is not None
-        if child and mine and not _fork and _initialised():
+        if child and (mine or int(started[2]) == 1) and not _fork and _initialised():
             child = False  # it was started to be a rank, as by torch.multiprocessing.spawn
         if not mine and (child or (int(started[2]) > 1 and started[3] == job())):
             return _Child(int(started[1]), int(started[2]))

@@ -219,8 +219,9 @@ def test_children_of_a_rank_are_none(job):
     assert (code, sorted(out.splitlines())) == (0, ["2", "2", "_Child 0"]), err
 
 
-def test_ranks_of_multiprocessing(tmp_path):
-    """torch.multiprocessing.spawn with a default group: its processes are ranks."""
+@pytest.mark.parametrize("before", ["pass", "dd.world()"])
+def test_ranks_of_multiprocessing(before, tmp_path):
+    """torch.multiprocessing.spawn with a default group: its processes are ranks, also of one that has a world."""
     (tmp_path / "spawned.py").write_text(
         textwrap.dedent("""
         import sys
@@ -236,8 +237,9 @@ def test_ranks_of_multiprocessing(tmp_path):
             dist.destroy_process_group()
 
         if __name__ == "__main__":
+            BEFORE
             mp.spawn(main, (sys.argv[1],), 2)
-        """)
+        """).replace("BEFORE", before)
     )
     done = subprocess.run(
         [sys.executable, str(tmp_path / "spawned.py"), str(tmp_path / "store")],
