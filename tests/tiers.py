@@ -90,6 +90,8 @@ RANKS = {
     "precision": LONG,
     "rows": SMALL,
     "shard": LONG,
+    "dense": LAYERS,
+    "solve": LAYERS,
     "sparse": ODD,
     "sums": ODD,
     "topology": LAYERS,
