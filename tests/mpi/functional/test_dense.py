@@ -1,4 +1,4 @@
-"""SUMMA against torch.matmul, and TSQR against torch.linalg.qr: every way to split, derivatives, messages as numbers."""
+"""SUMMA against torch.matmul, and TSQR against torch.linalg.qr: every split, derivatives, messages as numbers."""
 
 import pytest
 import torch
