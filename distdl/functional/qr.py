@@ -75,7 +75,11 @@ def dist_tsqr(a: torch.Tensor, P: Place, *, shape: Sequence[int] | None = None) 
     u, r = torch.linalg.qr(maps.all_gather(stacked, 0)(a if local is None else local[1]))
     sign = torch.where(r.detach().diagonal().real < 0, -1, 1).to(r.dtype)
     u = stacked.shard(u * sign)
-    q = u if local is None else local[0] @ u
+    if local is None:
+        q = u
+    else:
+        with torch.autocast(a.device.type, enabled=False):
+            q = local[0] @ u
     return q.to(dtype), _one_value(r * sign[:, None], p).to(dtype)
 
 

@@ -11,9 +11,8 @@ from .. import _torch
 from .._types import Place
 from ..errors import ShapeError
 from ..functional.enter import outside
-from ..linear_map import linear_map
 from ..partition import Layout, partition_of
-from .implicit import attached
+from .implicit import attached, constant_map, solution
 from .operator import Blocks, Info, Inner, Numbers, check, check_block_of, each, nothing_to_do, quotient, stop
 
 __all__ = ["cg"]
@@ -50,7 +49,7 @@ def cg(
 
     Messages: those of A and one all-reduce of 4 numbers (7 with a preconditioner) a step, and once more for the
     residual at the end. Under vmap as many, of all examples, until the last of them is done. Each derivative solves
-    again, with A alone: the adjoint of the solution is the solution.
+    again, for another right side: the adjoint of the solution is the solution.
 
     The steps are those of Hestenes and Stiefel (1952); ⟨r, r⟩ of the next step is foretold from this step's products,
     ⟨r - αs, r - αs⟩ = ⟨r, r⟩ - 2α⟨r, s⟩ + α²⟨s, s⟩, and taken anew with the step after (Meurant, *Multitasking the
@@ -75,28 +74,15 @@ def cg(
         return iterate(numbers, M, inner, b, guess[0] if guess else None, lead, tol, max_iter, P)
 
     def solved(v: torch.Tensor) -> torch.Tensor:
-        with _torch.unfollowed():
-            return run(v)[0]
-
-    x, *info = _torch.constants(run, (b,) if x0 is None else (b, x0))
-    ranks = inner.grid.ranks
-    S = linear_map(solved, solved, b.shape, b.shape, ranks=ranks, batched=True)
-    constant = linear_map(constantly(numbers), constantly(numbers.adjoint), b.shape, b.shape, ranks=ranks, batched=True)
+        return solution(run(v))
 
     def left(x: torch.Tensor) -> torch.Tensor:
         return b - A(x)
 
+    x, *info = _torch.constants(run, (b,) if x0 is None else (b, x0))
+    S = constant_map(solved, solved, b.shape, inner.grid.ranks)
+    constant = constant_map(numbers, numbers.adjoint, b.shape, inner.grid.ranks)
     return attached(x, left, S, constant, order), Info(*info)
-
-
-def constantly(f: Blocks) -> Blocks:
-    """f, of which nothing is recorded."""
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        with _torch.unfollowed():
-            return f(x)
-
-    return call
 
 
 def check_tolerance(P: Place, tol: float, max_iter: int | None) -> None:

@@ -12,14 +12,14 @@ cotangents of a d before the last cancel, and S of zero is zero at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Sequence
 
 import torch
 
 from .. import _torch
-from ..linear_map import LinearMap
-
-Blocks = Callable[[torch.Tensor], torch.Tensor]
+from ..linear_map import LinearMap, linear_map
+from .operator import Blocks
 
 
 def followed() -> bool:
@@ -43,3 +43,29 @@ def attached(x: torch.Tensor, left: Blocks, S: LinearMap, A: LinearMap, order: i
         v = left(x) if d is None else left(x + d) + A(d)
         d = S(v - v.detach())
     return x + d
+
+
+def constant_map(f: Blocks, adjoint: Blocks, shape: Sequence[int], ranks: Sequence[int]) -> LinearMap:
+    """f, on blocks of this shape, as a map of which nothing inside is recorded."""
+
+    def quiet(f: Blocks) -> Blocks:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            with _torch.unfollowed():
+                return f(x)
+
+        return call
+
+    return linear_map(quiet(f), quiet(adjoint), shape, shape, ranks=ranks, batched=True)
+
+
+def solution(found: Sequence[torch.Tensor]) -> torch.Tensor:
+    """x of (x, steps, relative residual, whether it converged): what a derivative is made of, which has no info."""
+    x, steps, relative, converged = found
+    if not bool(converged.all()):
+        warnings.warn(
+            f"the system of a derivative is solved to a relative residual of {float(relative.max()):.2g} only, after "
+            f"{int(steps.max())} steps: take a larger tol, or more steps",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return x

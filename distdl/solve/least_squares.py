@@ -11,10 +11,10 @@ from .. import _torch
 from .._types import Place
 from ..errors import PartitionError, SolverError
 from ..functional.enter import outside
-from ..linear_map import LinearMap, linear_map
+from ..linear_map import LinearMap
 from ..partition import Layout, partition_of
-from .conjugate import check_tolerance, constantly, iterate
-from .implicit import attached
+from .conjugate import check_tolerance, iterate
+from .implicit import attached, constant_map, solution
 from .operator import Blocks, Info, Inner, Numbers, check, check_block_of, each, nothing_to_do, quotient, stop
 
 __all__ = ["lsqr"]
@@ -69,7 +69,7 @@ def lsqr(
     shape = P_domain.local_shape() if isinstance(P_domain, Layout) else A.in_shape  # type: ignore[attr-defined]
     if not grid.active:  # what it passed is ignored
         b = outside(b, like=P_range)
-    numbers, ranks = Numbers(A, shape, b.shape), inner.grid.ranks
+    numbers = Numbers(A, shape, b.shape)
     lacking = False  # equations: then the normal equations have many solutions
 
     def run(b: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -81,17 +81,16 @@ def lsqr(
         return numbers.adjoint(numbers(x)) + damp**2 * x
 
     def solved(v: torch.Tensor) -> torch.Tensor:
-        with _torch.unfollowed():
-            lead = v.dim() - len(shape)
-            if lacking and not damp and any(bool(n.any()) for n in inner([(v, v)], lead)):
-                raise SolverError(
-                    "the least solution of fewer equations than unknowns has no derivative here",
-                    partitions=P_domain,
-                    expected="as many equations as unknowns, or damp > 0",
-                    actual="damp = 0",
-                    next_step="give a small damp; or solve A Aᴴ z = b by cg, and take x = Aᴴ z",
-                )
-            return iterate(normal, None, inner, v, None, lead, tol, max_iter, P_domain)[0]
+        lead = v.dim() - len(shape)
+        if lacking and not damp and any(bool(n.any()) for n in inner([(v, v)], lead)):
+            raise SolverError(
+                "the least solution of fewer equations than unknowns has no derivative here",
+                partitions=P_domain,
+                expected="as many equations as unknowns, or damp > 0",
+                actual="damp = 0",
+                next_step="give a small damp; or solve A Aᴴ z = b by cg, and take x = Aᴴ z",
+            )
+        return solution(iterate(normal, None, inner, v, None, lead, tol, max_iter, P_domain))
 
     def left(x: torch.Tensor) -> torch.Tensor:
         y, pull = vjp(A, x)[:2]
@@ -99,8 +98,8 @@ def lsqr(
         return pull(b - y)[0] - damp**2 * x
 
     x, *info = _torch.constants(run, (b,))
-    S = linear_map(solved, solved, shape, shape, ranks=ranks, batched=True)
-    constant = linear_map(constantly(normal), constantly(normal), shape, shape, ranks=ranks, batched=True)
+    S = constant_map(solved, solved, shape, inner.grid.ranks)
+    constant = constant_map(normal, normal, shape, inner.grid.ranks)
     return attached(x, left, S, constant, order), Info(*info)
 
 

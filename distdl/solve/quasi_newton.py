@@ -173,7 +173,7 @@ def _descend(
     goal, k = tol**2 * now.square, 0
     while k < steps and now.square > goal:
         p, slope = memory.direction(now.gradient, now.square)
-        first = min(1.0, 1 / math.sqrt(now.square)) if not memory.steps else 1.0
+        first = 1.0 if memory.vectors else min(1.0, 1 / math.sqrt(now.square))
         found = _line_search(f, x, p, now._replace(t=0.0, slope=slope), first)
         if found is None:  # rounding leaves nothing to gain
             break
@@ -186,57 +186,55 @@ def _descend(
 
 
 class _Memory:
-    """Pairs of steps s and changes y of the gradient, and their inner products: with these the recursion runs on
-    coefficients, and asks nobody."""
+    """Pairs of steps s and changes y of the gradient, and inner products of all of them and the gradient g: with these
+    the recursion runs on coefficients, and asks nobody."""
 
     def __init__(self, f: _Function, history: int) -> None:
-        self.f, self.history = f, history
-        self.steps: list[torch.Tensor] = []
-        self.changes: list[torch.Tensor] = []
-        self.products: dict[tuple[int, int], float] = {}  # of vectors by their ids, which live as long as they
+        self.f, self.history, self.made = f, history, 0
+        self.vectors: dict[_Name, torch.Tensor] = {}
+        self.products: dict[tuple[_Name, _Name], float] = {}
 
     def keep(self, s: torch.Tensor, y: torch.Tensor) -> None:
         """One more pair; the oldest goes."""
-        self.steps, self.changes = [*self.steps, s][-self.history :], [*self.changes, y][-self.history :]
-
-    def _of(self, a: torch.Tensor, b: torch.Tensor) -> float:
-        return self.products[min(id(a), id(b)), max(id(a), id(b))]
+        self.made += 1
+        self.vectors |= {("s", self.made): s, ("y", self.made): y}
+        for old in [name for name in self.vectors if 0 < name[1] <= self.made - self.history]:
+            del self.vectors[old]
 
     def direction(self, g: torch.Tensor, square: float) -> tuple[torch.Tensor, float]:
         """(p = -H g, its slope ⟨g, p⟩)."""
-        if not self.steps:
+        k = self.made
+        if ("s", k) not in self.vectors:  # the first step, or all is forgotten
             return -g, -square
-        vectors = [*self.steps, *self.changes, g]
-        alive = {id(v) for v in vectors}
-        self.products = {key: n for key, n in self.products.items() if set(key) <= alive - {id(g)}}
-        new = {}
-        for v in (self.steps[-1], self.changes[-1], g):
-            new.update({(min(id(v), id(w)), max(id(v), id(w))): (v, w) for w in vectors})
-        self.products.update(zip(new, self.f.dots(list(new.values()))))
-        if self._of(self.steps[-1], self.changes[-1]) <= 0:  # rounding: the Wolfe conditions make it positive
-            self.steps, self.changes = [], []
-            return -g, -square
-        m = len(self.steps)
-        q = [0.0] * (2 * m) + [1.0]  # coefficients of the vectors
+        self.vectors[G] = g
+        names, newest = list(self.vectors), (("s", k), ("y", k), G)
+        new = {(a, b): (self.vectors[a], self.vectors[b]) for a in newest for b in names}
+        for (a, b), number in zip(new, self.f.dots(list(new.values()))):
+            self.products[a, b] = self.products[b, a] = number
+        self.products = {pair: number for pair, number in self.products.items() if set(pair) <= set(names)}
+        q = dict.fromkeys(names, 0.0) | {G: 1.0}  # coefficients
 
-        def with_q(v: torch.Tensor) -> float:
-            return sum(c * self._of(v, w) for c, w in zip(q, vectors) if c)
+        def with_q(a: _Name) -> float:
+            return sum(c * self.products[a, b] for b, c in q.items() if c)
 
-        along = [0.0] * m
-        for i in reversed(range(m)):
-            along[i] = with_q(self.steps[i]) / self._of(self.steps[i], self.changes[i])
-            q[m + i] -= along[i]
-        scale = self._of(self.steps[-1], self.changes[-1]) / self._of(self.changes[-1], self.changes[-1])
-        q = [scale * c for c in q]
-        for i in range(m):
-            q[i] += along[i] - with_q(self.changes[i]) / self._of(self.steps[i], self.changes[i])
-        slope = -with_q(g)
-        if not slope < 0:  # rounding
-            self.steps, self.changes = [], []
-            return -g, -square
-        return -torch.stack([c * v for c, v in zip(q, vectors)]).sum(0), slope
+        kept, along = [i for kind, i in names if kind == "s"], {}
+        if min(self.products[("s", i), ("y", i)] for i in kept) > 0:  # the Wolfe conditions make it so
+            for i in reversed(kept):
+                along[i] = with_q(("s", i)) / self.products[("s", i), ("y", i)]
+                q["y", i] -= along[i]
+            scale = self.products[("s", k), ("y", k)] / self.products[("y", k), ("y", k)]
+            q = {name: scale * c for name, c in q.items()}
+            for i in kept:
+                q["s", i] += along[i] - with_q(("y", i)) / self.products[("s", i), ("y", i)]
+            slope = -with_q(G)
+            if slope < 0:
+                return -torch.stack([c * self.vectors[name] for name, c in q.items()]).sum(0), slope
+        self.vectors = {}  # rounding: it begins anew
+        return -g, -square
 
 
+_Name = tuple[str, int]
+G: _Name = ("g", 0)
 DECREASE, CURVATURE, TRIALS = 1e-4, 0.9, 25
 
 

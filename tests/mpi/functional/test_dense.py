@@ -4,6 +4,7 @@ import pytest
 import torch
 from registry import raises_everywhere
 from serial import check_layer, layouts, messages, randn, whole
+from sweep import serial_qr
 from torch.func import grad, jvp, vmap
 
 import distdl as dd
@@ -187,12 +188,6 @@ def test_matmul_refuses():
 
 
 # ---------------------------------------------------------------- QR
-
-
-def serial_qr(a):
-    q, r = torch.linalg.qr(a)
-    sign = torch.where(r.detach().diagonal().real < 0, -1, 1).to(r.dtype)
-    return q * sign, r * sign[:, None]
 
 
 def test_qr():

@@ -250,6 +250,12 @@ def test_one_derivative_is_not_two():
     assert not grad(lambda b: solve(b, c, L, order=0).sum())(b).any()
 
 
+def test_a_derivative_that_does_not_converge_warns():
+    b, c = LINE.shard(randn(n, seed=1)).clone(), LINE.shard(randn(n, seed=2)).clone()
+    with pytest.warns(RuntimeWarning, match="the system of a derivative"):
+        grad(lambda b: F.dist_sum(solve(b, c, LINE, max_iter=3) ** 2, LINE))(b)
+
+
 def test_a_gradient_is_one_more_solve():
     """Reverse mode applies the solver to the cotangent, and to nothing else."""
     b = LINE.shard(randn(n, seed=1)).clone()
