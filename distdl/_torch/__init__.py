@@ -23,6 +23,7 @@ from .transforms import apart as apart
 from .transforms import batch_mask as batch_mask
 from .transforms import batching_levels as batching_levels
 from .transforms import constants as constants
+from .transforms import escaped as escaped
 from .transforms import examples as examples
 from .transforms import forward_mode_active as forward_mode_active
 from .transforms import grad_levels as grad_levels

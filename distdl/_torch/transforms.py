@@ -223,7 +223,7 @@ def apart(depth: int, function, args):
             opened -= 1
             _functorch._grad_decrement_nesting()
     except RuntimeError as error:
-        if "batched == nullptr" in str(error) or "escaped from inside a function being vmapped" in str(error):
+        if escaped(error):
             raise Escaped from error
         raise
     finally:
@@ -267,6 +267,11 @@ def unfollowed():
 def _spread(tensor):
     """The tensor with memory for each element: forward mode refuses an expanded one."""
     return tensor.clone() if 0 in tensor.stride() and tensor.numel() > 1 else tensor
+
+
+def escaped(error: RuntimeError) -> bool:
+    """Whether torch says so of an example of a vmap that is not there any more."""
+    return "batched == nullptr" in str(error) or "escaped from inside a function being vmapped" in str(error)
 
 
 class Escaped(Exception):

@@ -45,7 +45,7 @@ def lanczos(A: Blocks, v0: torch.Tensor, P: Place, k: int) -> tuple[torch.Tensor
     check_block_of(v0, P if grid.active else grid, "v0")
     if grid.index() is None:
         zeros = outside(v0, like=P if isinstance(P, Layout) else None)
-        return zeros.new_zeros(0).real, zeros[None][:0]
+        return wide(zeros).abs().flatten(), zeros[None][:0]
 
     def summed(numbers: torch.Tensor) -> torch.Tensor:
         return invariant_sum(numbers, grid)

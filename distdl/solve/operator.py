@@ -143,7 +143,17 @@ class Numbers:
         for axis in reversed(range(lead)):
             theirs = 0 if axis < self.levels else None
             mapped = vmap(mapped, in_dims=(0, *(theirs,) * len(self.held)))
-        return mapped(x, *self.held)
+        try:
+            return mapped(x, *self.held)
+        except RuntimeError as error:
+            if not _torch.escaped(error):
+                raise
+            raise ShapeError(
+                "A reaches a tensor that is batched by vmap, in a way that is not seen",
+                expected="such tensors in closures (also in lists, dicts and tuples), or in modules",
+                actual="an example of a vmap",
+                next_step="let A be a function that closes over the tensor: lambda x: k * x",
+            ) from error
 
 
 def check(y: Any, shape: Sequence[int], what: str) -> None:

@@ -236,6 +236,28 @@ def test_cg_says_what_went_wrong():
     raises_everywhere(ShapeError, lambda: dd.solve.cg(lambda x: x, b, LINE, tol=-1.0), "no such tolerance")
 
 
+def test_what_A_reaches():
+    """In attributes of an object a gradient finds it, a batch does not, and says so; in modules both."""
+
+    class Diagonal:
+        def __init__(self, c):
+            self.c = c
+
+        def __call__(self, x):
+            return self.c * x
+
+    b, c = LINE.shard(randn(n, seed=1)).clone(), LINE.shard(randn(n, seed=2).exp()).clone()
+    run = lambda A: dd.solve.cg(A, b, LINE, **TIGHT)[0]
+    assert torch.allclose(run(Diagonal(c)), b / c)
+    assert torch.allclose(grad(lambda c: run(Diagonal(c)).sum())(c), -b / c**2)
+    raises_everywhere(ShapeError, lambda: vmap(lambda c: run(Diagonal(c)))(torch.stack([c, c])), "in a way that is not")
+    layer = torch.nn.Module()
+    layer.c = torch.nn.Parameter(c.clone())
+    layer.forward = lambda x: torch.stack([layer.c])[0] * x
+    run(layer).sum().backward()
+    assert torch.allclose(layer.c.grad, -b / c**2)
+
+
 def test_one_derivative_is_not_two():
     """What ``order`` is for."""
     L = dd.Layout(dd.Partition((N,)), (7,))
