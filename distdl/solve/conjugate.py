@@ -158,11 +158,11 @@ def iterate(
         elif last is None and not bool((size > 0).any()):  # of zeros alone the solution is zero
             return torch.zeros_like(b), steps, relative, relative <= tol
         r = b - A(x)
-        u = r if M is None else M(r)
-        rr, _ = inner([(r, r), (r, u)], lead)
+        (rr,) = inner([(r, r)], lead)
         relative = quotient(rr, size, size > 0).sqrt()
         work = (rr > goal) & (steps < limit)
         work = work if last is None else work & (rr < last / 4)
         if not bool(work.any()):
             return torch.where(each(size > 0, x), x, 0), steps, relative, (rr <= goal) | (size == 0)
+        u = r if M is None else M(r)
         p, last = u, rr
