@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from . import checkpoint, errors, func, functional, init, maps, nn, parallel, testing
+from . import checkpoint, errors, func, functional, init, maps, nn, parallel, solve, testing
 from ._arguments import check_classes, check_functions
 from ._names import only_public
 from .calls import public
@@ -42,6 +42,7 @@ __all__ = [
     "linear_map",
     "remat",
     "func",
+    "solve",
     # models and their training
     "nn",
     "init",

@@ -201,6 +201,21 @@ _KINDS: dict[str, Kind] = {
     "expert": Kind("a tensor: the expert of each token", _is(torch.Tensor)),
     **dict.fromkeys(("dist_cat.dim", "dist_stack.dim", "cat_layout.dim", "stack_layout.dim"), _INTEGER),
     "shapes": Kind("a sequence of shapes", _several(_several(_is_count))),
+    "dist_matmul.shapes": Kind(
+        "two shapes, or Layouts", lambda v: _several(lambda s: isinstance(s, Layout) or _SHAPE.fits(s))(v)
+    ),
+    **dict.fromkeys(("dist_matmul.a", "dist_matmul.b", "dist_tsqr.a"), _TENSOR),
+    **dict.fromkeys(("matmul_layout.L_a", "matmul_layout.L_b"), _LAYOUT),
+    "panels": _COUNT,
+    # dd.solve
+    **dict.fromkeys(("cg.A", "lsqr.A", "lanczos.A", "preconditioner", "lbfgs.f", "progress"), _FUNCTION),
+    **dict.fromkeys(("cg.b", "cg.x0", "lsqr.b", "v0"), _TENSOR),
+    **dict.fromkeys(("P_range", "P_domain"), _PLACE),
+    **dict.fromkeys(("cg.order", "lsqr.order"), Kind("an integer, at least 0", _is_count)),
+    **dict.fromkeys(("max_iter", "lanczos.k", "steps", "history"), _COUNT),
+    **dict.fromkeys(("damp",), _NUMBER),
+    "lbfgs.x0": _TREE,
+    "lbfgs.loss": _TEXT,
     **dict.fromkeys(("align_corners", "recompute_scale_factor"), _TRUTH),
     **dict.fromkeys(
         ("keyed.held_P", "keyed.wanted_P", "Layout.partition"), Kind("a Partition", _is(Partition), PartitionError)

@@ -17,6 +17,7 @@ __all__ = [
     "PartitionError",
     "RankError",
     "ShapeError",
+    "SolverError",
     "TransportError",
 ]
 
@@ -130,6 +131,11 @@ class CheckpointError(DistdlError, RuntimeError):
 
 class TransportError(DistdlError, RuntimeError):
     """The transport cannot do what is asked, or a message arrived with another length than planned."""
+
+
+class SolverError(DistdlError, RuntimeError):
+    """An iteration of :mod:`distdl.solve` cannot go on: numbers that are not finite, or an operator that is not what
+    the method asks for; raised on every rank of the call."""
 
 
 class RankError(DistdlError, RuntimeError):

@@ -236,7 +236,7 @@ def _reached(what: str) -> DistdlError:
     )
 
 
-class _Reach:
+class Reach:
     """What functions reach otherwise than by their arguments: the parameters and buffers of modules, and tensors in
     closures. A region takes them as arguments: they have derivatives, and when it runs again they may be gone or
     replaced (functional_call)."""
@@ -346,7 +346,7 @@ def _recomputed(
     """:func:`remat` inside torch.func."""
     leaves, tree = _torch.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    reach = _Reach(f, begin)
+    reach = Reach(f, begin)
     buffers, others = reach.buffers(), reach.others()
     shape: dict[str, Any] = {}  # of the results: their pytree, and which leaves are tensors
 

@@ -89,8 +89,8 @@ def _of_class(cls):
                     yield name, text
 
 
-MODULES = ("", "functional", "maps", "nn", "parallel", "parallel.hooks", "checkpoint", "func", "init", "testing", "viz",
-           "errors", "data")  # fmt: skip
+MODULES = ("", "functional", "maps", "nn", "parallel", "parallel.hooks", "checkpoint", "func", "solve", "init",
+           "testing", "viz", "errors", "data")  # fmt: skip
 
 
 def names() -> dict[str, str]:

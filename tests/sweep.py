@@ -770,6 +770,63 @@ def _linear(x_layout, y_layout, params=lambda w, b: (w, b)):
 builder("dist_linear")(_linear("root", "root"))
 builder("dist_linear/invariant")(_linear("invariant", "invariant"))
 
+# ---- dense linear algebra
+
+
+@builder("dist_matmul", "matmul_layout")
+def _matmul(s):
+    L_a = s.lay(2, 5, 4)
+    if not L_a.ndim:
+        return Call(L_a, lambda a, b: F.dist_matmul(a, b, L_a), None, [randn(), randn()], [L_a, L_a])
+    batch, _, k = L_a.shape
+    L_b = dd.Layout(L_a.partition, (batch, k, 1 if s.name == "one" else 3), (L_a.sizes(0), None, None))
+    shapes = {} if s.bare else {"shapes": (L_a, L_b)}
+    return Call(
+        L_a,
+        lambda a, b: F.dist_matmul(a, b, s.given(L_a), **shapes),
+        torch.matmul,
+        [randn(*L_a.shape, seed=1), randn(*L_b.shape, seed=2)],
+        [L_a, L_b],
+        lambda: F.matmul_layout(L_a, L_b),
+    )
+
+
+class Square:
+    """The place of a matrix with as many rows as columns that every rank has."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __call__(self, r):
+        return r
+
+    def local_shape(self):
+        """Of a rank outside."""
+        return 0, self.n
+
+
+def serial_qr(a):
+    """The QR whose R has a diagonal that is not negative."""
+    q, r = torch.linalg.qr(a)
+    sign = torch.where(r.detach().diagonal().real < 0, -1, 1).to(r.dtype)
+    return q * sign, r * sign[:, None]
+
+
+@builder("dist_tsqr")
+def _tsqr(s):
+    G = s.lay(9, 3)
+    if G.ndim:
+        splits = G.splits[0] if G.splits and G.partition.shape[0] > 1 else None
+        G = dd.Layout(dd.Partition((s.k, 1), s.ranks), G.shape, (splits, None))
+    return Call(
+        G,
+        lambda a: F.dist_tsqr(a, s.given(G)),
+        serial_qr,
+        [randn(*G.shape, seed=1)],
+        [G],
+        lambda: (G, Square(G.shape[1]) if G.ndim else whole),
+    )
+
 
 def _embedding(y_layout, **options):
     def build(s):

@@ -94,6 +94,7 @@ ORDER = [set(line.split()) for line in """
     functional
     init
     func testing
+    solve
     nn
     timeline_page
     viz checkpoint interop timeline

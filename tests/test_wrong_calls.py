@@ -59,6 +59,7 @@ def modules():
         "parallel": (dd.parallel, dd.parallel.__all__),
         "checkpoint": (dd.checkpoint, dd.checkpoint.__all__),
         "func": (dd.func, dd.func.__all__),
+        "solve": (dd.solve, dd.solve.__all__),
         "testing": (dd.testing, dd.testing.__all__),
         "viz": (viz, viz.__all__),
         "interop": (dd.interop, dd.interop.__all__),
@@ -184,6 +185,10 @@ def written(folder):
         "func.jacfwd": (dd.func.jacfwd, (torch.sin, L), {}),
         "func.jacrev": (dd.func.jacrev, (torch.sin, L), {}),
         "func.linear_transpose": (dd.func.linear_transpose, (lambda x: 2 * x, X), {}),
+        "solve.cg": (dd.solve.cg, (lambda x: 2 * x, X, L), {"x0": X, "preconditioner": lambda r: 0.5 * r}),
+        "solve.lsqr": (dd.solve.lsqr, (lambda x: 2 * x, X, L, L), {"damp": 0.1}),
+        "solve.lanczos": (dd.solve.lanczos, (lambda x: 2 * x, X, L, 2), {}),
+        "solve.lbfgs": (dd.solve.lbfgs, (loss, X, L), {"steps": 2, "progress": lambda k, value, size: None}),
         "testing.assert_copies": (dd.testing.assert_copies, (X, P), {}),
         "testing.check_grads": (dd.testing.check_grads, (torch.sin, X), {"order": 1}),
         "testing.check_map": (dd.testing.check_map, (A,), {}),
@@ -214,7 +219,7 @@ def written(folder):
 
 # Not called with arguments that could be wrong, or drawn on a canvas.
 WITHOUT = {"nn.Movement", "checkpoint.Pending", "checkpoint.State", "checkpoint.async_save", "parallel.Task"}
-WITHOUT |= {"parallel.Timeline", "testing.count_messages", "viz.draw", "viz.spy"}
+WITHOUT |= {"solve.Info", "solve.Descent", "parallel.Timeline", "testing.count_messages", "viz.draw", "viz.spy"}
 
 
 @pytest.fixture(autouse=True)

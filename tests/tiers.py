@@ -91,6 +91,8 @@ RANKS = {
     "precision": LONG,
     "rows": SMALL,
     "shard": LONG,
+    "dense": LAYERS,
+    "solve": LAYERS,
     "sparse": ODD,
     "sums": ODD,
     "topology": LAYERS,

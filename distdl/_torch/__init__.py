@@ -22,6 +22,8 @@ from .transforms import Transform as Transform
 from .transforms import apart as apart
 from .transforms import batch_mask as batch_mask
 from .transforms import batching_levels as batching_levels
+from .transforms import constants as constants
+from .transforms import escaped as escaped
 from .transforms import examples as examples
 from .transforms import forward_mode_active as forward_mode_active
 from .transforms import grad_levels as grad_levels
@@ -33,6 +35,7 @@ from .transforms import randomness as randomness
 from .transforms import recorded_beneath as recorded_beneath
 from .transforms import transform_depth as transform_depth
 from .transforms import transforms_active as transforms_active
+from .transforms import unfollowed as unfollowed
 from .transforms import unwrap_if_dead as unwrap_if_dead
 from .transforms import vmap_levels as vmap_levels
 from .trees import Structure as Structure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -222,7 +223,7 @@ def apart(depth: int, function, args):
             opened -= 1
             _functorch._grad_decrement_nesting()
     except RuntimeError as error:
-        if "batched == nullptr" in str(error) or "escaped from inside a function being vmapped" in str(error):
+        if escaped(error):
             raise Escaped from error
         raise
     finally:
@@ -231,9 +232,46 @@ def apart(depth: int, function, args):
         _set_modes(*before)
 
 
+def constants(function, tensors):
+    """``function(*tensors)``, a tuple of tensors, as constants of every transform and of autograd.
+
+    It runs outside of all transforms, on plain tensors whose first axes are those of every vmap that is active, the
+    outermost first (also of tensors that have no batch); so are its results.
+    """
+    if not transforms_active():
+        with unfollowed():
+            return tuple(function(*[unwrap_if_dead(t).detach() for t in tensors]))
+    transform = Transform()
+    size = transform.batch_size
+    if size is None:
+        inner = [transform.unwrap(transform.lift(t)) for t in tensors]
+    else:
+        pairs = [transform.unbatch(t) for t in tensors]
+        inner = [t.expand(size, *t.shape) if d is None else t.movedim(d, 0) for t, d in pairs]
+    with transform.outside():
+        results = constants(function, inner)
+    return tuple(transform.wrap(y) if size is None else transform.batch(y) for y in results)
+
+
+@contextlib.contextmanager
+def unfollowed():
+    """A context in which neither autograd nor forward mode records anything."""
+    before = torch.is_grad_enabled(), _forward_mode_enabled()
+    _set_modes(False, False)
+    try:
+        yield
+    finally:
+        _set_modes(*before)
+
+
 def _spread(tensor):
     """The tensor with memory for each element: forward mode refuses an expanded one."""
     return tensor.clone() if 0 in tensor.stride() and tensor.numel() > 1 else tensor
+
+
+def escaped(error: RuntimeError) -> bool:
+    """Whether torch says so of an example of a vmap that is not there any more."""
+    return "batched == nullptr" in str(error) or "escaped from inside a function being vmapped" in str(error)
 
 
 class Escaped(Exception):

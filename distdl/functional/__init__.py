@@ -50,6 +50,7 @@ from .loss import (
     dist_poisson_nll_loss,
     dist_smooth_l1_loss,
 )
+from .matmul import dist_matmul, matmul_layout
 from .neighborhood import dist_neighborhood_attention
 from .neon import dist_lcn, dist_local_conv, dist_local_conv_transpose
 from .norm import dist_batch_norm, dist_group_norm, dist_instance_norm, dist_layer_norm, dist_rms_norm
@@ -61,6 +62,7 @@ from .pool import (
     dist_max_pool,
     pool_layout,
 )
+from .qr import dist_tsqr
 from .random import fold_in, normal, uniform
 from .reduce import dist_argmax, dist_logsumexp, dist_max, dist_mean, dist_min, dist_norm, dist_sum, dist_var
 from .reshape import (
@@ -119,6 +121,10 @@ __all__ = [
     "expert_parallel",
     "check_bias",
     "replicated",
+    # dense linear algebra
+    "dist_matmul",
+    "matmul_layout",
+    "dist_tsqr",
     # windows: convolution, pooling, interpolation
     "dist_conv",
     "conv_layout",
