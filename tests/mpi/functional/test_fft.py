@@ -361,25 +361,6 @@ def test_resampling_is_exact():
     everywhere([wrong] if max(wrong) > 1e-12 else [])
 
 
-def test_poisson():
-    """-Δu = f on a periodic box, by wave numbers: equal to the direct solve, and smooth functions exactly."""
-    n, L = (8, 6, 10), lay(*GRIDS[-1], shape=(8, 6, 10))
-    M = F.fft_layout(L, None, real=True)
-    axes = [2 * math.pi * torch.arange(m, dtype=torch.float64) / m for m in n]
-    x, y, z = torch.meshgrid(*axes, indexing="ij")
-    u = torch.sin(x) * torch.cos(2 * y) + torch.cos(3 * z)
-    f = 5 * torch.sin(x) * torch.cos(2 * y) + 9 * torch.cos(3 * z)
-    make = (F.dist_fftfreq, F.dist_fftfreq, F.dist_rfftfreq)
-    k = torch.meshgrid(
-        *(g(M, d, m, 1 / m, dtype=torch.float64) for d, (g, m) in enumerate(zip(make, n))), indexing="ij"
-    )
-    square = sum(a * a for a in k)
-    f_k = F.dist_rfftn(L.shard(f), L, None)
-    u_k = torch.where(square == 0, 0, f_k / torch.where(square == 0, 1, square))
-    found = F.dist_irfftn(u_k, M, None, s=n, P_out=L)
-    everywhere([off(found, L.shard(u))] if off(found, L.shard(u)) > 1e-13 else [])
-
-
 # ---------------------------------------------------------------- spectral convolution
 
 

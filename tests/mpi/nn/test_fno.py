@@ -3,6 +3,7 @@ plain torch network in one process."""
 
 import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +146,7 @@ def test_energy_and_enstrophy():
         s = flow.smooth(3)
         before, after = conserved(s), conserved(flow.advance(s, steps))
         errors.append([abs(a / b - 1) for a, b in zip(after, before)])
-    ratios = [a / b for pair in zip(errors, errors[1:]) for a, b in zip(*pair)]
+    ratios = [a / b for pair in pairwise(errors) for a, b in zip(*pair)]
     right = max(errors[0]) < 1e-4 and all(7 < ratio < 9 for ratio in ratios)
     dd.testing.collective_assert(right, f"errors {errors}, ratios {ratios}")
 
