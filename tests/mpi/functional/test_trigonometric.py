@@ -6,6 +6,7 @@ import pytest
 import torch
 from registry import raises_everywhere
 from serial import check_layer, randn
+from waves import matrix, transformed
 
 import distdl as dd
 import distdl.functional as F
@@ -35,41 +36,6 @@ def off(found, wished):
     return float((found - wished).abs().max() / wished.abs().max().clamp(min=1)) if wished.numel() else 0.0
 
 
-def matrix(name, type, n, norm):
-    """A row for each wave number. "ortho" is told by what it is: the cosines or sines of unit length."""
-    if name.startswith("i"):  # the definition of the inverse
-        return torch.linalg.inv(matrix(name[1:], type, n, norm))
-    j, k = torch.arange(n, dtype=torch.float64), torch.arange(n, dtype=torch.float64)[:, None]
-    period = 2 * (n + {"dctn1": -1, "dstn1": 1}.get(f"{name}{type}", 0))
-    if name == "dctn":
-        arg = {1: k * j / (n - 1) if n > 1 else k, 2: k * (2 * j + 1) / (2 * n), 3: (2 * k + 1) * j / (2 * n),
-               4: (2 * k + 1) * (2 * j + 1) / (4 * n)}[type]  # fmt: skip
-        A, once = 2 * torch.cos(math.pi * arg), {1: [0, n - 1], 3: [0]}.get(type, [])
-    else:
-        arg = {1: (k + 1) * (j + 1) / (n + 1), 2: (k + 1) * (2 * j + 1) / (2 * n),
-               3: (2 * k + 1) * (j + 1) / (2 * n), 4: (2 * k + 1) * (2 * j + 1) / (4 * n)}[type]  # fmt: skip
-        A, once = 2 * torch.sin(math.pi * arg), {3: [n - 1]}.get(type, [])
-    if norm != "ortho":
-        A[:, once] /= 2
-        return A / (period if norm == "forward" else 1)
-    if (name, type) == ("dctn", 1):
-        A[:, once] /= math.sqrt(2)
-        A[once] /= math.sqrt(2)
-        return A / math.sqrt(period)
-    by_rows = type == 2
-    return A / A.norm(dim=1 if by_rows else 0, keepdim=True)
-
-
-def serial(name, x, dims, type=2, s=None, norm="backward"):
-    """Dim by dim, by matrices; x is cut, or continued by zeros."""
-    for i, d in enumerate(dims):
-        n = x.shape[d] if s is None or s[i] is None else s[i]
-        m = min(n, x.shape[d])
-        A = matrix(name, type, n, norm)[:, :m].to(x.dtype)
-        x = torch.tensordot(A, x.narrow(d, 0, m), ([1], [d])).movedim(0, d)
-    return x
-
-
 def everywhere(wrong):
     collective_assert(not wrong, "; ".join(map(str, wrong[:4])))
 
@@ -93,7 +59,7 @@ def test_values(name, type):
         for i, dims in enumerate([(0, 1, 2), (2, 0), (-1,)]):
             for j, s in enumerate((None, tuple(shape[d] + (-1) ** (i + j) for j, d in enumerate(dims)))):
                 norm, X = NORMS[(i + j) % 3], Z if i == j else Z.real
-                wished = serial(name, X, dims, type, s, norm)
+                wished = transformed(name, X, dims, type, s, norm)
                 for grid in GRIDS:
                     L = lay(*grid, shape=shape)
                     x = L.shard(X).clone()
@@ -135,7 +101,7 @@ def test_every_derivative(name, type):
     call = getattr(F, f"dist_{name}")
     check_layer(
         lambda x: call(x, L, None, type=type, s=s, norm=norm),
-        lambda x: serial(name, x, (0, 1, 2), type, s, norm),
+        lambda x: transformed(name, x, (0, 1, 2), type, s, norm),
         [randn(*shape)],
         [L],
         M,
@@ -150,7 +116,7 @@ def test_every_derivative(name, type):
 
     z, w = L.shard(Z), M.shard(W)
     g = slope(lambda z: call(z, L, None, type=type, s=s, norm=norm), w)
-    wished = slope(lambda z: serial(name, z, (0, 1, 2), type, s, norm), W)
+    wished = slope(lambda z: transformed(name, z, (0, 1, 2), type, s, norm), W)
     bent, wished_bent = torch.func.jvp(g, (z,), (z,))[1], torch.func.jvp(wished, (Z,), (Z,))[1]
     wrong = [off(g(z), L.shard(wished(Z))), off(bent, L.shard(wished_bent))]
     largest = float(wished(Z).abs().max())
@@ -180,7 +146,7 @@ def test_some_ranks_bare_partitions_and_other_ranks():
     """Ranks outside get tensors without elements; a bare partition is asked once; the result on other ranks."""
     X, ranks, wrong = randn(6, 5), tuple(range(N - 1, 0, -1)) or (0,), []
     P = dd.Partition((len(ranks), 1), ranks)
-    L, wished = dd.Layout(P, X.shape), serial("dctn", X, (0, 1))
+    L, wished = dd.Layout(P, X.shape), transformed("dctn", X, (0, 1))
     x = L.shard(X) if P.active else torch.ones(1, 2, 3, dtype=X.dtype)
     M, to = F.fft_layout(L, None), dd.Layout(dd.Partition((1, 1), (0,)), X.shape)
     for where, more in ((P, {}), (L, {}), (P, {"shape": X.shape})):
