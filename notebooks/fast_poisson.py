@@ -73,7 +73,8 @@ def charges(shape):
     return f
 
 
-def on_ranks(grid, shape, boundary):
-    """The potential of the charges, whole on rank 0."""
+def on_ranks(grid, shape):
+    """The potential of the charges within each boundary, whole on rank 0."""
     L = dd.Layout(dd.Partition(grid), shape)
-    return F.gather(solve(L.shard(charges(shape)), L, boundary), L)
+    f = L.shard(charges(shape))
+    return {boundary: F.gather(solve(f, L, boundary), L) for boundary in BOUNDARIES}
