@@ -52,7 +52,7 @@ def boxes(ax, layout, done):
         ax.bar3d(x0, y0, z0, x1 - x0, y1 - y0, z1 - z0, color=f"C{r}", alpha=0.5, edgecolor="black", linewidth=0.3)
     ax.set(xlim=(0, shape[0]), ylim=(0, shape[1]), zlim=(0, shape[2]))
     ax.set(**{f"{axis}label": f"{'k' if d in done else 'x'}{d}" for d, axis in enumerate("xyz")})
-    ax.set_box_aspect(shape)
+    ax.set_box_aspect(shape, zoom=0.85)
 
 
 def turning(stages, figure, row, done):

@@ -1,13 +1,14 @@
 """Cosine and sine transforms of partitioned tensors, of types 1 to 4, equal to scipy.fft.
 
-They are stages and repartitions of fft.py with another local transform in the place of Fourier's. All eight are one
-sum, y[k] = 2 Σ_j w_j x[j] cos(π (j + a)(k + b) / h), or of the sine: points and wave numbers lie at whole or half
-steps, and w is 1/2 where a point is its own mirror image (Martucci, IEEE Trans. Signal Process. 42 (1994) 1038). That
-is the real part of a Fourier transform of length 2h of x and zeros, between two vectors of phases.
+They are stages and repartitions of fft.py with another local transform in the place of Fourier's. Type 2 of n points is
+Fourier's of the same n real points in another order, and type 3 goes that way back (Makhoul, IEEE Trans. Acoust. Speech
+Signal Process. 28 (1980) 27). Type 1 is that of points and their mirror images, and type 4 that of points and zeros,
+between two turns. Sines are cosines read from the other end, with signs that alternate.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -20,40 +21,87 @@ from .transform import Kind, transformed
 
 __all__ = ["dist_dctn", "dist_dstn", "dist_idctn", "dist_idstn"]
 
-# Of each type a, b and h - n: where points and wave numbers begin, and how much half a period is longer than the dim.
-_COSINES = {1: (0, 0, -1), 2: (0.5, 0, 0), 3: (0, 0.5, 0), 4: (0.5, 0.5, 0)}
-_SINES = {1: (1, 1, 1), 2: (0.5, 1, 0), 3: (1, 0.5, 0), 4: (0.5, 0.5, 0)}
-_BACK = {1: 1, 2: 3, 3: 2, 4: 4}  # the inverse, but for the factor 1/2h
+_BACK = {1: 1, 2: 3, 3: 2, 4: 4}  # the inverse, but for its factor
 _OTHER = {"backward": "forward", "ortho": "ortho", "forward": "backward"}
 
 
-def _phases(mirror, angle, factor: float, own: float):
-    """factor · exp(-i · angle), times ``own`` where a place is its own mirror image."""
-    return torch.polar(factor * own ** mirror.to(torch.float64), -angle)
+# ---------------------------------------------------------------- one dim of real numbers
 
 
-def _line(x, d: int, n: int, sine: bool, type: int, norm: str):
-    """The transform of length ``n`` along dim ``d`` of real x, which is cut or continued by zeros."""
-    a, b, more = (_SINES if sine else _COSINES)[type]
-    h = n + more
-    x = x.narrow(d, 0, min(n, x.shape[d]))
-    j, k = (torch.arange(m, dtype=torch.float64, device=x.device) for m in (x.shape[d], n))
-    first = int(b)  # the first wave number's place in the spectrum
-    ortho = norm == "ortho"
-    factor = {"backward": 2.0, "ortho": (2 / h) ** 0.5, "forward": 1 / h}[norm]
-    before = _phases((j + a) % h == 0, torch.pi / h * j * (b - first), 1.0, 0.5**0.5 if ortho else 0.5)
-    after = _phases((k + b) % h == 0, torch.pi / h * a * (k + b), factor, 0.5**0.5 if ortho else 1.0)
-    after = 1j * after if sine else after
+def _along(v, x, d: int):
+    """A vector over dim ``d`` of x, in x's precision."""
+    dtype = x.dtype.to_complex() if v.is_complex() else x.dtype
+    return v.to(dtype).reshape(-1, *(1,) * (x.dim() - d - 1))
 
-    def along(v):
-        return v.to(x.dtype).reshape(-1, *(1,) * (x.dim() - d - 1))
 
-    if b == first:
-        y = torch.fft.rfft(x * along(before.real), 2 * h, d)
-    else:
-        y = torch.fft.fft(torch.complex(x * along(before.real), x * along(before.imag)), 2 * h, d)
-    y = y.narrow(d, first, n)
-    return y.real * along(after.real) - y.imag * along(after.imag)
+def _turn(first: float, step: float, n: int, x, d: int):
+    """exp(i (first + step · place)) over dim ``d``."""
+    angle = first + step * torch.arange(n, dtype=torch.float64, device=x.device)
+    return _along(torch.polar(torch.ones_like(angle), angle), x, d)
+
+
+def _zeros(x, d: int, n: int):
+    return x.new_zeros((*x.shape[:d], n, *x.shape[d + 1 :]))
+
+
+def _first(x, d: int):
+    """x[0] + (-1)^k x[n-1] + 2 Σ_(0<j<n-1) x[j] cos(π j k / (n-1))."""
+    inner = x.narrow(d, 1, x.shape[d] - 2)
+    return torch.fft.rfft(torch.cat([x, inner.flip(d)], d), dim=d).real
+
+
+def _first_of_sines(x, d: int):
+    """2 Σ_j x[j] sin(π (j+1) (k+1) / (n+1))."""
+    zero = _zeros(x, d, 1)
+    return -torch.fft.rfft(torch.cat([zero, x, zero, -x.flip(d)], d), dim=d).imag.narrow(d, 1, x.shape[d])
+
+
+def _second(x, d: int):
+    """2 Σ_j x[j] cos(π k (2j+1) / 2n)."""
+    n = x.shape[d]
+    even, odd = (x[(slice(None),) * d + (slice(i, None, 2),)] for i in (0, 1))
+    y = torch.fft.rfft(torch.cat([even, odd.flip(d)], d), dim=d)
+    y = y * (2 * _turn(0, -math.pi / (2 * n), n // 2 + 1, x, d))
+    return torch.cat([y.real, -y.imag.narrow(d, 1, (n - 1) // 2).flip(d)], d)  # y[n-k] is the other part of y[k]
+
+
+def _third(x, d: int):
+    """x[0] + 2 Σ_(0<j) x[j] cos(π j (2k+1) / 2n)."""
+    n = x.shape[d]
+    half = n // 2 + 1
+    other = torch.cat([_zeros(x, d, 1), x.narrow(d, n - half + 1, half - 1).flip(d)], d)
+    y = torch.complex(x.narrow(d, 0, half), -other) * _turn(0, math.pi / (2 * n), half, x, d)
+    j = torch.arange(n, device=x.device)
+    order = torch.where(j % 2 == 0, j // 2, n - 1 - j // 2)
+    return torch.fft.irfft(y, n, d, "forward").index_select(d, order)
+
+
+def _fourth(x, d: int):
+    """2 Σ_j x[j] cos(π (2j+1) (2k+1) / 4n)."""
+    n = x.shape[d]
+    y = torch.fft.fft(x * _turn(0, -math.pi / (2 * n), n, x, d), 2 * n, d).narrow(d, 0, n)
+    return (y * (2 * _turn(-math.pi / (4 * n), -math.pi / (2 * n), n, x, d))).real
+
+
+_COSINES = {1: _first, 2: _second, 3: _third, 4: _fourth}
+
+
+def _line(x, d: int, sine: bool, type: int, norm: str):
+    """The transform along dim ``d``, whose size stays."""
+    n = x.shape[d]
+    ends = torch.ones(n, dtype=torch.float64, device=x.device)
+    if sine and type > 1:
+        signs = _along(1 - 2 * (torch.arange(n, device=x.device) % 2), x, d)
+        if type == 2:
+            return _line(x * signs, d, False, type, norm).flip(d)
+        return _line(x.flip(d), d, False, type, norm) * signs
+    period = 2 * (n if type > 1 else n + 1 if sine else n - 1)
+    if norm == "ortho" and not sine and type < 4:  # a point that is its own mirror image
+        ends[[0, n - 1] if type == 1 else [0]] = 0.5**0.5
+    x = x / _along(ends, x, d) if norm == "ortho" and type in (1, 3) else x
+    y = _first_of_sines(x, d) if sine else _COSINES[type](x, d)
+    y = y * _along(ends, y, d) if norm == "ortho" and type in (1, 2) else y
+    return y * {"backward": 1.0, "ortho": period**-0.5, "forward": 1 / period}[norm]
 
 
 def _local(x, t, stage, norm: str, sine: bool, type: int):
@@ -63,8 +111,14 @@ def _local(x, t, stage, norm: str, sine: bool, type: int):
     if x.is_complex():
         return torch.complex(*(_local(part, t, stage, norm, sine, type) for part in (x.real, x.imag)))
     for d in stage.dims:
-        x = _line(x, d, t.sizes[t.dims.index(d)], sine, type, norm)
+        n = t.sizes[t.dims.index(d)]
+        x = x.narrow(d, 0, min(n, x.shape[d]))
+        x = torch.cat([x, _zeros(x, d, n - x.shape[d])], d) if x.shape[d] < n else x
+        x = _line(x, d, sine, type, norm)
     return x
+
+
+# ---------------------------------------------------------------- the transforms
 
 
 def _trigonometric(name: str, sine: bool, inverse: bool, x, P, dims, type, s, norm, P_out, shape):
