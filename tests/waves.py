@@ -31,11 +31,11 @@ def matrix(name, type, n, norm):
 
 
 def transformed(name, x, dims, type=2, s=None, norm="backward"):
-    """Dim by dim, by matrices in x's own dtype; x is cut, or continued by zeros."""
+    """Dim by dim, by matrices in x's own dtype; x is cut, or continued by zeros. As torch.fft, of no memory format."""
     with torch.autocast("cpu", enabled=False):
         for i, d in enumerate(dims):
             n = x.shape[d] if s is None or s[i] is None else s[i]
             m = min(n, x.shape[d])
             A = matrix(name, type, n, norm)[:, :m].to(x.dtype)
             x = torch.tensordot(A, x.narrow(d, 0, m), ([1], [d])).movedim(0, d)
-    return x.contiguous()
+    return x
