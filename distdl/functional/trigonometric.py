@@ -89,19 +89,22 @@ _COSINES = {1: _first, 2: _second, 3: _third, 4: _fourth}
 def _line(x, d: int, sine: bool, type: int, norm: str):
     """The transform along dim ``d``, whose size stays."""
     n = x.shape[d]
-    ends = torch.ones(n, dtype=torch.float64, device=x.device)
     if sine and type > 1:
         signs = _along(1 - 2 * (torch.arange(n, device=x.device) % 2), x, d)
         if type == 2:
             return _line(x * signs, d, False, type, norm).flip(d)
         return _line(x.flip(d), d, False, type, norm) * signs
     period = 2 * (n if type > 1 else n + 1 if sine else n - 1)
-    if norm == "ortho" and not sine and type < 4:  # a point that is its own mirror image
-        ends[[0, n - 1] if type == 1 else [0]] = 0.5**0.5
-    x = x / _along(ends, x, d) if norm == "ortho" and type in (1, 3) else x
-    y = _first_of_sines(x, d) if sine else _COSINES[type](x, d)
-    y = y * _along(ends, y, d) if norm == "ortho" and type in (1, 2) else y
-    return y * {"backward": 1.0, "ortho": period**-0.5, "forward": 1 / period}[norm]
+    factor = {"backward": 1.0, "ortho": period**-0.5, "forward": 1 / period}[norm]
+    if sine:
+        return _first_of_sines(x, d) * factor
+    if norm != "ortho" or type == 4:
+        return _COSINES[type](x, d) * factor
+    ends = torch.ones(n, dtype=torch.float64, device=x.device)  # of what is its own mirror image there is one, not two
+    ends[[0, n - 1] if type == 1 else [0]] = 0.5**0.5
+    ends = _along(ends, x, d)
+    y = _COSINES[type](x if type == 2 else x / ends, d) * factor
+    return y if type == 3 else y * ends
 
 
 def _local(x, t, stage, norm: str, sine: bool, type: int):
