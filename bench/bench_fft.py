@@ -1,5 +1,6 @@
-"""Fourier transforms of real tensors: slabs and pencils against mpi4py-fft, an all-to-all over gloo by hand, and one
-rank alone; what of it the moves take; and a spectral convolution against its uncut transforms."""
+"""Fourier, cosine and sine transforms of real tensors: slabs and pencils against mpi4py-fft, an all-to-all over gloo by
+hand, and one rank alone; what of it the moves take, and that is what F.repartition takes; and a spectral convolution
+against its uncut transforms."""
 
 import torch
 
@@ -14,20 +15,25 @@ from .choose import SIZE, choose
 def transform(shape, grid, dtype=torch.float32):
     """dist_rfftn of all dims."""
     L = dd.Layout(dd.Partition(grid), shape)
-    x = cases.drawn(L.local_shape(), dtype)
-    stages = F.fft_stages(L, None, real=True)
-    before = [torch.zeros(s.result.local_shape(), dtype=dtype.to_complex()) for s in stages]
-    rank, everything = dd.world().rank, torch.randn(shape, dtype=dtype)
+    return against_its_moves("rfftn", L, dtype, True, lambda x: F.dist_rfftn(x, L, None), torch.fft.rfftn)
+
+
+def against_its_moves(op, L, dtype, real, call, serial):
+    """A transform, its moves alone, and the same moves asked of F.repartition."""
+    x, stages = cases.drawn(L.local_shape(), dtype), F.fft_stages(L, None, real=real)
+    kind = dtype.to_complex() if real else dtype
+    before = [torch.zeros(s.result.local_shape(), dtype=kind) for s in stages]
+    moves = [(y, a.result, b) for y, a, b in zip(before, stages, stages[1:])]
+    rank, everything = dd.world().rank, torch.randn(L.shape, dtype=dtype)
     calls = {
-        "distdl": lambda: F.dist_rfftn(x, L, None),
-        "moves": lambda: [s.move(y) for s, y in zip(stages[1:], before)],
-        "share": lambda: torch.fft.rfftn(x),
-        "whole": (lambda: torch.fft.rfftn(everything)) if rank == 0 else lambda: None,
+        "distdl": lambda: call(x),
+        "moves": lambda: [b.move(y) for y, _, b in moves],
+        "repartition": lambda: [F.repartition(y, A, b.layout) for y, A, b in moves],
+        "share": lambda: serial(x),
+        "whole": (lambda: serial(everything)) if rank == 0 else lambda: None,
     }
-    what = f"{cases.size(shape)} over {' x '.join(map(str, grid))}"
-    result = Result(
-        "rfftn", what, SIZE, cases.short(dtype), before[0].nbytes, limit="share", subjects=("distdl", "moves")
-    )
+    what = f"{cases.size(L.shape)} over {' x '.join(map(str, L.partition.shape))}"
+    result = Result(op, what, SIZE, cases.short(dtype), before[0].nbytes, limit="share", subjects=("distdl", "moves"))
     return cases.Case(result, calls, {"x": x, "layout": L})
 
 
@@ -41,6 +47,15 @@ def bench_slab(timed, n, dtype):
 def bench_pencils(timed, n):
     """Two moves, each along a line of the grid."""
     timed(transform((n, n, n), (*cases.grid_of(SIZE, 2), 1)))
+
+
+@choose("n", [64, 128], [256])
+def bench_cosines(timed, n):
+    """Real numbers, so half a spectrum's bytes."""
+    L = dd.Layout(dd.Partition((SIZE, 1, 1)), (n, n, n))
+    alone = dd.Partition((1, 1, 1), (dd.world().rank,))
+    serial = lambda x: F.dist_dctn(x, dd.Layout(alone, x.shape), None)  # noqa: E731
+    timed(against_its_moves("dctn", L, torch.float64, False, lambda x: F.dist_dctn(x, L, None), serial))
 
 
 @choose("n", [1024], [256, 4096])

@@ -307,16 +307,19 @@ def pylops(case):
     return lambda: torch.from_numpy(operator.matvec(array).local_array)
 
 
-@peer("mpi4py-fft", "rfftn")
+@peer("mpi4py-fft", "rfftn", "dctn")
 def mpi4py_fft(case):
     """Its plan, made once; arrays are its own, and stay."""
     x, L = (case.operands[k] for k in ("x", "layout"))
     if MISSING.get("mpi4py-fft") or x.dtype != torch.float64:
         return None
     from mpi4py_fft import PFFT, newDistArray
+    from mpi4py_fft.fftw import dctn, idctn
 
     axes = tuple(range(L.ndim))
-    plan = PFFT(COMM, L.shape, axes=axes, dtype="d", grid=L.partition.shape)
+    kinds = {(d,): (dctn, idctn) for d in axes} if case.result.op == "dctn" else None
+    slabs = {} if kinds is None else {"axes": tuple((d,) for d in axes), "transforms": kinds}
+    plan = PFFT(COMM, L.shape, **{"axes": axes, **slabs}, dtype="d", grid=L.partition.shape)
     u, spectrum = newDistArray(plan, False), newDistArray(plan, True)
     if u.shape != L.local_shape():
         return None

@@ -232,6 +232,7 @@ _KINDS: dict[str, Kind] = {
     "s": Kind("None, or a size (or None) for each dim", _or_none(_one_or_several(_or_none(is_int)))),
     **dict.fromkeys(("keep", "modes"), Kind("for each dim a number, or (low, high)", _one_or_several(_is_modes))),
     "d": _NUMBER,
+    "type": Kind("1, 2, 3 or 4", lambda v: is_int(v) and 1 <= v <= 4, PartitionError),
     **dict.fromkeys(
         ("reorder.order", "reorder_layout.order", "positions.order"),
         Kind('"zigzag", a block size, or ranges of each coordinate', _is(str, int, tuple, list)),

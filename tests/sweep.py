@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as tf
 from serial import along as along_layout
 from serial import randn, whole
+from waves import transformed
 
 import distdl as dd
 import distdl.functional as F
@@ -1093,6 +1094,30 @@ of_x(
     lambda x, P: F.dist_irfftn(x, P, _SPACE, s=(6, 7)),
     lambda x: torch.fft.irfftn(x, (6, 7), _SPACE),
     out=lambda L: F.fft_layout(L, _SPACE, real=True, inverse=True, s=(6, 7)),
+)
+of_x(
+    "dist_dctn",
+    lambda x, P: F.dist_dctn(x, P, _SPACE),
+    lambda x: transformed("dctn", x, _SPACE),
+    out=lambda L: F.fft_layout(L, _SPACE),
+)
+of_x(
+    "dist_idctn",
+    lambda x, P: F.dist_idctn(x, P, (1, -1), s=(3, None), norm="ortho", P_out=getattr(P, "partition", P)),
+    lambda x: transformed("idctn", x, (1, 3), 2, (3, None), "ortho"),
+    out=lambda L: dd.Layout(L.partition, (L.shape[0], 3, *L.shape[2:])),
+)
+of_x(
+    "dist_dstn",
+    lambda x, P: F.dist_dstn(x, P, _SPACE, type=1, norm="forward"),
+    lambda x: transformed("dstn", x, _SPACE, 1, norm="forward"),
+    out=lambda L: F.fft_layout(L, _SPACE),
+)
+of_x(
+    "dist_idstn",
+    lambda x, P: F.dist_idstn(x, P, _SPACE, type=4, s=(6, 7)),
+    lambda x: transformed("idstn", x, _SPACE, 4, (6, 7)),
+    out=lambda L: F.fft_layout(L, _SPACE, inverse=True, s=(6, 7)),
 )
 for _name in ("fft_layout", "fft_stages"):
     BUILDERS[_name] = BUILDERS["dist_fftn"]

@@ -97,6 +97,7 @@ RANKS = {
     "sums": ODD,
     "topology": LAYERS,
     "pool": LAYERS,
+    "poisson": LAYERS,
     "reduce": LAYERS,
     "remat": LAYERS,
     "rendezvous": (2, 4),
@@ -105,6 +106,7 @@ RANKS = {
     "sweep": LAYERS,
     "ties": SMALL,
     "tracing": SMALL,
+    "trigonometric": LAYERS,
     "without_fast": (2,),
 }
 

@@ -80,6 +80,7 @@ from .rotary import rotary_embedding
 from .scan import associative_scan, dist_cumprod, dist_cumsum, dist_scan
 from .sparse import dist_spmv
 from .spectral import dist_spectral_conv, spectral_layout
+from .trigonometric import dist_dctn, dist_dstn, dist_idctn, dist_idstn
 
 __all__ = [
     # movements: blocks of a global tensor
@@ -150,6 +151,10 @@ __all__ = [
     "fft_stages",
     "dist_fftfreq",
     "dist_rfftfreq",
+    "dist_dctn",
+    "dist_idctn",
+    "dist_dstn",
+    "dist_idstn",
     "dist_spectral_conv",
     "spectral_layout",
     # attention

@@ -62,6 +62,7 @@ _SERIAL = {
     "dist_adaptive_max_pool": _of_dims("adaptive_max_pool"),
     "dist_adaptive_avg_pool": _of_dims("adaptive_avg_pool"),
     **dict.fromkeys(("dist_fftn", "dist_ifftn", "dist_rfftn", "dist_irfftn", "dist_spectral_conv"), _fourier),
+    **dict.fromkeys(("dist_dctn", "dist_idctn", "dist_dstn", "dist_idstn"), _fourier),
     "dist_interpolate": lambda ones, n: tf.interpolate(ones(*(1,) * (n + 2)), size=2),
     "dist_batch_norm": lambda ones, n: tf.batch_norm(ones(2, 1), None, None, training=True),
     "dist_instance_norm": lambda ones, n: tf.instance_norm(ones(1, 1, 2)),

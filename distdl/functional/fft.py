@@ -14,34 +14,29 @@ wave numbers twice that half a spectrum stands for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .._arguments import checked
 from .._types import Place
-from ..agree import alike, check_tensor, resolve
 from ..boxes import is_int
 from ..errors import PartitionError
 from ..movement.halo import sizes_of
-from ..partition import Layout, partition_of
-from ..ties import nothing
-from .autocast import autocast
-from .enter import check_block, outside
+from ..partition import Layout
 from .stages import Stage, schedule
 from .transform import (
-    COMPLEX,
     REAL,
     Keeps,
+    Kind,
     asked,
-    check_norm,
     cut_off,
     dims_of,
     kept_of,
+    local,
     pairs_of,
-    run,
     transform_of,
-    transformable,
+    transformed,
 )
 
 __all__ = [
@@ -165,50 +160,10 @@ def dist_rfftfreq(
 # ---------------------------------------------------------------- the transforms
 
 
-def _result(x, real: bool):
-    """The dtype of a transform of x."""
-    return x.dtype.to_real() if real else x.dtype.to_complex()
-
-
-class _Kind(NamedTuple):
-    """Which of the four transforms."""
-
-    name: str
-    real: bool
-    inverse: bool
-
-
-_FFTN, _IFFTN = _Kind("dist_fftn", False, False), _Kind("dist_ifftn", False, True)
-_RFFTN, _IRFFTN = _Kind("dist_rfftn", True, False), _Kind("dist_irfftn", True, True)
-
-
-def _fft(kind: _Kind, x, P, dims, s, norm, keep, P_out, shape):
-    name, real, inverse = kind
-    check_norm(norm)
-    dims, s, keep = asked(P, dims, s, keep)
-    if P_out is not None and partition_of(P_out).ndim != partition_of(P).ndim:
-        raise PartitionError(
-            "P_out has another number of dims",
-            expected=partition_of(P).ndim,
-            actual=partition_of(P_out).ndim,
-            next_step="give P_out one dim for each dim of the tensor",
-        )
-    check_tensor(x, P)
-    (x,) = autocast(name, partition_of(P).ndim, x)
-    x = transformable(x, REAL if real and not inverse else REAL + COMPLEX)
-    (x,), layouts = resolve([x], P, shape, () if P_out is None else (P_out,))
-    if layouts is None:  # a bare partition, and no rank of this call
-        return outside(x, like=P_out if isinstance(P_out, Layout) else None, dtype=_result(x, real and inverse))
-    (L,) = layouts
-    if L.active:
-        check_block(x, L)
-    elif x.shape != L.local_shape():
-        x = nothing(L.local_shape(), x)
-    t = transform_of(L, dims, s, keep, real, inverse, P_out)
-    stages = schedule(t)
-    if len(stages) == 1:
-        alike(L)
-    return run(x, t, norm)
+_FFTN = Kind("dist_fftn", local)
+_IFFTN = Kind("dist_ifftn", local, inverse=True)
+_RFFTN = Kind("dist_rfftn", local, real=True, takes=REAL)
+_IRFFTN = Kind("dist_irfftn", local, real=True, inverse=True)
 
 
 def dist_fftn(
@@ -246,7 +201,7 @@ def dist_fftn(
         PartitionError: dims, s, norm or keep that do not fit; a tensor of one dim that ranks split.
         ShapeError: half precision, outside of autocast.
     """
-    return _fft(_FFTN, x, P, dims, s, norm, keep, P_out, shape)
+    return transformed(_FFTN, x, P, dims, s, norm, keep, P_out, shape)
 
 
 def dist_ifftn(
@@ -267,7 +222,7 @@ def dist_ifftn(
         keep: the wave numbers that x has; zeros are put in the place of others, after the last repartition.
         P_out: ``None``: the layout from which :func:`dist_fftn` comes to that of x.
     """
-    return _fft(_IFFTN, x, P, dims, s, norm, keep, P_out, shape)
+    return transformed(_IFFTN, x, P, dims, s, norm, keep, P_out, shape)
 
 
 def dist_rfftn(
@@ -285,7 +240,7 @@ def dist_rfftn(
     only. Otherwise as :func:`dist_fftn`; the last of dims keeps (low, 0), or a number. Where a rank splits it, it is
     made
     whole first: one more repartition, of real numbers."""
-    return _fft(_RFFTN, x, P, dims, s, norm, keep, P_out, shape)
+    return transformed(_RFFTN, x, P, dims, s, norm, keep, P_out, shape)
 
 
 def dist_irfftn(
@@ -302,4 +257,4 @@ def dist_irfftn(
     """The inverse of :func:`dist_rfftn`, as torch.fft.irfftn: a real tensor. An odd size must be asked for by ``s``:
     half a spectrum of 5 is of 8 or 9. Imaginary parts of wave numbers that are their own conjugates (0 and n/2 of the
     last dim, when the others are transformed) are not read, on any device. Otherwise as :func:`dist_ifftn`."""
-    return _fft(_IRFFTN, x, P, dims, s, norm, keep, P_out, shape)
+    return transformed(_IRFFTN, x, P, dims, s, norm, keep, P_out, shape)

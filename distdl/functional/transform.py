@@ -1,20 +1,24 @@
 """A Fourier transform: what was asked for in plain numbers, checked, and its stages run one after the other.
 
-For the transforms of fft.py and the convolutions of spectral.py.
+For the transforms of fft.py and trigonometric.py and the convolutions of spectral.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
+from ..agree import alike, check_tensor, resolve
 from ..boxes import is_int
 from ..errors import PartitionError, ShapeError
 from ..movement.halo import plain, sizes_of
 from ..partition import Layout, partition_of
 from ..ties import nothing
+from .autocast import autocast
+from .enter import check_block, outside
 from .stages import Keep, Stage, Transform, schedule, spectrum, wave_numbers
 
 __all__: list[str] = []
@@ -90,7 +94,7 @@ def pairs_of(keep, n: int) -> tuple:
 
 
 @lru_cache(maxsize=1024)
-def transform_of(L: Layout, dims, s, keep, real: bool, inverse: bool, out) -> Transform:
+def transform_of(L: Layout, dims, s, keep, real: bool, inverse: bool, out, least=1) -> Transform:
     """All that a schedule depends on, checked."""
     last = len(dims) - 1
     sizes = []
@@ -104,12 +108,14 @@ def transform_of(L: Layout, dims, s, keep, real: bool, inverse: bool, out) -> Tr
                 next_step="pass s, the sizes of the result, with keep",
             )
         n = (2 * (m - 1) if half and inverse else m) if n is None or n == -1 else n
-        if n < 1:
+        if n < least:
             raise PartitionError(
                 f"dim {d} has nothing to transform",
-                expected="sizes of at least 1",
+                expected=f"sizes of at least {least}",
                 actual=n,
-                next_step="give s positive sizes; half a spectrum of one wave number needs s",
+                next_step="give s positive sizes; half a spectrum of one wave number needs s"
+                if least == 1
+                else "give s larger sizes, or choose another type: points of type 1 lie on both boundaries",
             )
         sizes.append(n)
     t = Transform(L, dims, tuple(sizes), (None,) * len(dims), real, inverse)
@@ -197,7 +203,7 @@ def _as_read(y, d: int, n: int):
     return torch.where(alone, y.real.to(y.dtype), y)
 
 
-def _local(x, t: Transform, stage: Stage, norm: str):
+def local(x, t: Transform, stage: Stage, norm: str):
     """The transforms of one stage: several dims at once, as torch is faster so; one by one where wave numbers are cut
     off."""
     last = t.dims[-1] if t.real else None
@@ -232,9 +238,59 @@ def _local(x, t: Transform, stage: Stage, norm: str):
     return x
 
 
-def run(x, t: Transform, norm: str):
+def run(x, t: Transform, norm: str, local=local):
     """All stages of a transform."""
     for stage in schedule(t):
         x = x if stage.move is None else stage.move(x)
-        x = _local(x, t, stage, norm) if stage.dims else x
+        x = local(x, t, stage, norm) if stage.dims else x
     return x
+
+
+# ---------------------------------------------------------------- the door
+
+
+class Kind(NamedTuple):
+    """Which transform: what a rank does at a stage, in which order, and of which numbers."""
+
+    name: str
+    local: Callable[..., torch.Tensor]
+    real: bool = False  # to or from half a spectrum
+    inverse: bool = False
+    takes: tuple[torch.dtype, ...] = REAL + COMPLEX
+    like: bool = False  # the result's dtype is that of x
+    least: int = 1  # points of a dim
+
+
+def _result(x, kind: Kind):
+    """The dtype of a transform of x."""
+    if kind.like:
+        return x.dtype
+    return x.dtype.to_real() if kind.real and kind.inverse else x.dtype.to_complex()
+
+
+def transformed(kind: Kind, x, P, dims, s, norm, keep, P_out, shape):
+    """The transform of x: of whatever the arguments are."""
+    check_norm(norm)
+    dims, s, keep = asked(P, dims, s, keep)
+    if P_out is not None and partition_of(P_out).ndim != partition_of(P).ndim:
+        raise PartitionError(
+            "P_out has another number of dims",
+            expected=partition_of(P).ndim,
+            actual=partition_of(P_out).ndim,
+            next_step="give P_out one dim for each dim of the tensor",
+        )
+    check_tensor(x, P)
+    (x,) = autocast(kind.name, partition_of(P).ndim, x)
+    x = transformable(x, kind.takes)
+    (x,), layouts = resolve([x], P, shape, () if P_out is None else (P_out,))
+    if layouts is None:  # a bare partition, and no rank of this call
+        return outside(x, like=P_out if isinstance(P_out, Layout) else None, dtype=_result(x, kind))
+    (L,) = layouts
+    if L.active:
+        check_block(x, L)
+    elif x.shape != L.local_shape():
+        x = nothing(L.local_shape(), x)
+    t = transform_of(L, dims, s, keep, kind.real, kind.inverse, P_out, kind.least)
+    if len(schedule(t)) == 1:
+        alike(L)
+    return run(x, t, norm, kind.local)

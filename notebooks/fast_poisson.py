@@ -1,0 +1,80 @@
+"""What the notebook on Poisson's equation and its tests share: the solve by wave numbers, and the dense one."""
+
+import math
+from functools import reduce
+
+import torch
+
+import distdl as dd
+import distdl.functional as F
+
+# What is beyond the first and the last cell of a dim: the other end; a mirror (no flux); a wall where u is 0.
+BOUNDARIES = ("periodic", "neumann", "dirichlet")
+
+
+def eigenvalues(boundary, n, k):
+    """Of -(u[j+1] - 2 u[j] + u[j-1]) n², on n cells of an interval of length 1, for the wave numbers at places k."""
+    angle = {"periodic": 2 * math.pi / n * k, "neumann": math.pi / n * k, "dirichlet": math.pi / n * (k + 1)}[boundary]
+    return (2 * n * torch.sin(angle / 2)) ** 2
+
+
+def solve(f, L, boundary):
+    """u with -Δu = f, of second differences on the cells of a box of sides 1: this rank's blocks of layout ``L``.
+
+    The waves of the boundary condition are eigenvectors: a transform, a division, and a transform back. Where u is
+    known up to a constant (no wall), its mean is 0, and that of f is left out.
+    """
+    n, real = L.shape, boundary == "periodic"
+    forward, inverse = {
+        "periodic": (F.dist_rfftn, F.dist_irfftn),
+        "neumann": (F.dist_dctn, F.dist_idctn),
+        "dirichlet": (F.dist_dstn, F.dist_idstn),
+    }[boundary]
+    M = F.fft_layout(L, None, real=real)
+    places = [torch.arange(m, dtype=f.dtype, device=f.device)[part] for m, part in zip(M.shape, M.slices())]
+    waves = torch.meshgrid(*(eigenvalues(boundary, m, k) for m, k in zip(n, places)), indexing="ij")
+    total = sum(waves)
+    weight = torch.where(total == 0, 0, 1 / torch.where(total == 0, 1, total))
+    return inverse(weight * forward(f, L, None), M, None, s=n, P_out=L)
+
+
+def matrix(boundary, shape):
+    """The dense matrix of -Δ on a box of so many cells, row after row."""
+
+    def line(n):
+        A = 2 * torch.eye(n, dtype=torch.float64)
+        for i in range(n):
+            for j in (i - 1, i + 1):
+                if boundary == "periodic":
+                    A[i, j % n] -= 1
+                elif 0 <= j < n:
+                    A[i, j] -= 1
+                else:  # a ghost: the cell itself, or what makes 0 halfway
+                    A[i, i] += -1 if boundary == "neumann" else 1
+        return A * n**2
+
+    eyes = [torch.eye(n, dtype=torch.float64) for n in shape]
+    return sum(reduce(torch.kron, [*eyes[:d], line(n), *eyes[d + 1 :]]) for d, n in enumerate(shape))
+
+
+def solve_directly(f, boundary):
+    """The same of a whole f, by elimination; where constants are in the null space, one of mean 0."""
+    A, b = matrix(boundary, f.shape), f.flatten()
+    if boundary != "dirichlet":
+        A, b = A + 1, b - b.mean()  # 1 everywhere: constants are mapped to constants
+    return torch.linalg.solve(A, b).reshape(f.shape)
+
+
+def charges(shape):
+    """Some points of either sign, on this process."""
+    f = torch.zeros(shape, dtype=torch.float64)
+    for k, place in enumerate(((0.3, 0.25, 0.4), (0.7, 0.6, 0.6), (0.2, 0.8, 0.5))):
+        f[tuple(int(n * x) for n, x in zip(shape, place))] += (-1) ** k * math.prod(shape)
+    return f
+
+
+def on_ranks(grid, shape):
+    """The potential of the charges within each boundary, whole on rank 0."""
+    L = dd.Layout(dd.Partition(grid), shape)
+    f = L.shard(charges(shape))
+    return {boundary: F.gather(solve(f, L, boundary), L) for boundary in BOUNDARIES}

@@ -1,0 +1,107 @@
+"""Poisson's equation by fast transforms is the direct solve: periodic, with mirrors, between walls; its derivatives."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from serial import randn
+
+import distdl as dd
+import distdl.functional as F
+from distdl.testing import collective_assert
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "notebooks"))
+
+import fast_poisson as fp
+
+N = dd.world().size
+# Uneven blocks, a prime size, and over 4 ranks an empty block of the dim of 3.
+BOXES = {
+    1: {(7, 6): [(1, 1)], (5, 3, 8): [(1, 1, 1)]},
+    2: {(7, 6): [(2, 1), (1, 2)], (5, 3, 8): [(2, 1, 1), (1, 1, 2)]},
+    3: {(7, 6): [(3, 1), (1, 3)], (5, 3, 8): [(3, 1, 1)]},
+    4: {(7, 6): [(4, 1), (2, 2)], (5, 3, 8): [(4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)]},
+}.get(N, {(7, 6): [(N, 1)]})
+
+
+def off(found, wished):
+    return float((found - wished).abs().max()) if wished.numel() else 0.0
+
+
+def everywhere(wrong):
+    collective_assert(not wrong, "; ".join(map(str, wrong[:4])))
+
+
+@pytest.mark.parametrize("boundary", fp.BOUNDARIES)
+@pytest.mark.parametrize("shape", BOXES, ids=str)
+def test_direct_solve(boundary, shape):
+    """By dense elimination, in two and three dims; the gradient is the solve of the cotangent, as -Δ is symmetric."""
+    f, bar, wrong = randn(*shape), randn(*shape, seed=1), []
+    u, pulled = fp.solve_directly(f, boundary), fp.solve_directly(bar, boundary)
+    for grid in BOXES[shape]:
+        L = dd.Layout(dd.Partition(grid), shape)
+        found, pull = torch.func.vjp(lambda f: fp.solve(f, L, boundary), L.shard(f))
+        differences = off(found, L.shard(u)), off(pull(L.shard(bar))[0], L.shard(pulled))
+        if max(differences) > 1e-12 * float(u.abs().max()):
+            wrong.append((grid, differences))
+    everywhere(wrong)
+
+
+def test_the_matrices():
+    """Against their definition: waves of each boundary are eigenvectors, with the eigenvalues of the solve."""
+    n = 5
+    k, x = torch.arange(n, dtype=torch.float64), (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    waves = {
+        "periodic": torch.cos(2 * math.pi * k[:, None] * x),
+        "neumann": torch.cos(math.pi * k[:, None] * x),
+        "dirichlet": torch.sin(math.pi * (k[:, None] + 1) * x),
+    }
+    for boundary, rows in waves.items():
+        A = fp.matrix(boundary, (n,))
+        assert off(rows @ A, fp.eigenvalues(boundary, n, k)[:, None] * rows) < 1e-12 * n**2
+
+
+def test_a_channel():
+    """Periodic along two dims, and between walls along the third, by one transform after the other."""
+    shape = (6, 7, 5)
+    A = sum(
+        torch.kron(torch.kron(a, b), c)
+        for a, b, c in (
+            (fp.matrix("dirichlet", (6,)), torch.eye(7), torch.eye(5)),
+            (torch.eye(6), fp.matrix("periodic", (7,)), torch.eye(5)),
+            (torch.eye(6), torch.eye(7), fp.matrix("periodic", (5,))),
+        )
+    )
+    f, wrong = randn(*shape), []
+    u = torch.linalg.solve(A, f.flatten()).reshape(shape)
+    for grid in {1: [(1, 1, 1)], 4: [(1, 2, 2), (4, 1, 1)]}.get(N, [(1, N, 1)]):
+        L = dd.Layout(dd.Partition(grid), shape)
+        M = F.fft_layout(L, 0)
+        S = F.fft_layout(M, (1, 2), real=True)
+        s = F.dist_rfftn(F.dist_dstn(L.shard(f), L, 0), M, (1, 2))
+        places = [torch.arange(m, dtype=f.dtype)[part] for m, part in zip(S.shape, S.slices())]
+        kinds = zip(("dirichlet", "periodic", "periodic"), shape, places)
+        total = sum(torch.meshgrid(*(fp.eigenvalues(b, n, k) for b, n, k in kinds), indexing="ij"))
+        found = F.dist_idstn(F.dist_irfftn(s / total, S, (1, 2), s=shape[1:], P_out=M), M, 0, P_out=L)
+        wrong += [(grid, off(found, L.shard(u)))] if off(found, L.shard(u)) > 1e-13 else []
+    everywhere(wrong)
+
+
+def test_smooth_functions_are_exact():
+    """Derivatives by wave numbers: -Δu = f on a periodic box, exact for the waves that there are."""
+    shape = (8, 6, 10)
+    axes = [2 * math.pi * torch.arange(m, dtype=torch.float64) / m for m in shape]
+    x, y, z = torch.meshgrid(*axes, indexing="ij")
+    u = torch.sin(x) * torch.cos(2 * y) + torch.cos(3 * z)
+    f = 5 * torch.sin(x) * torch.cos(2 * y) + 9 * torch.cos(3 * z)
+    L = dd.Layout(dd.Partition(BOXES.get((5, 3, 8), [(N, 1, 1)])[-1]), shape)
+    M = F.fft_layout(L, None, real=True)
+    make = (F.dist_fftfreq, F.dist_fftfreq, F.dist_rfftfreq)
+    k = [g(M, d, m, 1 / m, dtype=torch.float64) for d, (g, m) in enumerate(zip(make, shape))]
+    square = sum(a * a for a in torch.meshgrid(*k, indexing="ij"))
+    s = F.dist_rfftn(L.shard(f), L, None)
+    s = torch.where(square == 0, 0, s / torch.where(square == 0, 1, square))
+    found = F.dist_irfftn(s, M, None, s=shape, P_out=L)
+    everywhere([off(found, L.shard(u))] if off(found, L.shard(u)) > 1e-13 else [])
