@@ -102,7 +102,7 @@ def test_nobody_has_the_whole():
     places, t = model.places, grid[2]
     x, _ = gpt.batch(tokens, 0, EXAMPLES, LENGTH)
     logits = model(places.cut(x))
-    assert logits.shape == (*places.tokens.local_shape(), places.classes.local_shape()[1])
+    assert logits.shape == (*places.tokens.local_shape(), model.classes.local_shape()[1])
     parts = dd.testing.gather_objects({name: p.numel() for name, p in model.named_parameters()})
     for name, p in serial()[0].items():
         line = [parts[places.P.rank_at((0, 0, i))][name] for i in range(t)]

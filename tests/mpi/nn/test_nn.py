@@ -173,3 +173,35 @@ def test_local_layers():
     for P in (line(1, 1, -1, 1), line(-1, 1, 1, 1), line(1, -1, 1, 1)):
         y = build(P)(P.shard(X))
         agree(torch.allclose(y, P.shard(expected), rtol=1e-12, atol=1e-12), f"{P}: another result")
+
+
+def test_parameters_follow_the_blocks_of_a_layout():
+    """Where a Layout says how features, channels or rows of a table are cut, parameters are cut so; a convolution's
+    are of what comes out, and stay balanced."""
+    n = dd.world().size
+    uneven = lambda total: (total - n + 1, *[1] * (n - 1))
+    X, double = randn(3, 8), {"dtype": torch.float64}
+    serial = torch.nn.Sequential(torch.nn.Linear(8, 8, **double), torch.nn.LayerNorm(8, **double))
+    L = dd.Layout(dd.Partition((1, n, 1)), (3, 8, 8), (None, uneven(8), None))
+    over = dd.Layout(dd.Partition((1, n)), (3, 8), (None, uneven(8)))
+    twin = torch.nn.Sequential(
+        nn.Linear(L, 8, 8, x_layout="replicated", y_layout="replicated", **double), nn.LayerNorm(over, 8, **double)
+    )
+    places, sizes = nn.layouts(twin), uneven(8)
+    agree(places["0.weight"].sizes(0) == places["0.bias"].sizes(0) == places["1.weight"].sizes(0) == sizes, places)
+    with torch.no_grad():
+        for name, p in twin.named_parameters():
+            p.copy_(places[name].shard(serial.state_dict()[name]))
+    agree(torch.allclose(twin(X), over.shard(serial(X)), rtol=1e-12, atol=1e-12), "another result")
+
+    table = nn.Embedding(dd.Layout(dd.Partition((1, n, 1)), (5, 8, 2), (None, uneven(8), None)), 8, 2, y_layout="root")
+    agree(table.weight.shape == (uneven(8)[dd.world().rank], 2), table.weight.shape)
+    whole = dd.init.normal(dd.Layout(dd.Partition((1, 1), (dd.world().rank,)), (8, 2)), F.fold_in(table._seed, 0))
+    y = table(torch.tensor([7, 0, 3, 6, 1]))
+    agree(dd.world().rank or torch.equal(y, whole[[7, 0, 3, 6, 1]]), "other rows")
+
+    channels = dd.Layout(dd.Partition((1, n, 1)), (2, 8, 5), (None, uneven(8), None))
+    norm, conv = nn.BatchNorm(channels, 8, **double), nn.Conv1d(channels, 8, 8, 3, padding=1, **double)
+    y = norm(channels.shard(randn(2, 8, 5)))
+    out = F.conv_layout(channels, 8, 3, padding=1)
+    agree(y.shape == channels.local_shape() and conv(y).shape == out.local_shape(), (y.shape, out))
