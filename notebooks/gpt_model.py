@@ -2,6 +2,7 @@
 its serial twin in plain torch, text, and training."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -78,7 +79,7 @@ class SerialGPT(torch.nn.Module):
 
     def __init__(self, sizes, dtype=torch.float64):
         super().__init__()
-        norm = lambda: torch.nn.RMSNorm(sizes.width, dtype=dtype)
+        norm = partial(torch.nn.RMSNorm, sizes.width, dtype=dtype)
         self.embed = torch.nn.Embedding(sizes.vocabulary, sizes.width, dtype=dtype)
         self.blocks = torch.nn.ModuleList(
             torch.nn.ModuleDict(
@@ -144,8 +145,8 @@ class Places:
 
     def linear(self, P, outs, ins, unit=1):
         """Of a linear layer between so many features, of which each tensor rank has whole units."""
-        whole = lambda n, p: tuple(unit * (b - a) for a, b in dd.Layout(dd.Partition((p,)), (n // unit,)).blocks(0))
-        return self._with(P, outs, ins, splits=(whole(outs, P.shape[2]), whole(ins, P.shape[3])))
+        units = dd.Layout(P, (*self.shape, outs // unit, ins // unit))
+        return self._with(P, outs, ins, splits=[[unit * n for n in units.sizes(d)] for d in (2, 3)])
 
     def heads(self, n, features):
         """Of (batch, heads, seq, features), heads over tensor ranks."""
@@ -192,7 +193,7 @@ class GPT(torch.nn.Module):
         self.places, w = places, sizes.width
         self.table = places.linear(places.columns, sizes.vocabulary, w)
         self.classes = places.classes(sizes.vocabulary)
-        norm = lambda: dd.nn.RMSNorm(places.stream(w), w, dtype=dtype)
+        norm = partial(dd.nn.RMSNorm, places.stream(w), w, dtype=dtype)
         column = {"dtype": dtype, "x_layout": "invariant", "y_layout": "replicated"}
         row = {"dtype": dtype, "x_layout": "replicated", "y_layout": "invariant"}
         self.embed = dd.nn.Embedding(self.table, sizes.vocabulary, w, dtype=dtype)

@@ -71,7 +71,7 @@ class _Tied(_Windowed):
     ) -> None:
         """The parameters: a weight of ``shape``, whose first two dims lie along the partition dims ``split``."""
         self.options = options if self._general() else {**options, "out_channels": out_channels}
-        over = self.P if self._general() else partition_of(self.P)  # else a Layout is x's, not of channels that come out
+        over = self.P if self._general() else partition_of(self.P)  # a Layout of x knows none of y's channels
         self._parameter("weight", shape, (*split, *(None,) * self.n), weight, over=over)
         self._parameter("bias", (out_channels,), (1,), bias_of(shape), bias, over=over)
 
