@@ -1,4 +1,4 @@
-"""Causal attention of a sequence over all ranks: keys by need, every key, and rings, against a ring over gloo by hand."""
+"""Causal attention of a sequence over all ranks: keys by need, every key, and rings; by hand, a ring over gloo."""
 
 import torch
 import torch.nn.functional as local

@@ -150,3 +150,27 @@ def test_a_table_is_reduced_once():
     twin.load_state_dict(serial()[0])
     twin.loss(x, y).backward()
     agree([] if torch.allclose(table.grad, twin.embed.weight.grad, rtol=1e-12, atol=1e-14) else ["the table"])
+
+
+def test_modules_may_share_the_table():
+    """torch's way to tie: one Parameter of two modules. Its gradient is the serial one, and counts once in the norm."""
+    _, sizes = data()
+    places = gpt.Places(dd.Partition((1, N, 1) if N < 4 else (1, N // 2, 2)), EXAMPLES, LENGTH)
+    over, w = places.linear(places.columns, sizes.vocabulary, sizes.width), serial()[0]["embed.weight"]
+    kind = {"dtype": torch.float64, "y_layout": "replicated", "x_layout": "invariant"}
+    embed = dd.nn.Embedding(over, *w.shape, dtype=torch.float64, y_layout="invariant")
+    out = dd.nn.Linear(over, sizes.width, sizes.vocabulary, bias=False, **kind)
+    out.weight = embed.weight
+    model = torch.nn.ModuleDict({"embed": embed, "out": out})
+    rows = dd.nn.layouts(model)["embed.weight"].slices()
+    with torch.no_grad():
+        embed.weight.copy_(w[rows])
+    x, y = gpt.batch(data()[0], 0, EXAMPLES, LENGTH)
+    logits = out(embed(places.cut(x)).tanh()).transpose(1, 2)
+    dd.functional.dist_cross_entropy(logits, places.cut(y), places.classes(sizes.vocabulary)).backward()
+    twin = w.clone().requires_grad_()
+    logits = torch.nn.functional.embedding(x, twin).tanh() @ twin.T
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()).backward()
+    wrong = [] if torch.allclose(embed.weight.grad, twin.grad[rows], rtol=1e-12, atol=1e-14) else ["the gradient"]
+    norm = dd.parallel.clip_grad_norm_(model, 1.0, places.P)
+    agree(wrong if abs(norm - twin.grad.norm()) < 1e-12 else [*wrong, f"the norm {norm} for {twin.grad.norm()}"])
