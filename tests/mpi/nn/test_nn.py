@@ -181,6 +181,7 @@ def test_parameters_follow_the_blocks_of_a_layout():
     n = dd.world().size
     uneven = lambda total: (total - n + 1, *[1] * (n - 1))
     X, double = randn(3, 8), {"dtype": torch.float64}
+    torch.manual_seed(0)
     serial = torch.nn.Sequential(torch.nn.Linear(8, 8, **double), torch.nn.LayerNorm(8, **double))
     L = dd.Layout(dd.Partition((1, n, 1)), (3, 8, 8), (None, uneven(8), None))
     over = dd.Layout(dd.Partition((1, n)), (3, 8), (None, uneven(8)))
