@@ -354,6 +354,38 @@ def by_all_to_all(case):
     return call
 
 
+@peer("gloo ring", "attention")
+def ring_of_neighbours(case):
+    """Keys go from neighbour to neighbour while torch's kernel works on those that are there; its logarithms of sums
+    merge the parts. Keys that no query of a rank sees only pass."""
+    q, k, v, L = (case.operands[name] for name in ("q", "k", "v", "layout"))
+    n, me, share = COMM.size, COMM.rank, q.shape[1] // k.shape[1]
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def call():
+        here, o, total = torch.stack([k, v]), None, None
+        for step in range(n):
+            of, works, coming = (me - step) % n, [], None
+            if step < n - 1:
+                coming = here.new_empty(*here.shape[:3], L.sizes(2)[of - 1], here.shape[4])
+                works = [dist.irecv(coming, (me - 1) % n), dist.isend(here, (me + 1) % n)]
+            if of <= me:
+                wide = here.repeat_interleave(share, 2) if share > 1 else here
+                part, logs = kernel(q, *wide, is_causal=of == me)
+                if o is None:
+                    o, total = part, logs
+                else:
+                    both = torch.logaddexp(total, logs)
+                    o = o * (total - both).exp()[..., None] + part * (logs - both).exp()[..., None]
+                    total = both
+            for work in works:
+                work.wait()
+            here = coming
+        return o
+
+    return call
+
+
 MISSING = {
     name: f"no module {module}: pip install {name}"
     for name, module in (("pylops-mpi", "pylops_mpi"), ("mpi4py-fft", "mpi4py_fft"))

@@ -156,7 +156,7 @@ _KINDS: dict[str, Kind] = {
     "mask": Kind("a tensor, or a function of positions", lambda v: isinstance(v, torch.Tensor) or callable(v)),
     "method": Kind("the name of a method, or a pair of one and a number", lambda v: isinstance(v, (str, tuple))),
     "kv_shape": Kind("a shape, or a Layout", lambda v: isinstance(v, Layout) or _SHAPE.fits(v)),
-    **dict.fromkeys(("dist_attention.scale", "dist_neighborhood_attention.scale", "base"), _NUMBER),
+    **dict.fromkeys(("dist_attention.scale", "dist_neighborhood_attention.scale", "base", "rotary_base"), _NUMBER),
     **dict.fromkeys(("embed_dim", "num_heads", "num_kv_heads"), _COUNT),
     **dict.fromkeys(("running_mean", "running_var", "num_batches_tracked"), _TENSOR),
     **dict.fromkeys(("tensors", "xs"), _TENSORS),

@@ -121,6 +121,17 @@ def dim_twice(P: Partition, dims: Sequence[Any]) -> PartitionError:
     )
 
 
+def not_an_order(P: Partition, dims: Any) -> PartitionError:
+    """The dims of a permutation are not each dim of the grid once."""
+    return PartitionError(
+        "not an order of the dims",
+        partitions=P,
+        expected=f"each of {tuple(range(P.ndim))} once",
+        actual=dims,
+        next_step="name every dim of the grid, in the order in which the result shall have them",
+    )
+
+
 def no_index(P: Partition, dim: int, index: Any) -> PartitionError:
     """A dim of the grid has no such index."""
     return PartitionError(

@@ -47,7 +47,8 @@ def parameter_layout(P: Place, shape: Sequence[int], dims: Sequence[int | None])
     """The layout of a parameter whose dim i is split over partition dim ``dims[i]`` of a layer's ``P``, and copied
     along the rest.
 
-    It spans the ranks that share this rank's place in the other dims, so the blocks of copies are equal.
+    It spans the ranks that share this rank's place in the other dims, so the blocks of copies are equal. Blocks are
+    balanced; where ``P`` is a Layout whose dim is as large as the parameter's, they are its own.
 
     Args:
         shape: the parameter's global shape.
@@ -69,7 +70,9 @@ def parameter_layout(P: Place, shape: Sequence[int], dims: Sequence[int | None])
     sizes = tuple(1 if d is None else grid.shape[d] for d in dims)
     places = product(*(range(grid.shape[d]) for d in used))  # the fibre's own order where ``used`` rises
     ranks = tuple(fibre.rank_at([dict(zip(used, place)).get(d, 0) for d in range(grid.ndim)]) for place in places)
-    return Layout(Partition(sizes, ranks, grid.world), tuple(shape))
+    lies = P if isinstance(P, Layout) else Layout(grid, (0,) * grid.ndim)
+    splits = tuple(None if d is None or lies.shape[d] != n else lies.sizes(d) for d, n in zip(dims, shape))
+    return Layout(Partition(sizes, ranks, grid.world), tuple(shape), splits)
 
 
 def fans(shape: Sequence[int]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any
 
@@ -188,6 +188,19 @@ class Partition(Value):
                 fibre = fibre.take(d, coords[d], keepdim=True)
         return fibre
 
+    def permute(self, dims: Sequence[int]) -> Partition:
+        """The same ranks with the grid's dims in the order ``dims``, as torch.permute.
+
+        Raises:
+            PartitionError: not each dim once.
+        """
+        if not isinstance(dims, Iterable) or self.dims(dims := tuple(dims)) != tuple(range(self.ndim)):
+            raise _faults.not_an_order(self, dims)
+        order = [self.dim(d) for d in dims]
+        places = product(*(range(self.shape[d]) for d in order))
+        ranks = tuple(self.rank_at([c for _, c in sorted(zip(order, place))]) for place in places)
+        return Partition(tuple(self.shape[d] for d in order), ranks, self.world)
+
     def box(self, shape: tuple[int, ...], rank: int | None = None) -> tuple[tuple[int, int], ...] | None:
         """:meth:`Layout.box` of ``Layout(self, shape)``."""
         return Layout(self, shape).box(rank)
@@ -346,6 +359,11 @@ class Layout(Value):
         if not self.ndim and self.box(rank) is None:
             return x_global.reshape(1)[:0]
         return x_global[self.slices(rank)]
+
+    def permute(self, dims: Sequence[int]) -> Layout:
+        """Of ``x.permute(dims)``, where this is x's: :meth:`Partition.permute`, with sizes and splits."""
+        P, splits = self.partition.permute(dims), self.splits or (None,) * self.ndim
+        return Layout(P, tuple(self.shape[d] for d in dims), tuple(splits[d] for d in dims))
 
     def with_shape(self, shape: Sequence[int]) -> Layout:
         """The layout of another global shape on the same partition: splits stay where the size does, else balanced."""

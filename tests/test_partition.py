@@ -49,6 +49,25 @@ def test_take_and_along():
     assert dd.Partition((1,) * 9).dims((8, 1, -9)) == (0, 1, 8)
 
 
+def test_permute():
+    """As NumPy transposes the table of ranks; of a Layout, as torch permutes the tensor."""
+    ranks = tuple(np.random.default_rng(1).permutation(40)[:24])
+    P, table = dd.Partition((2, 3, 4), ranks), np.array(ranks).reshape(2, 3, 4)
+    L, X = dd.Layout(P, (3, 7, 9), (None, (1, 6, 0), (2, 0, 4, 3))), torch.arange(189).reshape(3, 7, 9)
+    for order in itertools.permutations(range(3)):
+        turned = table.transpose(order)
+        assert P.permute(order) == dd.Partition(turned.shape, turned.ravel())
+        for rank in (*ranks, 99):
+            mine = L.permute(order).shard(X.permute(order), rank)
+            assert torch.equal(mine, L.shard(X, rank).permute(order)) or (rank == 99 and not mine.numel())
+    assert P.permute((-1, 0, 1)) == P.permute([2, 0, 1]) == P.permute(np.array([2, 0, 1]))
+    assert dd.Partition(()).permute(()) == dd.Partition(())
+    for wrong in ((0, 1), (0, 1, 1), (0, 1, 2, 0), (0, 1, 3), (), 0, None, (0, 1, 2.0)):
+        for of in (P, L):
+            with pytest.raises(PartitionError, match="dim"):
+                of.permute(wrong)
+
+
 @pytest.mark.parametrize(
     "make",
     [

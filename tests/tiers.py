@@ -70,6 +70,7 @@ RANKS = {
     "fno": LAYERS,
     "frozen_messages": (2,),
     "fuzz_layers": LAYERS,
+    "gpt": ANY,
     "interop": (2, 4),
     "interpolate": LAYERS,
     "linear": ODD,

@@ -71,8 +71,9 @@ class _Tied(_Windowed):
     ) -> None:
         """The parameters: a weight of ``shape``, whose first two dims lie along the partition dims ``split``."""
         self.options = options if self._general() else {**options, "out_channels": out_channels}
-        self._parameter("weight", shape, (*split, *(None,) * self.n), weight)
-        self._parameter("bias", (out_channels,), (1,), bias_of(shape), bias)
+        over = self.P if self._general() else partition_of(self.P)  # a Layout of x knows none of y's channels
+        self._parameter("weight", shape, (*split, *(None,) * self.n), weight, over=over)
+        self._parameter("bias", (out_channels,), (1,), bias_of(shape), bias, over=over)
 
 
 class _Conv(_Tied):
@@ -203,7 +204,8 @@ class _LocalConv(_Windowed):
         shape = (out_channels, *((m - k) // s + 1 for m, k, s in zip(size, kernel, step)), in_channels, *kernel)
         dims = (*range(1, self.n + 2), *(None,) * (self.n + 1))
         bound = (in_channels * math.prod(kernel)) ** -0.5
-        self._parameter("weight", shape, dims, functools.partial(init.uniform, low=-bound, high=bound))
+        draw = functools.partial(init.uniform, low=-bound, high=bound)
+        self._parameter("weight", shape, dims, draw, over=partition_of(P))  # y's channels and pixels, and P is x's
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The untied filters of this rank's block."""

@@ -173,3 +173,89 @@ def test_local_layers():
     for P in (line(1, 1, -1, 1), line(-1, 1, 1, 1), line(1, -1, 1, 1)):
         y = build(P)(P.shard(X))
         agree(torch.allclose(y, P.shard(expected), rtol=1e-12, atol=1e-12), f"{P}: another result")
+
+
+def test_parameters_follow_the_blocks_of_a_layout():
+    """Where a Layout says how features, channels or rows of a table are cut, parameters are cut so; a convolution's
+    are of what comes out, and stay balanced."""
+    n = dd.world().size
+    uneven = lambda total: (total - n + 1, *[1] * (n - 1))
+    X, double = randn(3, 8), {"dtype": torch.float64}
+    torch.manual_seed(0)
+    serial = torch.nn.Sequential(torch.nn.Linear(8, 8, **double), torch.nn.LayerNorm(8, **double))
+    L = dd.Layout(dd.Partition((1, n, 1)), (3, 8, 8), (None, uneven(8), None))
+    over = dd.Layout(dd.Partition((1, n)), (3, 8), (None, uneven(8)))
+    twin = torch.nn.Sequential(
+        nn.Linear(L, 8, 8, x_layout="replicated", y_layout="replicated", **double), nn.LayerNorm(over, 8, **double)
+    )
+    places, sizes = nn.layouts(twin), uneven(8)
+    agree(places["0.weight"].sizes(0) == places["0.bias"].sizes(0) == places["1.weight"].sizes(0) == sizes, places)
+    with torch.no_grad():
+        for name, p in twin.named_parameters():
+            p.copy_(places[name].shard(serial.state_dict()[name]))
+    agree(torch.allclose(twin(X), over.shard(serial(X)), rtol=1e-12, atol=1e-12), "another result")
+
+    table = nn.Embedding(dd.Layout(dd.Partition((1, n, 1)), (5, 8, 2), (None, uneven(8), None)), 8, 2, y_layout="root")
+    agree(table.weight.shape == (uneven(8)[dd.world().rank], 2), table.weight.shape)
+    whole = dd.init.normal(dd.Layout(dd.Partition((1, 1), (dd.world().rank,)), (8, 2)), F.fold_in(table._seed, 0))
+    y = table(torch.tensor([7, 0, 3, 6, 1]))
+    agree(dd.world().rank or torch.equal(y, whole[[7, 0, 3, 6, 1]]), "other rows")
+
+    channels = dd.Layout(dd.Partition((1, n, 1)), (2, 8, 5), (None, uneven(8), None))
+    norm, conv = nn.BatchNorm(channels, 8, **double), nn.Conv1d(channels, 8, 8, 3, padding=1, **double)
+    y = norm(channels.shard(randn(2, 8, 5)))
+    out = F.conv_layout(channels, 8, 3, padding=1)
+    agree(y.shape == channels.local_shape() and conv(y).shape == out.local_shape(), (y.shape, out))
+
+
+ALONE = dd.Partition((1, 1, 1), (dd.world().rank,))
+
+
+@pytest.mark.parametrize("bare", [True, False], ids=["partition", "Layout"])
+@pytest.mark.parametrize("dim", [1, 2], ids=["seq", "heads"])
+def test_rotary_attention_and_shared_heads(dim, bare):
+    """Heads, of a Layout unevenly and fewer of keys, or rows of the sequence over all ranks: as one rank has it; what
+    it turns by is the place in the sequence, or what ``positions`` says."""
+    n = dd.world().size
+    heads, kv = (4 * n, 2 * n) if bare else (6, 3)
+    P = dd.Partition((1, n, 1) if dim == 1 else (1, 1, n))
+    L = dd.Layout(P, (2, 7, heads))
+    make = lambda P, **more: nn.MultiheadAttention(
+        P, 4 * heads, heads, kv, causal=True, kernel="math", rotary_base=100.0, dtype=torch.float64, **more
+    )
+    torch.manual_seed(0)
+    split = make(P if bare else L)
+    torch.manual_seed(0)
+    whole = make(ALONE)
+    X, rows = randn(2, 7, 4 * heads), L.slices()[:2]
+    places = nn.layouts(split)
+    for name, p in whole.named_parameters():
+        agree(torch.equal(dict(split.named_parameters())[name], p[places[name].slices()]), name)
+    x = X[rows].clone().requires_grad_()
+    y = split(x)
+    X.requires_grad_()
+    wished = whole(X)
+    (y.square().sum() if dim == 2 else F.invariant_sum(y.square().sum(), P)).backward()
+    wished.square().sum().backward()
+    close = lambda a, b: torch.allclose(a, b, rtol=1e-11, atol=1e-11 * float(wished.abs().max()))
+    agree(close(y, wished[rows]), "another result")
+    agree(close(x.grad, X.grad[rows]), "another gradient")
+    for name, p in split.named_parameters():
+        agree(close(p.grad, dict(whole.named_parameters())[name].grad[places[name].slices()]), name)
+
+    mixed = torch.randperm(7, generator=torch.Generator().manual_seed(0))
+    y = split(X.detach()[:, mixed][rows], positions=mixed[rows[1]])
+    agree(close(y, wished[:, mixed][rows]), "another result in another order")
+
+    q, k, v = (getattr(whole, f"{name}_proj")(X.detach()).unflatten(-1, (-1, 4)).transpose(1, 2) for name in "qkv")
+    q, k = (F.rotary_embedding(t, torch.arange(7), base=100.0) for t in (q, k))
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    agree(close(whole.out_proj(y.transpose(1, 2).flatten(2)), wished), "not what torch makes of turned q and k")
+
+
+def test_attention_of_other_heads_than_its_layout():
+    with pytest.raises(dd.errors.PartitionError, match=r"another number of heads.*expected \(batch, seq, 4\)"):
+        nn.MultiheadAttention(dd.Layout(ALONE, (2, 7, 3)), 16, 4)
+    if dd.world().size > 1:
+        with pytest.raises(dd.errors.PartitionError, match=r"a Layout of .* may split them unevenly"):
+            nn.MultiheadAttention(line(1, 1, -1), 12, 3, 1)
