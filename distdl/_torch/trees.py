@@ -38,6 +38,15 @@ def flatten(tree):
     return [leaves[place] for place in order], Structure(spec, tuple(order))
 
 
+def spread(tree, structure) -> list | None:
+    """A leaf of ``tree`` for each leaf of a pytree of that structure, in :func:`flatten`'s order: a leaf stands for all
+    that is below its place. ``None`` where their containers differ."""
+    if structure is None:
+        return None
+    found = pytree._broadcast_to_and_flatten(tree, structure.spec)
+    return None if found is None else [found[place] for place in structure.order]
+
+
 def unflatten(leaves, structure):
     """The pytree of that structure."""
     return unflatten_as_given(as_given(leaves, structure), structure)

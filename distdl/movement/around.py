@@ -57,12 +57,16 @@ class Around(Move):
         return [step.after(x, [ys[k] for ys in arrived]) for k, (step, x) in enumerate(zip(steps, shards))]
 
     @staticmethod
-    def together(steps: Sequence[Around], xs: Sequence[torch.Tensor], recorded: bool) -> list[torch.Tensor]:
-        """Each step on its tensor, of plain memory; all parts of all of them as one set of messages."""
+    def together(steps: Sequence[Move], xs: Sequence[torch.Tensor], recorded: bool) -> list[torch.Tensor]:
+        """Each step on its tensor, of plain memory; all parts of all of them, and what others move whole, as one set of
+        messages."""
         xs = [_torch.plain(x) for x in dispatch.checked(steps, xs)]
-        parts = [part for step, x in zip(steps, xs) for part in step.before(x)]
-        moves = [move for step in steps for move in step.moves]
+        parts = [part for step, x in zip(steps, xs) for part in (step.before(x) if isinstance(step, Around) else [x])]
+        moves = [move for step in steps for move in (step.moves if isinstance(step, Around) else (step,))]
         if not all(move.is_identity for move in moves):
             parts = dispatch.together(moves, parts, recorded)
         left = iter(parts)
-        return [step.after(x, [next(left) for _ in step.moves]) for step, x in zip(steps, xs)]
+        return [
+            step.after(x, [next(left) for _ in step.moves]) if isinstance(step, Around) else next(left)
+            for step, x in zip(steps, xs)
+        ]
