@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -247,6 +248,32 @@ of_older_vmap = _functorch.is_legacy_batchedtensor  # what autograd.grad(is_grad
 def _set_modes(grad: bool, forward: bool) -> None:
     torch._C._set_grad_enabled(grad)
     torch._C._set_fwd_grad_enabled(forward)
+
+
+def numbers_of(tensor):
+    """The numbers of ``tensor`` as a constant of no transform; ``None`` of a vmap's, which has other ones for each
+    example."""
+    while of_torch_func(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return None
+        tensor = _functorch.get_unwrapped(tensor)
+    with outside_all():
+        return tensor.detach()
+
+
+@contextmanager
+def outside_all():
+    """What runs inside runs outside of all transforms of torch.func, and is followed by none, nor by autograd."""
+    popped, modes = [], (torch.is_grad_enabled(), _forward_mode_enabled())
+    try:
+        while transforms_active():
+            popped.append(_functorch.pop_dynamic_layer_stack())
+        _set_modes(False, False)
+        yield
+    finally:
+        _set_modes(*modes)
+        for layer in reversed(popped):
+            _functorch.push_dynamic_layer_stack(layer)
 
 
 def examples(level: int, size: int, device):
