@@ -172,13 +172,6 @@ class Index(Value):
     def __init__(self, L: Layout, wanted: torch.Tensor) -> None:
         self._talk(L, wanted, _ask(_rows_layout(L), wanted))
 
-    @classmethod
-    def told(cls, L: Layout, wanted: torch.Tensor, fault: Refusal | None) -> Index:
-        """The same of row numbers that were worked out, or could not be: then all ranks raise what is wrong."""
-        index = object.__new__(cls)
-        index._talk(L, wanted, _refused(fault) if fault else _ask(L, wanted))
-        return index
-
     def _talk(self, L: Layout, wanted: torch.Tensor, asking: _Asking) -> None:
         asked, distinct, places = asking
         (wanted,), _, reports = negotiate([wanted], L.partition, ndim=1, arguments=f"L={L}", told=asked)
@@ -377,6 +370,13 @@ class Index(Value):
 
     def __repr__(self) -> str:
         return f"Index({self.layout}, {len(self.repeats)} rows, {self.digest})"
+
+
+def told(L: Layout, wanted: torch.Tensor, fault: Refusal | None) -> Index:
+    """The Index of row numbers that were worked out; where some rank could not, all ranks raise what is wrong there."""
+    index = object.__new__(Index)
+    index._talk(L, wanted, _refused(fault) if fault else _ask(L, wanted))
+    return index
 
 
 def _unless_all(places: torch.Tensor, n: int) -> torch.Tensor | None:

@@ -20,7 +20,7 @@ from .. import _torch
 from .._types import Place
 from ..boxes import is_int
 from ..errors import PartitionError, ShapeError
-from ..index import Index, Refusal
+from ..index import Index, Refusal, told
 from ..movement.call import laid_out
 from ..movement.halo import per_dim
 from ..movement.rows import gather_rows, scatter_add_rows
@@ -197,7 +197,7 @@ def _made(G: _Grid, points: Any, fault: Refusal | None) -> Index:
             fault = _refusal(G.of, "a coordinate that is not finite")
         if fault is None and G.rows.active:
             rows = _rows(G, _first(numbers, G.order))[0].flatten()
-        return Index.told(G.rows, rows, fault)
+        return told(G.rows, rows, fault)
 
 
 @dataclass(frozen=True)
