@@ -223,6 +223,13 @@ def _stencil(L: Layout, points: Any, order: Any, boundary: Any, index: Index | N
         index = _made(G, points, fault)
     elif fault is not None:
         raise ShapeError(fault.message, expected=fault.expected, actual=fault.actual, next_step=fault.next_step)
+    if points.device != like.device:
+        raise ShapeError(
+            "the points lie on another device than the values",
+            expected=like.device,
+            actual=points.device,
+            next_step="move them there: points.to(x.device)",
+        )
     numbers = _constant(points)
     with _torch.outside_all():
         first = _first(numbers, order)

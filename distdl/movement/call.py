@@ -23,7 +23,6 @@ from ..errors import PartitionError, ShapeError
 from ..linear_map import LinearMap, movement
 from ..partition import Layout, Partition, partition_of
 from ..plan import Axis, key, whole
-from .around import Around
 
 _Arguments = ParamSpec("_Arguments")
 _Map = TypeVar("_Map")
@@ -182,7 +181,6 @@ def move(xs: Sequence[Any], maps: Sequence[LinearMap]) -> list[torch.Tensor]:
     steps = [A.steps[0] for A in maps]
     results = [step.operand(x) for step, x in zip(steps, xs)]
     moving = [i for i, step in enumerate(steps) if not step.is_identity]
-    moving.sort(key=lambda i: not isinstance(steps[i], Around))  # the first one's way is taken: that knows the others'
     if moving:
         for i, y in zip(moving, apply([steps[i] for i in moving], [results[i] for i in moving])):
             results[i] = y

@@ -7,7 +7,7 @@ side of a plan, so corners, halos wider than a neighbour's block, and the adjoin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import index as as_int
 from typing import Any
@@ -21,6 +21,7 @@ from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
 from ..partition import Layout, layout_of
 from ..plan import Axis, Plan, Run, Side
+from .around import Whole
 from .boundary import Boundaries, Boundary, check_reach, clipped, runs_of, settled, without_zeros
 from .call import Movement, by_map, moved, rule
 from .star import Star, has_corners
@@ -377,7 +378,7 @@ def halo_exchange_map(spec: HaloSpec) -> LinearMap:
 
 
 @opaque
-def halo_exchange(x: Tree, spec: HaloSpec | Sequence[Any] | Mapping[Any, Any]) -> Tree:
+def halo_exchange(x: Tree, spec: HaloSpec | tuple[Any, ...] | list[Any] | dict[Any, Any]) -> Tree:
     """This rank's window of ``x``: its block, grown by what neighbours hold and by the boundary's ghosts.
 
     Args:
@@ -398,11 +399,17 @@ def halo_exchange(x: Tree, spec: HaloSpec | Sequence[Any] | Mapping[Any, Any]) -
         PartitionError: not a HaloSpec, not one for each field, or fields of other ranks. ShapeError: x is not this
             rank's block.
     """
-    return moved(*(_by_specs if isinstance(spec, (tuple, list, dict)) else _by_spec)(x, spec))
+    if isinstance(spec, (tuple, list, dict)):
+        return moved(*_by_specs(x, spec))
+    return moved(*by_map(x, halo_exchange_map(spec)))
 
 
-def _by_spec(x: Any, spec: Any) -> Movement:
-    return by_map(x, halo_exchange_map(spec))
+@rule
+def _beside_stars(spec: HaloSpec) -> LinearMap:
+    """The same map, to go as one set with those of stars."""
+    A = halo_exchange_map(spec)
+    alike = A.is_identity or isinstance(A.steps[0], Star)
+    return A if alike else LinearMap((Whole("halo_exchange", A.plan, A.adjoint),))
 
 
 def _by_specs(x: Any, specs: Any) -> Movement:
@@ -424,7 +431,8 @@ def _by_specs(x: Any, specs: Any) -> Movement:
             actual=[A.ranks for A in maps],
             next_step="exchange those of other ranks in a call of their own, made by these ranks",
         )
-    return xs, maps, tree
+    stars = any(isinstance(A.steps[0], Star) for A in maps)
+    return xs, list(map(_beside_stars, found)) if stars else maps, tree
 
 
 @rule
