@@ -150,7 +150,7 @@ class Index(Value):
         layout: L.
         counts: of each rank of L how many distinct rows of each block it wants.
         digest: of all ranks' row numbers: Indexes are equal where their layouts and digests are.
-        distinct: this rank's rows without repetitions, rising.
+        distinct: this rank's rows without repetitions, rising; ``wanted`` all of them, as they were given.
 
     Messages: one small all-gather, of counts; then the distinct row numbers go to their owners, as the rows will come
     back. Nothing of it is said again when the Index is used.

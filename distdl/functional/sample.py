@@ -67,9 +67,11 @@ def _checked(L: Layout, points: Any, order: Any, boundary: Any) -> tuple[_Grid, 
             actual=order,
             next_step="order=1 interpolates in cells",
         )
-    n = points.shape[1] if isinstance(points, torch.Tensor) and points.dim() == 2 else L.ndim
-    fits = isinstance(points, torch.Tensor) and points.dim() == 2 and 1 <= n <= L.ndim and points.is_floating_point()
-    n = n if fits else L.ndim
+    table = isinstance(points, torch.Tensor) and points.dim() == 2
+    found = f"{tuple(points.shape)} of {points.dtype}" if isinstance(points, torch.Tensor) else type(points).__name__
+    n = len(boundary) if isinstance(boundary, (tuple, list)) else points.shape[1] if table else L.ndim
+    fits = table and points.shape[1] == n and 1 <= n <= L.ndim and points.is_floating_point()
+    n = n if 1 <= n <= L.ndim else L.ndim
     kinds = per_dim(boundary, n, "boundary")
     unknown = [kind for kind in kinds if kind not in _BOUNDARIES]
     if unknown:
@@ -88,8 +90,6 @@ def _checked(L: Layout, points: Any, order: Any, boundary: Any) -> tuple[_Grid, 
             actual=L.shape[L.ndim - n :],
             next_step="leave the call out where the grid is empty",
         )
-    shape = tuple(points.shape) if isinstance(points, torch.Tensor) else type(points).__name__
-    found = f"{shape} of {points.dtype}" if isinstance(points, torch.Tensor) else shape
     return _grid(L, n, int(order), kinds), None if fits else _refusal(L, found)
 
 

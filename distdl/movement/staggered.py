@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from operator import index as as_int
 
 from .._types import Dims
 from .._value import Value
 from ..boxes import is_int
 from ..errors import PartitionError
 from ..partition import Layout
-from .boundary import Boundaries, settled
+from .boundary import Boundaries, Boundary, settled
 from .call import laid_out
 from .halo import HaloSpec, per_dim
 
@@ -99,13 +100,20 @@ class Staggered(Value):
                 next_step="make both places with periodic=, which have no face twice",
             )
 
-        def need(d: int, o0: int, o1: int) -> tuple[int, int]:
-            if d not in across:
-                return o0, o1
-            return (o0 - width + 1, o1 + width) if d in self.dims else (o0 - width, o1 + width - 1)
-
         kinds = tuple("circular" if d in self.periodic else kind for d, kind in enumerate(given))
-        return HaloSpec.needs(self.layout, None, other.layout, need, kinds)
+        return _windows(self, other, kinds, as_int(width))
 
     def __repr__(self) -> str:
         return f"Staggered({self.cells}, dims={self.dims}, periodic={self.periodic})"
+
+
+@lru_cache(maxsize=1024)  # time steps ask again and again
+def _windows(here: Staggered, there: Staggered, boundary: tuple[Boundary, ...], width: int) -> HaloSpec:
+    across = set(here.dims) ^ set(there.dims)
+
+    def need(d: int, o0: int, o1: int) -> tuple[int, int]:
+        if d not in across:
+            return o0, o1
+        return (o0 - width + 1, o1 + width) if d in here.dims else (o0 - width, o1 + width - 1)
+
+    return HaloSpec.needs(here.layout, None, there.layout, need, boundary)

@@ -47,13 +47,14 @@ def deposited(V, points, sizes, order, boundary):
     return torch.einsum(f"...k,{','.join(c + 'k' for c in letters)}->...{letters}", V, *A)
 
 
-def counts(pattern):
-    """How many points each rank has."""
-    return {
+def counts(pattern, L):
+    """How many points each rank has; one outside none."""
+    some = {
         "uneven": [(3 * r + 4) % 7 for r in range(N)],
         "some have none": [5 * (r % 2 == (N > 1)) for r in range(N)],
         "all on one": [9 * (r == N - 1) for r in range(N)],
     }[pattern]
+    return [k * (r in L.partition.ranks) for r, k in enumerate(some)]
 
 
 def points_of(sizes, k, seed=0):
@@ -65,8 +66,8 @@ def points_of(sizes, k, seed=0):
 
 def cut(pattern, L):
     """This rank's slice of all points."""
-    some = counts(pattern)
-    return slice(sum(some[:R]), sum(some[: R + 1])) if L.active else slice(0, 0)
+    some = counts(pattern, L)
+    return slice(sum(some[:R]), sum(some[: R + 1]))
 
 
 CASES = [
@@ -82,11 +83,10 @@ CASES = [
 def test_sample_and_deposit(order, boundary, pattern):
     """Value, all first and second derivatives in values and points, and batches of values."""
     sizes = (5, 4)
-    P = points_of(sizes, sum(counts(pattern)), 3)
     for i, (name, L) in enumerate(layouts((2, *sizes), (1, 2)).items()):
         if pattern != "uneven" and i % 2:
             continue
-        mine = cut(pattern, L)
+        P, mine = points_of(sizes, sum(counts(pattern, L)), 3), cut(pattern, L)
         at = lambda X, mine=mine: X[mine]
         here = lambda Y, mine=mine: Y[..., mine]
         smooth = (0, 1) if order else (0,)
@@ -170,7 +170,7 @@ def test_an_index_is_kept():
     assert torch.equal(y, again) and torch.allclose(y, sampled(X, p, 1, ("circular",)), rtol=1e-13, atol=1e-13)
     there = [("send", (R - 1) % N, 2 * 3 * 8)] if N > 1 else []  # columns 0 and 1 of this rank, three values each
     assert list(kept) == there and len(making.of("agree")) == (N > 1) and len(making) == 2 * (N > 1)
-    assert sorted(map(str, talking)) == sorted(map(str, [*making, *kept]))
+    assert sorted((kind, str(to)) for kind, to, _ in talking) == sorted((k, str(to)) for k, to, _ in [*making, *kept])
     moved = p + torch.tensor([[0.5], [0.4], [-0.25]], dtype=torch.float64)
     with dd.testing.count_messages() as sent:
         found = F.dist_sample(x, L, moved, boundary="circular", index=index)
@@ -243,9 +243,13 @@ def test_wrong_points():
         (torch.tensor([[0, math.inf]]), "not finite"),
     ):
         given = wrong if R == N - 1 else p
-        for call in (lambda: F.dist_sample(x, L, given), lambda: F.sample_index(L, given)):
+        for call in (
+            lambda: F.dist_sample(x, L, given),
+            lambda: F.sample_index(L, given),
+            lambda: F.dist_sample(x, L, given, boundary=("zeros", "circular")),
+        ):
             raises_everywhere(
-                AgreementError, call, "the points do not fit the grid", f"rank {N - 1}: ", words, "(2, 3)"
+                AgreementError, call, "the points do not fit the grid", f"rank {N - 1}: ", words, f"({2 * N}, 3)"
             )
     refused = lambda call, *words: raises_everywhere(PartitionError, call, *words)
     for order in (-1, 1.5, None, True):
