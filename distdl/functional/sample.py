@@ -232,7 +232,7 @@ def _stencil(L: Layout, points: Any, order: Any, boundary: Any, index: Index | N
         )
     numbers = _constant(points)
     with _torch.outside_all():
-        first = _first(numbers, order)
+        first = _first(numbers, G.order)
         rows, inside = _rows(G, first)
         if not isinstance(index, Index) or index.layout != G.rows or not torch.equal(index.wanted, rows.flatten()):
             raise ShapeError(
@@ -319,9 +319,9 @@ def dist_deposit(
     """
     if laid_out(L).box() is None:
         return outside(values, *_tensors(points), like=L)
+    check_kind(values, SMOOTH)
     S = _stencil(L, points, order, boundary, index, values)
     lead = S.index.layout.ndim - 1
-    check_kind(values, SMOOTH)
     expected = (*L.local_shape()[:lead], len(points))
     if tuple(values.shape) != expected:
         raise ShapeError(
