@@ -143,9 +143,9 @@ def _rows(G: _Grid, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | N
     return starts[block] + place, beyond == 0 if "zeros" in G.boundary else None
 
 
-def _outer(a: torch.Tensor, b: torch.Tensor, op: Any) -> torch.Tensor:
+def _outer(a: torch.Tensor, b: torch.Tensor, combine: Any) -> torch.Tensor:
     """(points, m) and (points, k) to (points, m k): each entry of a point's a with each of its b."""
-    return op(a[:, :, None], b[:, None, :]).flatten(1)
+    return combine(a[:, :, None], b[:, None, :]).flatten(1)
 
 
 def _spline(f: torch.Tensor, order: int) -> list[torch.Tensor]:
