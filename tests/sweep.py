@@ -277,7 +277,8 @@ def _at_points(s):
 
 def _sampling(s, call):
     L, out, points, weights = _at_points(s)
-    found = Call(L, lambda x: call(x, L, points), lambda X: X @ weights.to(X.dtype), [randn(*L.shape, seed=1)], [L])
+    values = lambda X: (X[..., None] * weights.to(X.dtype)).sum(-2)
+    found = Call(L, lambda x: call(x, L, points), values, [randn(*L.shape, seed=1)], [L])
     found._out, found.known = lambda: out, False  # a rank outside does not say how many points others have
     return found
 
@@ -291,7 +292,7 @@ builder("sample_index")(
 @builder("dist_deposit")
 def _deposit(s):
     L, out, points, weights = _at_points(s)
-    values = lambda V: V @ weights.T.to(V.dtype)
+    values = lambda V: (V[..., None, :] * weights.to(V.dtype)).sum(-1)
     return Call(out, lambda v: F.dist_deposit(v, points, L), values, [randn(*out.shape, seed=1)], [out], lambda: L)
 
 
