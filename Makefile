@@ -82,6 +82,10 @@ unit: .venv/ready
 
 mpi: $(RANKS:%=mpi-%)
 
+# A world of one needs no launcher.
+mpi-1: .venv/ready
+	timeout -k 10 $(LIMIT) $(PY) $(PYTEST_MPI) $(TWO) $(MARKS)
+
 mpi-%: .venv/ready
 	timeout -k 10 $(LIMIT) $(PY) -m distdl run -n $* $(PYTEST_MPI) $(MARKS)
 

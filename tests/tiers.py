@@ -13,7 +13,6 @@ from __future__ import annotations
 # Of these files the first tier runs only the tests named: most of them start jobs, or go through tables of cases.
 ONLY = {
     "docs": (
-        "test_blocks_run[first pages-2]",
         "test_blocks_run[first pages-4]",
         "test_every_notebook_has_its_script",
         "test_links_between_pages",
@@ -29,7 +28,6 @@ ONLY = {
     ),
     "torch_engine": (
         "test_just_works[without mpi4py and cupy-torchrun]",
-        "test_launch_returns_results",
         "test_private_names_exist",
         "test_ranks_that_cannot_meet",
         "test_which_engine",
@@ -40,7 +38,10 @@ ONLY = {
 LATER = {
     "bench": ("test_one_operator_on_two_ranks", "test_plots"),
     "nodes": ("test_torchrun_on_two_nodes",),
-    "files": ("test_a_save_that_nobody_waits_for", "test_killed_while_saving"),
+    "files": ("test_a_save_that_nobody_waits_for", "test_hyperparameters_come_back", "test_killed_while_saving"),
+    "frozen": ("test_python_calls",),
+    "plan": ("test_digest_is_equal_in_every_process",),
+    "structure": ("test_one_rank_without_mpi4py",),
     "typing": ("test_a_typed_program",),
     "wrong_calls": ("test_wrong_arguments",),
     "security": ("test_no_rank_listens_on_a_network", "test_words_are_not_expanded"),
@@ -136,11 +137,17 @@ FOUR = {
     "average": ("test_every_step_is_a_period", "test_hierarchical", "test_weights"),
     "data": ("test_one_message_for_a_bucket", "test_unused_parameters"),
     "grid": ("test_bytes[shape0]", "test_data_tensor_space_negotiates_nothing[split_outputs]"),
-    "hooks": ("test_identity", "test_with_modules"),
+    "hooks": ("test_identity", "test_power_sgd_finds_low_rank_exactly", "test_with_modules"),
     "pipeline": ("test_a_table_written_by_hand", "test_hessian_vector_products[1f1b]"),
-    "precision": ("test_dtypes", "test_torchs_own_scaler_skips_everywhere"),
+    "precision": ("test_blocks_without_elements", "test_dtypes", "test_torchs_own_scaler_skips_everywhere"),
     "shard": ("test_norms_are_torchs[2.0]", "test_under_torch_func[True]"),
-    "sums": ("test_gradient_sync[module-conv]", "test_precision_and_sharding_keep_it"),
+    "sums": (
+        "test_gradient_sync[module-conv]",
+        "test_parametrized_layers[older hook]",
+        "test_partly_overlapping_ranks_are_refused",
+        "test_precision_and_sharding_keep_it",
+        "test_unfrozen_frozen_and_added_later",
+    ),
     "topology": ("test_discovered", "test_hierarchical_all_reduce"),
     "pool": None,
     "reduce": None,

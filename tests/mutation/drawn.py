@@ -1,10 +1,11 @@
 """Mutants that the test commands themselves judge: ``python tests/mutation/drawn.py [-j 2] [--until STAGE]``.
 
-Of the layers, movements, checkpoints and training, which need ranks, some mutants are drawn, always the same ones. Each
-is judged in a copy of this checkout, in three stages: by those tests of ``make test`` that know its module, by all of
-``make test``, and by ``make test-full``; what lives goes on to the next (``--until own`` or ``first`` ends earlier).
-Hours: what is judged is kept in ``results.json`` beside this file, and another run goes on there. Of those that both
-tiers together kill, the first must kill nine of ten.
+Of the layers, movements, checkpoints and training, which need ranks, some mutants were drawn once: ``drawn.json``
+beside this file has them, each known by its module, its change and its statement, with its last judgement (``--draw``
+draws as many new ones as have left the code). Each is judged in a copy of this checkout, in three stages: by those
+tests of ``make test`` that know its module, by all of ``make test``, and by ``make test-full``; what lives goes on to
+the next (``--until own`` or ``first`` ends earlier). Hours: another run goes on where one ended; ``--again`` judges
+anew. Of those that both tiers together kill, the first must kill nine of ten.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -31,7 +31,7 @@ import tiers  # noqa: E402
 from equivalent import EQUIVALENT  # noqa: E402
 from mutate import named  # noqa: E402
 
-RESULTS = HERE / "results.json"
+RESULTS = HERE / "drawn.json"
 SEED, COUNT, SHARE = 2024, 120, 0.9
 FROM = ("functional/*.py", "movement/*.py", "agree.py", "signature.py", "checkpoint/*.py", "parallel/*.py", "nn/*.py")
 FIRST, REST = "not full and not slow", "full and not slow"
@@ -69,17 +69,17 @@ UNCHANGED = "unchanged"
 STAGES = ("own", "first", "rest")
 
 
-def chosen(count: int, seed: int = SEED) -> list[tuple[str, str, int]]:
-    """(key, file, which of its mutants) of those that are drawn."""
-    everyone = []
+def everyone() -> dict[str, tuple[str, int]]:
+    """{key: (file, which of its mutants)} of all that may be drawn, but for those argued to change no result."""
+    found: dict[str, tuple[str, int]] = {}
     for pattern in FROM:
         for path in sorted((ROOT / "distdl").glob(pattern)):
             module = ".".join(path.relative_to(ROOT / "distdl").with_suffix("").parts)
             argued = EQUIVALENT.get(module, {})
-            for i, (line, text, what, _) in enumerate(named(path.read_text())):
+            for i, (_, text, what, _) in enumerate(named(path.read_text())):
                 if what not in argued.get(text, ()):
-                    everyone.append((f"{module}:{line}: {what}: {text}", str(path.relative_to(ROOT)), i))
-    return random.Random(seed).sample(everyone, count)
+                    found.setdefault(f"{module}: {what}: {text}", (str(path.relative_to(ROOT)), i))
+    return found
 
 
 def mutated(source: str, which: int) -> str:
@@ -165,7 +165,7 @@ def copy_to(where: Path) -> None:
 def judged(where: Path, file: str, which: int, stage: str) -> dict:
     """Which command of a stage kills a mutant first."""
     original = (ROOT / file).read_text()
-    began, fine = time.monotonic(), {"tier": None, "how": None, "command": None, "stage": stage}
+    fine = {"tier": None, "how": None, "command": None, "stage": stage}
     (where / file).write_text(mutated(original, which))
     try:
         for tier, seconds, arguments in commands(file, stage):
@@ -175,24 +175,30 @@ def judged(where: Path, file: str, which: int, stage: str) -> dict:
                 break
     finally:
         (where / file).write_text(original)
-    return fine | {"seconds": round(time.monotonic() - began)}
+    return fine
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/mutation/drawn.py")
     parser.add_argument("--jobs", "-j", type=int, default=2, help="mutants judged at the same time")
-    parser.add_argument("--count", type=int, default=COUNT, help="only the first so many of those that are drawn")
     parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="the last stage that judges")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--draw", action="store_true", help="draw new ones for those that are no mutants any more")
+    parser.add_argument("--again", action="store_true", help="forget the judgements")
     options = parser.parse_args()
-    results = json.loads(options.results.read_text()) if options.results.exists() else {}
-    mutants = chosen(COUNT)[: options.count]
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    there = everyone()
+    results = {key: None if options.again else result for key, result in results.items() if key in there}
+    if options.draw:
+        new = random.Random(SEED).sample([key for key in there if key not in results], COUNT - len(results))
+        results |= dict.fromkeys(new)
+    mutants = [(key, *there[key]) for key in results]
     unchanged = (UNCHANGED, mutants[0][1], -1)  # the tests as they are: else everything would be killed
+    broken: list[dict] = []
     lock = threading.Lock()
 
     def lives(key: str, stage: str) -> bool:
         """Whether a mutant lived through the stages before, and was not judged in this one."""
-        last = results.get(key)
+        last = results[key]
         return last is None or (last["tier"] is None and STAGES.index(last["stage"]) < STAGES.index(stage))
 
     def work(stage: str, waiting: list):
@@ -201,29 +207,34 @@ def main() -> int:
             copy_to(where)
             while True:
                 with lock:
-                    if not waiting or results.get(UNCHANGED, {}).get("tier"):
+                    if not waiting or broken:
                         return
                     key, file, which = waiting.pop(0)
                 result = judged(where, file, which, stage)
                 with lock:
-                    results[key] = result
-                    options.results.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+                    if key != UNCHANGED:
+                        results[key] = result
+                        RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+                    elif result["tier"]:
+                        broken.append(result)
                     print(
                         f"{stage} {'survived' if result['tier'] is None else 'killed'}  {key}  {result['how']}",
                         flush=True,
                     )
 
     for stage in STAGES[: STAGES.index(options.until) + 1]:
-        waiting = [one for one in (unchanged, *mutants) if lives(one[0], stage)]
+        waiting = [one for one in mutants if lives(one[0], stage)]
+        waiting[:0] = [unchanged] if waiting else []
         workers = [threading.Thread(target=work, args=(stage, waiting)) for _ in range(options.jobs)]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
-    if results[UNCHANGED]["tier"] is not None:
-        print(f"the tests fail as they are: {results[UNCHANGED]}; delete {options.results} when they do not")
-        return 2
-    counts = [sum(results[key]["tier"] == tier for key, *_ in mutants) for tier in (1, 2, None)]
+        if broken:
+            print(f"the tests fail as they are: {broken}")
+            return 2
+    each = [result or {"tier": None} for result in results.values()]
+    counts = [sum(result["tier"] == tier for result in each) for tier in (1, 2, None)]
     killed, share = counts[0] + counts[1], counts[0] / max(counts[0] + counts[1], 1)
     print(
         f"of {len(mutants)} mutants {killed} killed ({100 * killed / len(mutants):.1f} %), "
