@@ -12,6 +12,7 @@ from .calls import public
 from .index import Index
 from .linear_map import LinearMap, linear_map
 from .movement.halo import HaloSpec
+from .movement.staggered import Staggered
 from .nodes import Topology
 from .partition import Layout, Partition
 from .programs.launch import launch
@@ -31,6 +32,7 @@ __all__ = [
     "Partition",
     "Layout",
     "HaloSpec",
+    "Staggered",
     "Index",
     "World",
     "world",
@@ -59,10 +61,11 @@ __all__ = [
     "viz",
 ]
 public(
-    {name: globals()[name] for name in ("Partition", "Layout", "HaloSpec", "Index", "World", "Topology")}, alike=False
+    {name: globals()[name] for name in ("Partition", "Layout", "HaloSpec", "Staggered", "Index", "World", "Topology")},
+    alike=False,
 )
 check_functions(globals(), ("launch", "linear_map", "remat", "world"))
-check_classes(HaloSpec, Index, Layout, Partition, World)
+check_classes(HaloSpec, Index, Layout, Partition, Staggered, World)
 _SUBMODULES = (
     "agree",
     "autograd",

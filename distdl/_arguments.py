@@ -89,6 +89,11 @@ def _is_tree(value) -> bool:
     return bool(leaves) and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
+def _has_specs(value) -> bool:
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return bool(leaves) and all(isinstance(leaf, HaloSpec) for leaf in leaves)
+
+
 def _is_device(value) -> bool:
     try:
         torch.device(value)
@@ -125,6 +130,7 @@ _TENSORS = Kind("a sequence of tensors", _several(_is(torch.Tensor)))
 _TREE = Kind("a tensor, or containers of tensors", _is_tree)
 _INTEGER = Kind("an integer", is_int)
 _COUNT = Kind("an integer, at least 1", lambda v: _is_count(v, 1))
+_SIZE = Kind("an integer, at least 0", _is_count)
 _NUMBER = Kind("a number", _is_number)
 _TRUTH = Kind("True or False", lambda v: isinstance(v, bool) or (is_int(v) and index(v) in (0, 1)))
 _TEXT = Kind("a string", _is(str))
@@ -142,16 +148,19 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("P", "P_in", "P_out", "P_src", "P_dst"), _PLACE),
     **dict.fromkeys(("L", "layout", "where", "x_layout", "y_layout", "idx_layout", "L_in", "L_out"), _LAYOUT),
     "spec": Kind("a HaloSpec", _is(HaloSpec), PartitionError),
+    "halo_exchange.spec": Kind("a HaloSpec, or containers of them like those of x", _has_specs, PartitionError),
     "index": Kind("an Index", _is(Index), PartitionError),
     **dict.fromkeys(("wanted", "rows", "values"), _TENSOR),
     "known.wanted": _TENSORS,
+    "points": _TENSOR,
+    **dict.fromkeys((f"{op}.order" for op in ("dist_sample", "dist_deposit", "sample_index")), _SIZE),
     "tail_shape": _SHAPE,
     "weights": Kind("{dim: a weight for each index}", _mapping(is_int, _is_iterable), PartitionError),
     **dict.fromkeys(("x", "tree"), _TREE),
     **dict.fromkeys(("w", "y", "idx", "logits", "log_probs", "target", "weight", "bias", "pos_weight"), _TENSOR),
     **dict.fromkeys(("q", "k", "positions", "dist_attention.v", "dist_neighborhood_attention.v"), _TENSOR),
     **dict.fromkeys(("L_q", "L_kv"), _LAYOUT),
-    "window": _COUNT._replace(words="an integer, at least 0", fits=_is_count),
+    "window": _SIZE,
     "documents": Kind("a sequence of bounds", _several(_is_count)),
     "mask": Kind("a tensor, or a function of positions", lambda v: isinstance(v, torch.Tensor) or callable(v)),
     "method": Kind("the name of a method, or a pair of one and a number", lambda v: isinstance(v, (str, tuple))),

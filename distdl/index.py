@@ -73,28 +73,50 @@ class Selection:
         return rows.argsort(stable=True), torch.bincount(rows, minlength=self.n)
 
 
+class Refusal(NamedTuple):
+    """What is wrong with what a rank wants, for the error on every rank."""
+
+    actual: str
+    message: str
+    expected: str
+    next_step: str
+    layout: Layout
+
+
 class _Asked(NamedTuple):
     """What a rank tells of its rows: how many distinct ones of each block, a digest, and what is wrong with them."""
 
     counts: tuple[int, ...] = ()
     digest: str = ""
-    fault: str = ""
+    fault: Refusal | None = None
 
 
-def _ask(L: Layout, wanted: Any) -> tuple[_Asked, torch.Tensor, torch.Tensor]:
+_Asking = tuple[_Asked, torch.Tensor, torch.Tensor]
+
+
+def _refused(fault: Refusal) -> _Asking:
+    none = torch.zeros(0, dtype=torch.int64)
+    return _Asked(fault=fault), none, none
+
+
+def _no_rows(L: Layout, actual: str) -> _Asking:
+    integers = f"a tensor of integers, 0 <= row < {L.shape[0]}"
+    return _refused(Refusal(actual, "there are no such rows", integers, "rows are counted over all ranks, from 0", L))
+
+
+def _ask(L: Layout, wanted: Any) -> _Asking:
     """(what to tell, the distinct rows in rising order, where each of ``wanted`` lies among them). Rows of one block
     are then side by side, in the order of the blocks."""
-    none = torch.zeros(0, dtype=torch.int64)
     if not isinstance(wanted, torch.Tensor) or wanted.dim() != 1:
-        return _Asked(fault="not a tensor of one dim"), none, none
+        return _no_rows(L, "not a tensor of one dim")
     if wanted.is_floating_point() or wanted.is_complex() or wanted.dtype == torch.bool:
-        return _Asked(fault=f"a tensor of {wanted.dtype}"), none, none
+        return _no_rows(L, f"a tensor of {wanted.dtype}")
     if _torch.of_torch_func(wanted):
-        return _Asked(fault="a batch of vmap"), none, none
+        return _no_rows(L, "a batch of vmap")
     distinct, places = torch.unique(wanted.to(torch.int64), return_inverse=True)
     if len(distinct) and not (int(distinct[0]) >= 0 and int(distinct[-1]) < L.shape[0]):
         low, high = int(distinct[0]), int(distinct[-1])
-        return _Asked(fault=f"row {low if low < 0 else high}"), none, none
+        return _no_rows(L, f"row {low if low < 0 else high}")
     stops = torch.tensor(list(accumulate(L.sizes(0))), device=distinct.device)  # not blocks': empty ones lie at the end
     blocks = torch.bucketize(distinct, stops, right=True)
     counts = tuple(torch.bincount(blocks, minlength=len(stops)).tolist())
@@ -128,7 +150,7 @@ class Index(Value):
         layout: L.
         counts: of each rank of L how many distinct rows of each block it wants.
         digest: of all ranks' row numbers: Indexes are equal where their layouts and digests are.
-        distinct: this rank's rows without repetitions, rising.
+        distinct: this rank's rows without repetitions, rising; ``wanted`` all of them, as they were given.
 
     Messages: one small all-gather, of counts; then the distinct row numbers go to their owners, as the rows will come
     back. Nothing of it is said again when the Index is used.
@@ -148,7 +170,10 @@ class Index(Value):
     every: tuple[Any, ...] | None = None  # what all ranks ask, where one knows it
 
     def __init__(self, L: Layout, wanted: torch.Tensor) -> None:
-        asked, distinct, places = _ask(_rows_layout(L), wanted)
+        self._talk(L, wanted, _ask(_rows_layout(L), wanted))
+
+    def _talk(self, L: Layout, wanted: torch.Tensor, asking: _Asking) -> None:
+        asked, distinct, places = asking
         (wanted,), _, reports = negotiate([wanted], L.partition, ndim=1, arguments=f"L={L}", told=asked)
         if reports is None:
             self._have_none(wanted)
@@ -177,7 +202,7 @@ class Index(Value):
         return cls._known(L, [_ask(L, rows) for rows in wanted], rank_of["source"](P.world))
 
     @classmethod
-    def _known(cls, L: Layout, every: Sequence[tuple[_Asked, torch.Tensor, torch.Tensor]], rank: int | None) -> Index:
+    def _known(cls, L: Layout, every: Sequence[_Asking], rank: int | None) -> Index:
         """The Index of one rank, of what all of them ask."""
         index, P, at = object.__new__(cls), L.partition, L.partition.index(rank)
         index._hear(L, [asked for asked, _, _ in every])
@@ -215,14 +240,15 @@ class Index(Value):
 
     def _hear(self, L: Layout, told: Sequence[_Asked]) -> None:
         """What all ranks say: the same on each of them, and so is the error."""
-        faults = [f"rank {r}: {asked.fault}" for r, asked in zip(L.partition.ranks, told) if asked.fault]
+        faults = {r: asked.fault for r, asked in zip(L.partition.ranks, told) if asked.fault}
         if faults:
+            first = next(iter(faults.values()))
             raise AgreementError(
-                "there are no such rows",
-                partitions=L,
-                expected=f"a tensor of integers, 0 <= row < {L.shape[0]}",
-                actual="; ".join(faults),
-                next_step="rows are counted over all ranks, from 0",
+                first.message,
+                partitions=first.layout,
+                expected=first.expected,
+                actual="; ".join(f"rank {r}: {fault.actual}" for r, fault in faults.items()),
+                next_step=first.next_step,
             )
         digest = hashlib.sha256("".join(asked.digest for asked in told).encode()).hexdigest()[:16]
         self._set(layout=L, counts=tuple(asked.counts for asked in told), digest=digest)
@@ -249,6 +275,11 @@ class Index(Value):
     def device(self) -> torch.device:
         """Where the row numbers are, and x has to be."""
         return self.distinct.device
+
+    @property
+    def wanted(self) -> torch.Tensor:
+        """The row numbers that it was made of."""
+        return self.repeats.take(self.distinct)
 
     @cached_property
     def _is_ghost(self) -> torch.Tensor:
@@ -339,6 +370,13 @@ class Index(Value):
 
     def __repr__(self) -> str:
         return f"Index({self.layout}, {len(self.repeats)} rows, {self.digest})"
+
+
+def told(L: Layout, wanted: torch.Tensor, fault: Refusal | None) -> Index:
+    """The Index of row numbers that were worked out; where some rank could not, all ranks raise what is wrong there."""
+    index = object.__new__(Index)
+    index._talk(L, wanted, _refused(fault) if fault else _ask(L, wanted))
+    return index
 
 
 def _unless_all(places: torch.Tensor, n: int) -> torch.Tensor | None:

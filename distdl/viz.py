@@ -16,7 +16,8 @@ from ._arguments import check_functions
 from .calls import public
 from .linear_map import LinearMap
 from .movement.around import Around
-from .movement.halo import HaloSpec, source_of
+from .movement.boundary import sides, source_of
+from .movement.halo import HaloSpec
 from .partition import Layout, Partition
 from .plan import Plan
 
@@ -98,7 +99,8 @@ def _halo_text(spec: HaloSpec, d: int) -> str:
     for c, ((w0, w1), (b0, b1)) in enumerate(zip(spec.windows[d], blocks)):
         row = " " * (width + 1) * (w0 - lo)
         for i in range(w0, w1):
-            shown: int | str = "." if boundary == "zeros" else source_of(boundary, i, n)
+            kind = sides(boundary)[i >= n]
+            shown: int | str = "." if kind == "zeros" else source_of(kind, i, n)
             if 0 <= i < n:
                 shown = i
             row += f"{'[' * (i == b0) + str(shown):>{width}}" + ("]" if i == b1 - 1 else " ")

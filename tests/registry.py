@@ -141,12 +141,17 @@ def pad_index(n, lo, hi, boundary):
     )
 
 
+def kinds(boundary):
+    """(below, above) of a dim's boundary."""
+    return (boundary, boundary) if isinstance(boundary, str) else boundary
+
+
 def window(X, ranges, boundaries):
     """The window of ``ranges`` ((lo, hi) per dim, may lie outside) of X."""
     for d, ((lo, hi), boundary) in enumerate(zip(ranges, boundaries)):
-        n = X.shape[d]
-        if boundary == "none":
-            lo, hi = max(lo, 0), min(hi, n)
+        n, (below, above) = X.shape[d], kinds(boundary)
+        lo = min(max(lo, 0), n) if below == "none" else lo
+        hi = max(min(hi, n), 0) if above == "none" else hi
         if lo >= hi:
             X = X.narrow(d, 0, 0)
             continue
@@ -154,7 +159,8 @@ def window(X, ranges, boundaries):
             X = torch.cat([X, X.new_zeros(*X.shape[:d], hi - lo, *X.shape[d + 1 :])], d)
             continue
         before, after = max(-lo, 0), max(hi - n, 0)
-        index = pad_index(n, before, after, boundary)[lo + before : hi + before]
+        index = np.concatenate([pad_index(n, before, 0, below), pad_index(n, 0, after, above)[n:]])
+        index = index[lo + before : hi + before]
         shown = X.index_select(d, torch.as_tensor(np.maximum(index, 0)))
         mask = torch.as_tensor(index >= 0).reshape(-1, *(1,) * (X.dim() - d - 1))
         X = torch.where(mask, shown, 0)
@@ -824,8 +830,9 @@ def _cross(ranges, blocks, shape, boundaries):
     """One where a place of the window lies beside the block in one dim at most."""
     beside = torch.zeros((), dtype=torch.int64)
     for (lo, hi), (a, b), n, boundary in zip(ranges, blocks, shape, boundaries):
-        if boundary == "none":
-            lo, hi = max(lo, 0), min(hi, n)
+        below, above = kinds(boundary)
+        lo = max(lo, 0) if below == "none" else lo
+        hi = min(hi, n) if above == "none" else hi
         i = torch.arange(lo, max(hi, lo))
         beside = beside.unsqueeze(-1) + ((i < a) | (i >= b))
     return beside <= 1
@@ -869,6 +876,7 @@ for _name, _needs, _build in [
     ),
     ("mixed_3d", 1, lambda n: (_part((1, *grid(n))), (2, 5, 4), (0, 1, 2), (0, 2, 1), ("none", "reflect", "circular"))),
     ("subset", 3, lambda n: (_part((1, 2), (2, 0)), (3, 5), (0, 2), (0, 1), "replicate")),
+    ("sides", 1, lambda n: (_part(grid(n)), (6, 5), 2, (1, 3), (("reflect", "zeros"), ("none", "replicate")))),
 ]:
     _add_halo(_name, _needs, _build)
 
@@ -919,6 +927,7 @@ for _name, _needs, _build in [
     ("mixed_3d", 1, lambda n: (_part((1, *grid(n))), (2, 5, 4), (1, 1, 2), (0, 2, 1), ("none", "reflect", "circular"))),
     ("subset", 3, lambda n: (_part((1, 2), (2, 0)), (3, 5), (1, 2), (0, 1), "replicate")),
     ("no_ghosts", 1, lambda n: (_part(grid(n)), (5, 5), 0, 0, "zeros")),
+    ("sides", 1, lambda n: (_part(grid(n)), (6, 5), 2, (1, 3), (("reflect", "zeros"), ("none", "replicate")))),
 ]:  # fmt: skip
     _add_halo(_name, _needs, _build, _star)
 

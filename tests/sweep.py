@@ -267,6 +267,36 @@ def _spmv(s):
     return call
 
 
+def _at_points(s):
+    """(layout of a grid of 5 in the last dim, layout of values at 4 points, this rank's, the dense weights)."""
+    L = s.lay(3, "c", 5)
+    points = torch.tensor([[2.3], [-0.4], [4.2], [3.0]], dtype=torch.float64)
+    out = L.with_shape((*L.shape[:-1], len(points))) if L.ndim else L
+    weights = (1 - (points[:, 0] - torch.arange(L.shape[-1] if L.ndim else 1)[:, None]).abs()).clamp(min=0)
+    return L, out, points[out.slices()[-1]] if L.ndim else points, weights
+
+
+def _sampling(s, call):
+    L, out, points, weights = _at_points(s)
+    values = lambda X: (X[..., None] * weights.to(X.dtype)).sum(-2)
+    found = Call(L, lambda x: call(x, L, points), values, [randn(*L.shape, seed=1)], [L])
+    found._out, found.known = lambda: out, False  # a rank outside does not say how many points others have
+    return found
+
+
+builder("dist_sample")(lambda s: _sampling(s, lambda x, L, points: F.dist_sample(x, s.given(L), points)))
+builder("sample_index")(
+    lambda s: _sampling(s, lambda x, L, points: F.dist_sample(x, L, points, index=F.sample_index(L, points)))
+)
+
+
+@builder("dist_deposit")
+def _deposit(s):
+    L, out, points, weights = _at_points(s)
+    values = lambda V: (V[..., None, :] * weights.to(V.dtype)).sum(-1)
+    return Call(out, lambda v: F.dist_deposit(v, points, L), values, [randn(*out.shape, seed=1)], [out], lambda: L)
+
+
 # ---- movements
 
 
@@ -338,6 +368,12 @@ def _halo(s):
 def _star(s):
     L = s.lay(5, "c", 4)
     return registry._star(L.partition, L.shape, 1, 1, "replicate" if s.name == "one" else "circular", L.splits)
+
+
+def _sides(s):
+    L = s.lay(5, "c", 4)
+    boundary = (("replicate", "zeros"),) * L.ndim
+    return registry._halo(L.partition, L.shape, 1, 1, boundary, L.splits)
 
 
 def _windows_elsewhere(s):
@@ -471,6 +507,7 @@ movement(_halo, "halo_exchange", "halo_exchange", scalar=True)
 movement(_star, "halo_exchange/star", "halo_exchange/star", scalar=True)
 movement(lambda s: registry._gather_rows(s.lay(5, "c", 3)), "gather_rows", "gather_rows")
 movement(lambda s: registry._scatter_add_rows(s.lay(5), (3,)), "scatter_add_rows", "scatter_add_rows")
+movement(_sides, "halo_exchange/sides", "halo_exchange/sides", scalar=True)
 movement(_windows_elsewhere, "halo_exchange/elsewhere", "halo_exchange/elsewhere", scalar=True)
 movement(_strips, "", "halo_strips", scalar=True)
 movement(_gathering_rows, "", "gathering", scalar=True)

@@ -29,8 +29,10 @@ from .transforms import forward_mode_active as forward_mode_active
 from .transforms import grad_levels as grad_levels
 from .transforms import has_tangent as has_tangent
 from .transforms import levels_of as levels_of
+from .transforms import numbers_of as numbers_of
 from .transforms import of_older_vmap as of_older_vmap
 from .transforms import of_torch_func as of_torch_func
+from .transforms import outside_all as outside_all
 from .transforms import randomness as randomness
 from .transforms import recorded_beneath as recorded_beneath
 from .transforms import transform_depth as transform_depth
@@ -41,6 +43,7 @@ from .transforms import vmap_levels as vmap_levels
 from .trees import Structure as Structure
 from .trees import as_given as as_given
 from .trees import flatten as flatten
+from .trees import spread as spread
 from .trees import unflatten as unflatten
 from .trees import unflatten_as_given as unflatten_as_given
 

@@ -287,6 +287,31 @@ def _set_modes(grad: bool, forward: bool) -> None:
     torch._C._set_fwd_grad_enabled(forward)
 
 
+def numbers_of(tensor):
+    """The numbers of ``tensor`` as a constant of no transform; ``None`` of a vmap's, which has other ones for each
+    example."""
+    while of_torch_func(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return None
+        tensor = _functorch.get_unwrapped(tensor)
+    with outside_all():
+        return tensor.detach()
+
+
+@contextlib.contextmanager
+def outside_all():
+    """What runs inside runs outside of all transforms of torch.func, and is followed by none, nor by autograd."""
+    popped = []
+    try:
+        with unfollowed():
+            while transforms_active():
+                popped.append(_functorch.pop_dynamic_layer_stack())
+            yield
+    finally:
+        for layer in reversed(popped):
+            _functorch.push_dynamic_layer_stack(layer)
+
+
 def examples(level: int, size: int, device):
     """The number of each example of the vmap at ``level``."""
     numbers = torch.arange(size, device=device)

@@ -38,6 +38,25 @@ def flatten(tree):
     return [leaves[place] for place in order], Structure(spec, tuple(order))
 
 
+def spread(tree, structure) -> list | None:
+    """A leaf of ``tree`` for each leaf of a pytree of that structure, in :func:`flatten`'s order: a leaf stands for all
+    that is below its place. ``None`` where their containers differ."""
+    leaves, mine = flatten(tree)
+    if structure is None or mine is None:
+        return None
+    return _spread(mine.spec, structure.spec, iter(leaves))
+
+
+def _spread(mine, spec, leaves) -> list | None:
+    if mine.is_leaf():
+        return [next(leaves)] * spec.num_leaves
+    ours, others = _children(mine), [] if spec.is_leaf() else _children(spec)
+    if mine.type is not spec.type or [key for key, _, _ in ours] != [key for key, _, _ in others]:
+        return None
+    parts = [_spread(one, other, leaves) for (_, _, one), (_, _, other) in zip(ours, others)]
+    return None if None in parts else [leaf for part in parts for leaf in part]
+
+
 def unflatten(leaves, structure):
     """The pytree of that structure."""
     return unflatten_as_given(as_given(leaves, structure), structure)

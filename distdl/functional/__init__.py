@@ -77,6 +77,7 @@ from .reshape import (
     stack_layout,
 )
 from .rotary import rotary_embedding
+from .sample import dist_deposit, dist_sample, sample_index
 from .scan import associative_scan, dist_cumprod, dist_cumsum, dist_scan
 from .sparse import dist_spmv
 from .spectral import dist_spectral_conv, spectral_layout
@@ -110,6 +111,10 @@ __all__ = [
     "gather_rows",
     "scatter_add_rows",
     "dist_spmv",
+    # values of a grid between its points
+    "dist_sample",
+    "dist_deposit",
+    "sample_index",
     # movements in two phases; dependence without a value
     "start",
     "wait",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -66,3 +67,32 @@ class Around(Move):
             parts = dispatch.together(moves, parts, recorded)
         left = iter(parts)
         return [step.after(x, [next(left) for _ in step.moves]) for step, x in zip(steps, xs)]
+
+
+@dataclass(frozen=True)
+class Whole(Around):
+    """A movement of one plan, to go with others that have work around theirs: there is none."""
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """The movement itself."""
+        return (Move(self.name, self.plan, self.adjoint, self.domain, self.range, self.transposed),)
+
+    @cached_property
+    def T(self) -> Whole:
+        """The adjoint."""
+        other = Whole(self.name, self.adjoint, self.plan, self.range, self.domain, not self.transposed)
+        other.__dict__["T"] = self
+        return other
+
+    def on(self, rank: int) -> Whole:
+        """Itself: a plan has every rank's part."""
+        return self
+
+    def before(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The tensor as it is."""
+        return [x]
+
+    def after(self, x: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+        """What arrived."""
+        return parts[0]

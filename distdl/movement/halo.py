@@ -1,7 +1,7 @@
-"""Halos: which window of the global tensor each rank needs, what lies beyond the edge, and the exchange of both.
+"""Halos: which window of the global tensor each rank needs, and the exchange of it.
 
-A boundary condition is one index function: ghost index -> real index. Its ghosts are runs of the wanted side of a plan,
-so corners, halos wider than a neighbour's block, and the adjoint need no code of their own.
+A boundary condition is one index function: ghost index -> real index (boundary.py). Its ghosts are runs of the wanted
+side of a plan, so corners, halos wider than a neighbour's block, and the adjoint need no code of their own.
 """
 
 from __future__ import annotations
@@ -13,38 +13,20 @@ from operator import index as as_int
 from typing import Any
 
 from .. import _faults
-from .._torch import opaque
+from .._torch import flatten, opaque, spread
 from .._types import Place, Size, Tree
 from .._value import Value
-from ..boxes import is_bool, is_int, joined
+from ..boxes import is_bool, is_int
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
 from ..partition import Layout, layout_of
 from ..plan import Axis, Plan, Run, Side
-from .call import by_map, moved, rule
+from .around import Whole
+from .boundary import Boundaries, Boundary, check_reach, clipped, runs_of, settled, without_zeros
+from .call import Movement, by_map, moved, rule
 from .star import Star, has_corners
 
 Need = Callable[[int, int, int], tuple[int, int]]  # (dim, first output, stop) -> the range that they read
-BOUNDARIES = ("none", "zeros", "circular", "reflect", "replicate")
-
-
-def source_of(boundary: str, i: int, n: int) -> int:
-    """The real index that ghost index ``i`` of a dim of size ``n`` shows (torch.nn.functional.pad's modes)."""
-    if boundary == "circular":
-        return i % n
-    if boundary == "reflect":
-        return -i if i < 0 else 2 * (n - 1) - i
-    return min(max(i, 0), n - 1)
-
-
-def _runs(lo: int, hi: int, n: int, boundary: str) -> tuple[Run, ...]:
-    """The window [lo, hi) as runs (start, stop, place in the window); ghosts that follow each other are one run."""
-    start, stop = max(lo, 0), min(hi, n)
-    runs = [(start, stop, start - lo)] if start < stop else []
-    if boundary not in ("none", "zeros"):
-        ghosts = ((i, source_of(boundary, i, n)) for i in (*range(lo, min(hi, 0)), *range(max(lo, n), hi)))
-        runs += [(real, real + 1, i - lo) for i, real in ghosts]
-    return joined(runs)
 
 
 def _range(found: Any, layout: Layout) -> tuple[int, int]:
@@ -114,8 +96,9 @@ class HaloSpec(Value):
         P, shape: the partition and the global shape, or a Layout (then leave ``shape`` out).
         left, right: widths, an int or one per dim; ``right`` defaults to ``left``. A rank whose block is empty in a dim
             wants nothing there.
-        boundary: what lies beyond the edge; one for all dims, or one per dim. ``"none"``: nothing, windows are clipped;
-            ``"zeros"``, ``"circular"``, ``"reflect"`` and ``"replicate"`` as in torch.nn.functional.pad.
+        boundary: what lies beyond the edge; one for all dims, or one per dim, where a pair (below, above) has one for
+            each side: ``("zeros", ("replicate", "reflect"))``. ``"none"``: nothing, windows are clipped; ``"zeros"``,
+            ``"circular"`` (on both sides), ``"reflect"`` and ``"replicate"`` as in torch.nn.functional.pad.
         corners: ``False``: a star. Windows keep their shape, but what lies beside the block in two dims or more, the
             corners of any boundary too, is zero and does not travel: of a grid of d dims 2d messages in place of 3ᵈ-1.
 
@@ -125,16 +108,17 @@ class HaloSpec(Value):
             the ranks that want them: the input's, unless :meth:`needs` was given others.
         windows: per dim, per coordinate of ``out_layout`` (lo, hi): the range that is wanted, in coordinates that may
             lie outside the domain.
-        boundary: one per dim.
+        boundary: one per dim: a kind, or a pair of them where the sides differ.
 
     Raises:
-        PartitionError: negative widths, an unknown boundary, or a reflection that reaches beyond the tensor.
+        PartitionError: negative widths, an unknown boundary, a circular side opposite another, or a reflection that
+            reaches beyond the tensor.
     """
 
     in_layout: Layout
     out_layout: Layout
     windows: tuple[tuple[tuple[int, int], ...], ...]
-    boundary: tuple[str, ...]
+    boundary: tuple[Boundary, ...]
     corners: bool = True
 
     __hash__ = Value.__hash__
@@ -146,7 +130,7 @@ class HaloSpec(Value):
         left: Size | None = None,
         right: Size | None = None,
         *,
-        boundary: str | Sequence[str] = "none",
+        boundary: Boundaries = "none",
         corners: bool = True,
     ) -> None:
         if isinstance(P, Layout) and shape is not None:  # HaloSpec(layout, left, right): the shape is left out
@@ -182,38 +166,19 @@ class HaloSpec(Value):
         self._set(layout, layout, lambda d, start, stop: (start - lefts[d], stop + rights[d]), boundary)
         object.__setattr__(self, "corners", has_corners(corners, layout))
 
-    def _set(self, in_layout: Layout, out_layout: Layout, need: Need, boundary: str | Sequence[str]) -> None:
-        boundary = per_dim(boundary, in_layout.ndim, "boundary")
-        unknown = [b for b in boundary if b not in BOUNDARIES]
-        if unknown:
-            raise PartitionError(
-                "no such boundary",
-                expected=BOUNDARIES,
-                actual=unknown,
-                partitions=in_layout,
-                next_step="use one of them, or one for each dim",
-            )
+    def _set(self, in_layout: Layout, out_layout: Layout, need: Need, boundary: Boundaries) -> None:
+        kinds = settled(per_dim(boundary, in_layout.ndim, "boundary"), in_layout)
         windows = []
         for d, n in enumerate(in_layout.shape):
             dim = []
             for start, stop in out_layout.blocks(d):
                 lo, hi = _range(need(d, start, stop), in_layout) if start < stop else (n, n)
-                if boundary[d] == "none":
-                    lo, hi = min(max(lo, 0), n), max(min(hi, n), 0)
+                lo, hi = clipped(lo, n, kinds[d]), clipped(hi, n, kinds[d])
                 dim.append((lo, max(lo, hi)))
-            far = max([0] + [max(-lo, hi - n) for lo, hi in dim if lo < hi])
-            limit = {"reflect": n - 1, "circular": far if n else 0, "replicate": far if n else 0}.get(boundary[d], far)
-            if far > limit:
-                raise PartitionError(
-                    f"the {boundary[d]} boundary of dim {d} reaches beyond the tensor",
-                    partitions=in_layout,
-                    expected=f"at most {max(limit, 0)} ghosts",
-                    actual=far,
-                    next_step="use a smaller halo, or another boundary",
-                )
+            check_reach(d, n, kinds[d], dim, in_layout)
             windows.append(tuple(dim))
         for name, value in zip(
-            ("in_layout", "out_layout", "windows", "boundary"), (in_layout, out_layout, tuple(windows), boundary)
+            ("in_layout", "out_layout", "windows", "boundary"), (in_layout, out_layout, tuple(windows), kinds)
         ):
             object.__setattr__(self, name, value)
 
@@ -224,7 +189,7 @@ class HaloSpec(Value):
         shape: Sequence[int] | None,
         out_shape: Sequence[int] | Layout,
         need: Need,
-        boundary: str | Sequence[str] = "zeros",
+        boundary: Boundaries = "zeros",
     ) -> HaloSpec:
         """The windows of any local operation, also of one whose output lies on other ranks.
 
@@ -265,7 +230,7 @@ class HaloSpec(Value):
         stride: Size = 1,
         padding: Size | Sequence[tuple[int, int]] = 0,
         dilation: Size = 1,
-        boundary: str | Sequence[str] = "zeros",
+        boundary: Boundaries = "zeros",
         *,
         ceil_mode: bool = False,
     ) -> HaloSpec:
@@ -334,7 +299,7 @@ class HaloSpec(Value):
         """blocks -> windows; without corners the whole ones, and nothing moves by it: see :meth:`strips`."""
         axes = []
         for d, (dim, n) in enumerate(zip(self.windows, self.in_layout.shape)):
-            runs = tuple(_runs(lo, hi, n, self.boundary[d]) for lo, hi in dim)
+            runs = tuple(runs_of(lo, hi, n, self.boundary[d]) for lo, hi in dim)
             axes.append(Axis(d, runs, tuple(hi - lo for lo, hi in dim)))
         return Plan(Side.of(self.in_layout), Side(self.out_layout.partition, tuple(axes)))
 
@@ -356,9 +321,7 @@ class HaloSpec(Value):
         """
         self._must_be_beside()
         (lo, hi), (start, stop), n = self.windows[d][c], self.in_layout.blocks(d)[c], self.in_layout.shape[d]
-        if self.boundary[d] == "zeros":
-            lo = min(max(lo, 0), hi)
-            hi = max(min(hi, n), lo)
+        lo, hi = without_zeros(lo, hi, n, self.boundary[d])
         a = min(max(start, lo), hi)
         return lo, a, min(max(stop, a), hi), hi
 
@@ -384,7 +347,7 @@ class HaloSpec(Value):
                 ]
                 runs = tuple(
                     tuple(
-                        run for k, (lo, hi) in enumerate(some) for run in _moved(_runs(lo, hi, n, boundary), some[:k])
+                        run for k, (lo, hi) in enumerate(some) for run in _moved(runs_of(lo, hi, n, boundary), some[:k])
                     )
                     for some in ranges
                 )
@@ -415,25 +378,61 @@ def halo_exchange_map(spec: HaloSpec) -> LinearMap:
 
 
 @opaque
-def halo_exchange(x: Tree, spec: HaloSpec) -> Tree:
+def halo_exchange(x: Tree, spec: HaloSpec | tuple[Any, ...] | list[Any] | dict[Any, Any]) -> Tree:
     """This rank's window of ``x``: its block, grown by what neighbours hold and by the boundary's ghosts.
 
     Args:
         x: this rank's block over ``spec.in_layout``, any dtype; ignored where that has none for this rank.
         spec: a :class:`distdl.HaloSpec`. Windows may be those of other ranks (:meth:`distdl.HaloSpec.needs`): then a
-            rank of the input's alone sends, and one of the output's alone receives.
+            rank of the input's alone sends, and one of the output's alone receives. Of several fields one for all, or
+            containers of them like x's, ``halo_exchange((u, p), (spec_u, spec_p))``: each field then has its own
+            layout, widths, boundary and dtype, and all go as one set of messages. They lie over the same ranks.
 
     Returns:
         The window ``spec.out_box``; on a rank outside of ``spec.out_layout`` no elements, of shape (0, *the first
         window's other sizes). Adjoint: the cotangents of what has been copied, ghosts or whole windows, are added to
         their owners.
 
-    Messages: one to each rank whose window meets this one's block.
+    Messages: one to each rank whose window meets this one's block, of any number of fields.
 
     Raises:
-        PartitionError: not a HaloSpec. ShapeError: x is not this rank's block.
+        PartitionError: not a HaloSpec, not one for each field, or fields of other ranks. ShapeError: x is not this
+            rank's block.
     """
+    if isinstance(spec, (tuple, list, dict)):
+        return moved(*_by_specs(x, spec))
     return moved(*by_map(x, halo_exchange_map(spec)))
+
+
+@rule
+def _beside_stars(spec: HaloSpec) -> LinearMap:
+    """The same map, to go as one set with those of stars."""
+    A = halo_exchange_map(spec)
+    alike = A.is_identity or isinstance(A.steps[0], Star)
+    return A if alike else LinearMap((Whole("halo_exchange", A.plan, A.adjoint),))
+
+
+def _by_specs(x: Any, specs: Any) -> Movement:
+    xs, tree = flatten(x)
+    found = spread(specs, tree)
+    if found is None:
+        raise PartitionError(
+            "not a HaloSpec for each field",
+            expected="containers of HaloSpecs like those of x",
+            actual=specs,
+            next_step="F.halo_exchange((u, p), (spec_u, spec_p)), or one HaloSpec for all",
+        )
+    maps = [halo_exchange_map(spec) for spec in found]
+    if len({(A.ranks, A.world.name) for A in maps}) > 1:
+        raise PartitionError(
+            "the fields lie on different ranks",
+            partitions=tuple(spec.in_layout for spec in found),
+            expected="specs over the same ranks of one world",
+            actual=[A.ranks for A in maps],
+            next_step="exchange those of other ranks in a call of their own, made by these ranks",
+        )
+    stars = any(isinstance(A.steps[0], Star) for A in maps)
+    return xs, list(map(_beside_stars, found)) if stars else maps, tree
 
 
 @rule

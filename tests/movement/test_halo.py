@@ -18,7 +18,11 @@ MODES = {"zeros": "constant", "circular": "circular", "reflect": "reflect", "rep
 
 
 def pad(X, d, lo, hi, boundary):
-    """torch's padding of one dim (circular by repetition where torch refuses to go round more than once)."""
+    """torch's padding of one dim (circular by repetition where torch refuses to go round more than once); of a pair of
+    boundaries each side by its own."""
+    if isinstance(boundary, tuple):
+        below, above = boundary
+        return torch.cat([pad(X, d, lo, 0, below), pad(X, d, 0, hi, above).narrow(d, X.shape[d], hi)], d)
     if boundary in ("zeros", "none"):
         return tF.pad(X.movedim(d, -1), (lo, hi)).movedim(-1, d)
     if boundary == "circular" and max(lo, hi) > X.shape[d]:
@@ -49,8 +53,9 @@ def windows(X, grid, splits, lefts, rights, boundaries):
             a, b = (int(v) for v in tables[d][c])
             n = tables[d][-1][1]
             lo, hi = a - lefts[d], b + rights[d]
-            if boundaries[d] == "none":
-                lo, hi = max(lo, 0), min(hi, int(n))
+            below, above = boundaries[d] if isinstance(boundaries[d], tuple) else (boundaries[d],) * 2
+            lo = max(lo, 0) if below == "none" else lo
+            hi = min(hi, int(n)) if above == "none" else hi
             y = y.narrow(d, lo + lefts[d], hi - lo) if a < b else y.narrow(d, 0, 0)
         yield y
 
@@ -61,8 +66,9 @@ def halos(draw):
     dims = []
     for _ in range(ndim):
         p, n = draw(st.integers(1, 4 if ndim < 3 else 2)), draw(st.integers(1, 8))
-        boundary = draw(st.sampled_from(["none", "zeros", "circular", "reflect", "replicate"]))
-        widest = n - 1 if boundary == "reflect" else 2 * n + 1 if ndim == 1 else 4
+        one = st.sampled_from(["none", "zeros", "reflect", "replicate"])
+        boundary = draw(st.one_of(st.just("circular"), one, st.tuples(one, one)))
+        widest = n - 1 if "reflect" in boundary else 2 * n + 1 if ndim == 1 else 4
         cuts = draw(st.one_of(st.none(), st.lists(st.integers(0, n), min_size=p - 1, max_size=p - 1).map(sorted)))
         splits = None if cuts is None else tuple(int(v) for v in np.diff([0, *cuts, n]))
         dims.append((p, n, boundary, draw(st.integers(0, widest)), draw(st.integers(0, widest)), splits))
@@ -220,6 +226,12 @@ def test_windows_of_other_ranks():
         lambda P: dd.HaloSpec.window(P, (6,), 3, 0),
         lambda P: dd.HaloSpec.window(P, (6,), 3, padding=-1),
         lambda P: dd.HaloSpec.window(P, (6,), (3, 3)),
+        lambda P: dd.HaloSpec(P, (6,), 1, boundary=("zeros", "reflect")),
+        lambda P: dd.HaloSpec(P, (6,), 1, boundary=(("zeros", "wrap"),)),
+        lambda P: dd.HaloSpec(P, (6,), 1, boundary=(("zeros", "none", "none"),)),
+        lambda P: dd.HaloSpec(P, (6,), 1, boundary=(("zeros", "circular"),)),
+        lambda P: dd.HaloSpec(P, (6,), 1, boundary=(("circular", "none"),)),
+        lambda P: dd.HaloSpec(P, (6,), 1, 6, boundary=(("zeros", "reflect"),)),
     ],
 )
 def test_errors(make):
@@ -230,6 +242,32 @@ def test_errors(make):
 
 def test_widest_reflection_is_legal():
     assert dd.HaloSpec(dd.Partition((2,)), (6,), 5, boundary="reflect").window_box(0) == ((-5, 8),)
+
+
+def test_a_boundary_for_each_side():
+    """One spelling for one boundary; each side reaches as far as its own kind does."""
+    P = dd.Partition((2, 1))
+    spec = dd.HaloSpec(P, (5, 4), 1, boundary=("zeros", ["replicate", "reflect"]))
+    assert spec.boundary == ("zeros", ("replicate", "reflect"))
+    same = dd.HaloSpec(P, (5, 4), 1, boundary=(("zeros", "zeros"), ("replicate", "reflect")))
+    assert same == spec and hash(same) == hash(spec)
+    assert dd.HaloSpec(P, (5, 4), 1, boundary=(("circular", "circular"), "none")).boundary == ("circular", "none")
+    assert dd.HaloSpec(P, (5, 4), (9, 0), (4, 0), boundary=(("zeros", "reflect"), "none")).window_box(0) == (
+        (-9, 7),
+        (0, 4),
+    )
+    clipped = dd.HaloSpec(P, (5, 4), 2, boundary=(("none", "zeros"), ("zeros", "none")))
+    assert [clipped.window_box(r) for r in range(2)] == [((0, 5), (-2, 4)), ((1, 7), (-2, 4))]
+    with pytest.raises(PartitionError, match="dim 1 is circular on one side only"):
+        dd.HaloSpec(P, (5, 4), 1, boundary=("zeros", ("circular", "zeros")))
+    with pytest.raises(
+        PartitionError, match=r"the reflect boundary of dim 0 reaches beyond .* at most 4 ghosts, got 5"
+    ):
+        dd.HaloSpec(P, (5, 4), 7, 5, boundary=(("zeros", "reflect"), "zeros"))
+    assert "0  0 [0  1  2] 3" in dd.viz.text(
+        dd.HaloSpec(P, (5, 4), (2, 0), (1, 0), boundary=(("replicate", "zeros"), "none"))
+    )
+    assert "[3  4] ." in dd.viz.text(dd.HaloSpec(P, (5, 4), (1, 0), boundary=(("replicate", "zeros"), "none")))
 
 
 def test_spellings():

@@ -49,6 +49,7 @@ MODULES = (
     "movement.blocks",
     "movement.copies",
     "movement.gathers",
+    "movement.boundary",
     "movement.halo",
     "movement.peers",
     "movement.split_phase",

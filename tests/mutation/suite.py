@@ -29,6 +29,7 @@ FIRST = {
     "engine.recognise": ["test_plan", "test_exchange"],
     "engine.program": ["test_exchange", "test_fused", "test_device_double", "test_plan"],
     "engine.exchange": ["test_exchange", "test_fused", "test_device_double", "test_plan"],
+    "movement.boundary": ["test_halo"],
     "movement.halo": ["test_halo"],
 }
 SKIP = {
