@@ -138,6 +138,7 @@ def written(folder):
         "checkpoint.save_dcp": (dd.checkpoint.save_dcp, (path + ".new", {"x": X}, {"x": L}), {}),
         "F.cat_layout": (F.cat_layout, ([L, L], 0), {}),
         "F.stack_layout": (F.stack_layout, (L, 0, 2), {}),
+        "F.matmul_layout": (F.matmul_layout, (L, dd.Layout(P, (3, 4))), {}),
         "F.pad_layout": (F.pad_layout, (L, (1, 1)), {}),
         "nn.Layer": (dd.nn.Layer, (P,), {}),
         "nn.Loss": (dd.nn.Loss, (P,), {}),

@@ -270,8 +270,9 @@ def _spread(tensor):
 
 
 def escaped(error: RuntimeError) -> bool:
-    """Whether torch says so of an example of a vmap that is not there any more."""
-    return "batched == nullptr" in str(error) or "escaped from inside a function being vmapped" in str(error)
+    """Whether torch says so of a tensor of a vmap, or of a grad inside of one, that is not there any more."""
+    texts = "batched == nullptr", "wrapper == nullptr", "escaped from inside a function being vmapped"
+    return any(text in str(error) for text in texts)
 
 
 class Escaped(Exception):

@@ -13,7 +13,7 @@ from ..errors import ShapeError
 from ..functional.enter import outside
 from ..partition import Layout, partition_of
 from .implicit import attached, constant_map, solution
-from .operator import Blocks, Info, Inner, Numbers, check, check_block_of, each, nothing_to_do, quotient, stop
+from .operator import Blocks, Info, Inner, Numbers, check_block_of, each, nothing_to_do, quotient, stop
 
 __all__ = ["cg"]
 
@@ -64,8 +64,13 @@ def cg(
         check_block_of(b, partition_of(P), "b")
         return outside(b, like=P if isinstance(P, Layout) else None), nothing_to_do(b)
     check_block_of(b, P, "b")
-    if x0 is not None:
-        check(x0, b.shape, "x0")
+    if x0 is not None and (not isinstance(x0, torch.Tensor) or (x0.shape, x0.dtype) != (b.shape, b.dtype)):
+        raise ShapeError(
+            "x0 is not a block as b is",
+            expected=(tuple(b.shape), b.dtype),
+            actual=(tuple(x0.shape), x0.dtype) if isinstance(x0, torch.Tensor) else type(x0).__name__,
+            next_step="leave it out to begin at 0",
+        )
     inner, numbers = Inner(P), Numbers(A, b.shape)
     M = None if preconditioner is None else Numbers(preconditioner, b.shape)
 

@@ -84,7 +84,7 @@ def lanczos(A: Blocks, v0: torch.Tensor, P: Place, k: int) -> tuple[torch.Tensor
     values, Y = torch.linalg.eigh(T)
     Y = Y * torch.where(Y[0].detach() < 0, -1, 1)
     mixed = mark_varying(Y, grid).T.to(vectors.dtype) @ vectors.flatten(1)
-    return values, mixed.reshape(-1, *v0.shape)
+    return values, mixed.reshape(len(Y), *v0.shape)
 
 
 def _square(w: torch.Tensor) -> torch.Tensor:

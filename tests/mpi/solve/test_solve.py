@@ -237,7 +237,7 @@ def test_cg_says_what_went_wrong():
 
 
 def test_what_A_reaches():
-    """In attributes of an object a gradient finds it, a batch does not, and says so; in modules both."""
+    """In attributes of an object a gradient finds it; a batch of gradients does not, and says so. In modules all do."""
 
     class Diagonal:
         def __init__(self, c):
@@ -250,7 +250,12 @@ def test_what_A_reaches():
     run = lambda A: dd.solve.cg(A, b, LINE, **TIGHT)[0]
     assert torch.allclose(run(Diagonal(c)), b / c)
     assert torch.allclose(grad(lambda c: run(Diagonal(c)).sum())(c), -b / c**2)
-    raises_everywhere(ShapeError, lambda: vmap(lambda c: run(Diagonal(c)))(torch.stack([c, c])), "in a way that is not")
+    two, one = torch.stack([c, 2 * c]), torch.ones((), dtype=c.dtype)
+    for call in (
+        lambda: vmap(grad(lambda c: run(Diagonal(c)).sum()))(two),
+        lambda: grad(lambda s: vmap(lambda c: run(Diagonal(s * c)))(two).sum())(one),
+    ):
+        raises_everywhere(ShapeError, call, "in a way that is not seen")
     layer = torch.nn.Module()
     layer.c = torch.nn.Parameter(c.clone())
     layer.forward = lambda x: torch.stack([layer.c])[0] * x
