@@ -139,8 +139,11 @@ def _rows(G: _Grid, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | N
         block = _outer(block * len(sizes), owner, torch.add)
         place = _outer(place, sizes[owner], torch.mul) + beside.repeat(1, place.shape[1])
         beyond = _outer(beyond, lost.to(torch.int64), torch.add)
-    starts = torch.tensor([0, *accumulate(G.rows.sizes(0))], device=device)
-    return starts[block] + place, beyond == 0 if "zeros" in G.boundary else None
+    rows = torch.tensor([0, *accumulate(G.rows.sizes(0))], device=device)[block] + place
+    if "zeros" not in G.boundary:
+        return rows, None
+    start, stop = (G.rows.box() or ())[0]
+    return torch.where(beyond == 0, rows, start) if start < stop else rows, beyond == 0  # an own row does not travel
 
 
 def _outer(a: torch.Tensor, b: torch.Tensor, combine: Any) -> torch.Tensor:
