@@ -194,13 +194,17 @@ def sample_index(L: Layout, points: torch.Tensor, *, order: int = 1, boundary: s
 
 def _made(G: _Grid, points: Any, fault: Refusal | None) -> Index:
     rows = torch.zeros(0, dtype=torch.int64, device=getattr(points, "device", None))
+    first, inside = rows, None
     numbers = None if fault else _constant(points)
     with _torch.outside_all():
         if numbers is not None and not bool(numbers.isfinite().all()):
             fault = _refusal(G.of, "a coordinate that is not finite")
         if fault is None and G.rows.active:
-            rows = _rows(G, _first(numbers, G.order))[0].flatten()
-        return told(G.rows, rows, fault)
+            first = _first(numbers, G.order)
+            rows, inside = _rows(G, first)
+        index = told(G.rows, rows.flatten(), fault)
+        index.maps["points"] = G, first, inside
+        return index
 
 
 @dataclass(frozen=True)
@@ -234,10 +238,10 @@ def _stencil(L: Layout, points: Any, order: Any, boundary: Any, index: Index | N
             next_step="move them there: points.to(x.device)",
         )
     numbers = _constant(points)
+    kept, its_first, inside = index.maps.get("points", (None,) * 3) if isinstance(index, Index) else (None,) * 3
     with _torch.outside_all():
         first = _first(numbers, G.order)
-        rows, inside = _rows(G, first)
-        if not isinstance(index, Index) or index.layout != G.rows or not torch.equal(index.wanted, rows.flatten()):
+        if kept != G or first.device != its_first.device or not torch.equal(first, its_first):
             raise ShapeError(
                 "the index is not of these points",
                 expected="F.sample_index of this layout, order and boundary, and of points in the same cells",
