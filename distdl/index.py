@@ -150,7 +150,7 @@ class Index(Value):
         layout: L.
         counts: of each rank of L how many distinct rows of each block it wants.
         digest: of all ranks' row numbers: Indexes are equal where their layouts and digests are.
-        distinct: this rank's rows without repetitions, rising; ``wanted`` all of them, as they were given.
+        distinct: this rank's rows without repetitions, rising.
 
     Messages: one small all-gather, of counts; then the distinct row numbers go to their owners, as the rows will come
     back. Nothing of it is said again when the Index is used.
@@ -276,11 +276,6 @@ class Index(Value):
         """Where the row numbers are, and x has to be."""
         return self.distinct.device
 
-    @property
-    def wanted(self) -> torch.Tensor:
-        """The row numbers that it was made of."""
-        return self.repeats.take(self.distinct)
-
     @cached_property
     def _is_ghost(self) -> torch.Tensor:
         (start, stop), *_ = self.layout.box() or ((0, 0),)
@@ -288,7 +283,7 @@ class Index(Value):
 
     @cached_property
     def maps(self) -> dict[Any, Any]:
-        """The maps that were made of it: they go when it goes, with all row numbers."""
+        """The maps that were made of it, and of what it was: they go when it goes, with all row numbers."""
         return {}
 
     @property

@@ -164,6 +164,7 @@ FOUR = {
         "test_cat_subset_splits_and_errors",
         "test_stack",
     ),
+    "sample": ("test_an_index_is_kept", "test_as_torchs_grid_sample"),
     "ties": None,
     "value": None,
     "vmap": None,

@@ -139,8 +139,11 @@ def _rows(G: _Grid, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | N
         block = _outer(block * len(sizes), owner, torch.add)
         place = _outer(place, sizes[owner], torch.mul) + beside.repeat(1, place.shape[1])
         beyond = _outer(beyond, lost.to(torch.int64), torch.add)
-    starts = torch.tensor([0, *accumulate(G.rows.sizes(0))], device=device)
-    return starts[block] + place, beyond == 0 if "zeros" in G.boundary else None
+    rows = torch.tensor([0, *accumulate(G.rows.sizes(0))], device=device)[block] + place
+    if "zeros" not in G.boundary:
+        return rows, None
+    start, stop = (G.rows.box() or ())[0]
+    return torch.where(beyond == 0, rows, start) if start < stop else rows, beyond == 0  # an own row does not travel
 
 
 def _outer(a: torch.Tensor, b: torch.Tensor, combine: Any) -> torch.Tensor:
@@ -191,13 +194,17 @@ def sample_index(L: Layout, points: torch.Tensor, *, order: int = 1, boundary: s
 
 def _made(G: _Grid, points: Any, fault: Refusal | None) -> Index:
     rows = torch.zeros(0, dtype=torch.int64, device=getattr(points, "device", None))
+    first, inside = rows, None
     numbers = None if fault else _constant(points)
     with _torch.outside_all():
         if numbers is not None and not bool(numbers.isfinite().all()):
             fault = _refusal(G.of, "a coordinate that is not finite")
         if fault is None and G.rows.active:
-            rows = _rows(G, _first(numbers, G.order))[0].flatten()
-        return told(G.rows, rows, fault)
+            first = _first(numbers, G.order)
+            rows, inside = _rows(G, first)
+        index = told(G.rows, rows.flatten(), fault)
+        index.maps["points"] = G, first, inside
+        return index
 
 
 @dataclass(frozen=True)
@@ -231,10 +238,10 @@ def _stencil(L: Layout, points: Any, order: Any, boundary: Any, index: Index | N
             next_step="move them there: points.to(x.device)",
         )
     numbers = _constant(points)
+    kept, its_first, inside = index.maps.get("points", (None,) * 3) if isinstance(index, Index) else (None,) * 3
     with _torch.outside_all():
         first = _first(numbers, G.order)
-        rows, inside = _rows(G, first)
-        if not isinstance(index, Index) or index.layout != G.rows or not torch.equal(index.wanted, rows.flatten()):
+        if kept != G or first.device != its_first.device or not torch.equal(first, its_first):
             raise ShapeError(
                 "the index is not of these points",
                 expected="F.sample_index of this layout, order and boundary, and of points in the same cells",

@@ -224,8 +224,10 @@ def test_dtypes():
         y = F.dist_sample(x.to(dtype), L, p, boundary="replicate")
         assert y.dtype == dtype and torch.equal(y.real.double(), torch.tensor([0.25, n - 1.75, n - 1, 0]).double())
     assert F.dist_sample(x.double(), L, p.float(), boundary="replicate").dtype == torch.float64
-    nan = torch.full_like(x, math.nan)
-    assert torch.equal(F.dist_sample(nan, L, p * 0 - 9), torch.zeros(4)), "what is outside is zero, whatever is inside"
+    nan, index = torch.full_like(x, math.nan), F.sample_index(L, p * 0 - 9)
+    with dd.testing.count_messages() as sent:
+        y = F.dist_sample(nan, L, p * 0 - 9, index=index)
+    assert not sent and torch.equal(y, torch.zeros(4)), "what is outside is zero, whatever is inside, and not fetched"
     lost = F.dist_deposit(torch.full((4,), math.nan), p * 0 - 9, L)
     assert torch.equal(lost, torch.zeros_like(x))
 

@@ -61,6 +61,8 @@ def test_values_and_messages(kind):
     assert sorted(p for _, p, _ in together) == sorted({p for _, p, _ in alone})
     if N > 1 and kind == "rows":
         assert together.sends and alone.sends > together.sends
+    with dd.checking():
+        assert equal(F.halo_exchange(xs, some), wanted)
     named = F.halo_exchange({"v": xs[1], "u": [xs[0], xs[0]]}, {"u": some[0], "v": some[1]})
     assert equal((*named["u"], named["v"]), (wanted[0], wanted[0], wanted[1]))
 
