@@ -70,7 +70,7 @@ patterns = {
     "causal, window of 30": {"causal": True, "window": 30},
     "causal, documents": {"causal": True, "documents": (0, 40, 110, 200)},
 }
-figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
+figure, axes = plt.subplots(1, 4, figsize=(15, 4.7), layout="constrained")
 for ax, (title, options) in zip(axes, patterns.items()):
     needed = bytes_between(F.attention_needs(L, L, **options).plan())
     sent = int(needed.sum() - needed.trace())
