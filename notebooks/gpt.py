@@ -70,7 +70,7 @@ patterns = {
     "causal, window of 30": {"causal": True, "window": 30},
     "causal, documents": {"causal": True, "documents": (0, 40, 110, 200)},
 }
-figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
+figure, axes = plt.subplots(1, 4, figsize=(15, 4.7), layout="constrained")
 for ax, (title, options) in zip(axes, patterns.items()):
     needed = bytes_between(F.attention_needs(L, L, **options).plan())
     sent = int(needed.sum() - needed.trace())
@@ -79,7 +79,7 @@ for ax, (title, options) in zip(axes, patterns.items()):
 # %% [markdown]
 # Messages follow the pattern: a window has one neighbour's, or two; a document its own rows'. What they cost to send is one thing, what
 # there is to *work out* another: causal, the last rank has most pairs of a query and a key. In **zigzag** order each rank has rows of
-# both ends, and all have as much. All keys come then, since every rank has late rows. Pairs in hundreds:
+# both ends, and all have about as much. All keys come then, since every rank has late rows. Pairs in hundreds:
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(8, 4), layout="constrained")
