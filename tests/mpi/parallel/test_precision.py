@@ -113,6 +113,16 @@ def test_twenty_steps_skip_together():
     assert all(e == everyone[0] for e in everyone)
 
 
+def test_blocks_without_elements():
+    """A gradient without elements beside others, and alone, is finite and hides nothing."""
+    n, r, P = world()
+    empty, full = torch.ones(0), torch.full((2,), torch.inf if r == n - 1 else 1.0)
+    spread = dp.spread_overflow([empty, full], P)
+    assert spread[0].shape == (0,) and bool((spread[1] == torch.inf).all())
+    spread = dp.spread_overflow([empty] if r else [torch.ones(2)], P)
+    assert r or bool((spread[0] == 1).all())
+
+
 @needs(2)
 def test_torchs_own_scaler_skips_everywhere():
     """Sharded gradients: an inf in one rank's block only. torch.amp.GradScaler on each rank, after spread_overflow."""

@@ -365,6 +365,8 @@ def test_transforms_on_some_ranks():
         raises_everywhere(
             AgreementError, lambda: f(forward_ad.make_dual(x, x) if r else x), "forward mode", "rank 0: False"
         )
+        some = [forward_ad.make_dual(x, x) if r else x, x]  # of two tensors one has a tangent
+        raises_everywhere(AgreementError, lambda: F.repartition(some, rows, columns), "forward mode", "rank 0: False")
 
 
 def test_tangents_are_joined():
