@@ -121,6 +121,7 @@ FOUR = {
     "adjoints": None,
     "checkpoint": None,
     "conv": None,
+    "dense": ("test_what_is_required_of_the_numbers", "test_what_is_required_of_qr"),
     "derivatives": None,
     "convert": ("test_flags_dtypes_and_attributes",),
     "dropout_init": ("test_same_mask_on_any_partition", "test_same_parameters_on_any_partition"),
@@ -146,6 +147,7 @@ FOUR = {
     "pipeline": ("test_a_table_written_by_hand", "test_hessian_vector_products[1f1b]"),
     "precision": ("test_blocks_without_elements", "test_dtypes", "test_torchs_own_scaler_skips_everywhere"),
     "shard": ("test_norms_are_torchs[2.0]", "test_under_torch_func[True]"),
+    "solve": ("test_every_rank_stops_at_the_same_step", "test_messages_of_cg"),
     "sums": (
         "test_gradient_sync[module-conv]",
         "test_parametrized_layers[older hook]",
