@@ -89,6 +89,7 @@ ORDER = [set(line.split()) for line in """
     agree held
     index
     movement
+    _kinds
     _arguments
     maps remat
     functional

@@ -302,7 +302,7 @@ def test_wrong_arguments(valid):
                 )
             elif isinstance(error, DistdlError):
                 assert error.op and error.next_step and "expected " in str(error), f"{name}, {argument}: {error}"
-    where = "_KINDS of distdl/_arguments.py says what an argument must be"
+    where = "KINDS of distdl/_kinds.py says what an argument must be"
     assert not raw, f"{sum(map(len, raw.values()))} errors of Python's own ({where}):\n" + "\n".join(
         f"{len(v)} {v[-1]}" for v in raw.values()
     )
