@@ -159,7 +159,7 @@ def iterate(
             work = work & (rr - 2 * a * rs + a**2 * ss > floor) & (steps < limit)
             if bool(work.any()):
                 beta = quotient(ru - 2 * a * su + a**2 * sz, ru, work)
-                beta = torch.where(beta > torch.finfo(beta.dtype).eps ** 0.5, beta, 0)  # less is rounding: p begins anew
+                beta = torch.where(beta > torch.finfo(beta.dtype).eps ** 0.5, beta, 0)  # less is rounding
                 p = u + each(beta, u) * p
                 continue
         elif last is None and not bool((size > 0).any()):  # of zeros alone the solution is zero
