@@ -158,7 +158,9 @@ def iterate(
             u = r if M is None else u - each(a, u) * z
             work = work & (rr - 2 * a * rs + a**2 * ss > floor) & (steps < limit)
             if bool(work.any()):
-                p = u + each(quotient(ru - 2 * a * su + a**2 * sz, ru, work).clamp(min=0), u) * p
+                beta = quotient(ru - 2 * a * su + a**2 * sz, ru, work)
+                beta = torch.where(beta > torch.finfo(beta.dtype).eps ** 0.5, beta, 0)  # less is rounding
+                p = u + each(beta, u) * p
                 continue
         elif last is None and not bool((size > 0).any()):  # of zeros alone the solution is zero
             return torch.zeros_like(b), steps, relative, relative <= tol

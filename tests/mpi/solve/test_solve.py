@@ -220,6 +220,15 @@ def test_lower_precision_and_limits():
     assert info.iterations == 3 and not info.converged
 
 
+def test_a_step_that_is_exact():
+    """Multiples of the identity: one step leaves rounding, of which no further ones are made."""
+    for factor in (3.0, 5.0, 1 / 3):
+        for dtype in (torch.float64, torch.float32):
+            b = LINE.shard(randn(n, seed=3)).to(dtype)
+            x, info = dd.solve.cg(lambda x, f=factor: f * x, b, LINE, tol=0.0)
+            assert info.iterations <= 5 and info.residual < 1e-6 and torch.allclose(factor * x, b)
+
+
 def test_cg_says_what_went_wrong():
     b = LINE.shard(randn(n, seed=1))
     shift = LINE.shard(torch.linspace(-5, 3, n, dtype=torch.float64))
