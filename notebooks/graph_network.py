@@ -1,5 +1,7 @@
 """What the notebook on graphs and its tests share: a graph of digits, a network on it over ranks, and its serial twin."""
 
+from itertools import pairwise
+
 import torch
 
 import distdl as dd
@@ -28,7 +30,7 @@ def nearest(pixels, nodes):
 def layout(P):
     """The nodes over ``P``, unevenly: each rank has more of them than the one before, as 1 : 2 : 3 ..."""
     ends = [NODES * r * (r + 1) // (P.size * (P.size + 1)) for r in range(P.size + 1)]
-    return dd.Layout(P, (NODES,), (tuple(b - a for a, b in zip(ends, ends[1:])),))
+    return dd.Layout(P, (NODES,), (tuple(b - a for a, b in pairwise(ends)),))
 
 
 class Graph:
@@ -86,7 +88,7 @@ def parameters():
     """Of two layers: a matrix for the node itself, one for its neighbours' mean, and a bias; the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
     found = {}
-    for i, (a, b) in enumerate(zip(SIZES, SIZES[1:])):
+    for i, (a, b) in enumerate(pairwise(SIZES)):
         for name in ("own", "near"):
             found[f"{i}.{name}"] = torch.randn(a, b, generator=generator, dtype=torch.float64) / a**0.5
         found[f"{i}.bias"] = torch.zeros(b, dtype=torch.float64)
@@ -121,14 +123,21 @@ def losses_of(L=None, way="ghosts"):
     nodes = torch.arange(NODES) if L is None else torch.arange(*L.box()[0])
     near, x, labels = nearest(pixels, nodes), pixels[nodes] / 16, labels[nodes]
     told = int(known(torch.arange(NODES)).sum())
-    if L is None:
-        mean = serial_mean(near)
-        loss = lambda p: summed_loss(network(p, x, mean), labels, nodes) / told
-        return loss, lambda p: int(right(network(p, x, mean), labels, nodes)) / (NODES - told)
-    P, graph = L.partition, Graph(L, near, way)
-    scores = lambda p: network(F.mark_varying(p, P), x, graph.mean)
-    loss = lambda p: F.invariant_sum(summed_loss(scores(p), labels, nodes), P) / told
-    return loss, lambda p: int(F.all_sum_reduce(right(scores(p), labels, nodes), P)) / (NODES - told)
+    mean = serial_mean(near) if L is None else Graph(L, near, way).mean
+
+    def scores(p):
+        return network(p if L is None else F.mark_varying(p, L.partition), x, mean)
+
+    def total(here):
+        return here if L is None else F.invariant_sum(here, L.partition)
+
+    def loss(p):
+        return total(summed_loss(scores(p), labels, nodes)) / told
+
+    def score(p):
+        return int(total(right(scores(p), labels, nodes))) / (NODES - told)
+
+    return loss, score
 
 
 def train(steps, L=None, way="ghosts", rate=0.5):

@@ -1,4 +1,4 @@
-"""A graph network on the nearest neighbours of digits, over ranks that have other numbers of nodes, against plain torch."""
+"""A graph network on the nearest neighbours of digits, over ranks of uneven numbers of nodes, against plain torch."""
 
 import functools
 import sys
