@@ -1,5 +1,5 @@
-"""Poisson's equation by fast transforms, and by conjugate gradients with a stencil or a sparse matrix, is the direct solve:
-periodic, with mirrors, between walls; its derivatives."""
+"""Poisson's equation by fast transforms, and by conjugate gradients with a stencil or a sparse matrix, is the direct
+solve: periodic, with mirrors, between walls; its derivatives."""
 
 import math
 import sys
@@ -62,8 +62,8 @@ ITERATED = {
 @pytest.mark.parametrize("boundary", fp.BOUNDARIES)
 @pytest.mark.parametrize("shape", [(11, 14), (3, 10)], ids=str)
 def test_three_solvers(shape, boundary):
-    """Transforms, and conjugate gradients with a star's halo or a sparse matrix, find what elimination finds; pulled back,
-    pushed forward, and of a batch."""
+    """Transforms, and conjugate gradients with a star's halo or a sparse matrix, find what elimination finds; pulled
+    back, pushed forward, and of a batch."""
     f, bar, wrong = randn(*shape), randn(*shape, seed=1), []
     u, pulled = fp.solve_directly(f, boundary), fp.solve_directly(bar, boundary)
     for grid, ranks in ITERATED:
