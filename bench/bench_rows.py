@@ -43,8 +43,8 @@ def bench_gather_rows(timed, rows, width):
 
 @choose("rows, width", *SETS)
 def bench_own_first(timed, rows, width):
-    """Of a graph that is cut well: only ghosts move. By hand: the same Alltoallv, of rows of others alone. ``all``: with
-    the wanted own rows, which F.gather_rows copies."""
+    """Of a graph that is cut well: only ghosts move. By hand: the same Alltoallv, of rows of others alone. ``all``: the
+    wanted own rows too, which F.gather_rows copies."""
     given = operands(rows, width, mostly_own)
     index, x = dd.Index(given["layout"], given["wanted"]), given["x"]
     ghosts, _ = index.own_first
