@@ -386,6 +386,32 @@ def ring_of_neighbours(case):
     return call
 
 
+@peer("mpi4py", "gather_rows")
+def rows_by_hand(case):
+    """One Alltoallv of NumPy rows, selected before and after; which ones is worked out once, as by an Index."""
+    import numpy as np
+
+    x, L, wanted = (case.operands[k] for k in ("x", "layout", "wanted"))
+    if L.partition.size != COMM.size or x.dtype not in KINDS:
+        return None
+    stops = np.cumsum(L.sizes(0))
+    distinct, places = np.unique(wanted.numpy(), return_inverse=True)
+    coming = np.bincount(np.searchsorted(stops, distinct, side="right"), minlength=COMM.size)
+    going = np.array(COMM.alltoall(coming.tolist()))
+    served = np.empty(going.sum(), np.int64)
+    COMM.Alltoallv([distinct, coming], [served, going])
+    served -= stops[COMM.rank] - len(x)
+    source, width = x.numpy(), x[:1].numel()
+
+    def call():
+        sent = source.take(served, axis=0)
+        got = np.empty((len(distinct), *source.shape[1:]), source.dtype)
+        COMM.Alltoallv([sent, going * width, KINDS[x.dtype]], [got, coming * width, KINDS[x.dtype]])
+        return torch.from_numpy(got if case.operands["distinct"] else got.take(places, axis=0))
+
+    return call
+
+
 MISSING = {
     name: f"no module {module}: pip install {name}"
     for name, module in (("pylops-mpi", "pylops_mpi"), ("mpi4py-fft", "mpi4py_fft"))

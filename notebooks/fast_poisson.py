@@ -1,7 +1,9 @@
-"""What the notebook on Poisson's equation and its tests share: the solve by wave numbers, and the dense one."""
+"""What the notebook on Poisson's equation and its tests share: the solve by wave numbers, by conjugate gradients with a
+stencil or a sparse matrix, and the dense one."""
 
 import math
 from functools import reduce
+from itertools import accumulate, product
 
 import torch
 
@@ -36,6 +38,57 @@ def solve(f, L, boundary):
     total = sum(waves)
     weight = torch.where(total == 0, 0, 1 / torch.where(total == 0, 1, total))
     return inverse(weight * forward(f, L, None), M, None, s=n, P_out=L)
+
+
+def stencil(L, boundary):
+    """-Δ of this rank's block, by a halo without corners."""
+    n, dims = L.shape, range(L.ndim)
+    beyond = {"periodic": "circular", "neumann": "replicate", "dirichlet": "zeros"}[boundary]
+    spec = dd.HaloSpec(L, 1, boundary=beyond, corners=False)
+    walls = torch.zeros(L.local_shape(), dtype=torch.float64)
+    for d, (place, m) in enumerate(zip(L.slices(), n)):
+        if boundary == "dirichlet":  # what makes 0 halfway is not 0, but the cell's own value, negative
+            k = torch.arange(m)[place]
+            walls += (m**2 * (1.0 * (k == 0) + (k == m - 1))).reshape([-1 if e == d else 1 for e in dims])
+
+    def A(u):
+        wide = F.halo_exchange(u, spec)
+        result = walls * u
+        for d in dims:
+            line = wide[tuple(slice(None) if e == d else slice(1, -1) for e in dims)]
+            result = result - n[d] ** 2 * line.diff(n=2, dim=d)
+        return result
+
+    return A
+
+
+def sparse(L, boundary):
+    """The same by rows of a sparse matrix. Cells are numbered rank by rank, so that a block is a rank's rows as it is."""
+    counts = [math.prod(L.local_shape(r)) for r in L.partition.ranks]
+    rows_layout = dd.Layout(dd.Partition((len(counts),), L.partition.ranks), (sum(counts),), (counts,))
+    numbers = torch.empty(L.shape, dtype=torch.int64)
+    for r, first, count in zip(L.partition.ranks, accumulate(counts, initial=0), counts):
+        numbers[L.slices(r)] = torch.arange(first, first + count).reshape(L.local_shape(r))
+    cells = torch.meshgrid(*(torch.arange(m)[part] for m, part in zip(L.shape, L.slices())), indexing="ij")
+    columns, values = [numbers[cells]], [torch.full(cells[0].shape, 2.0 * sum(m**2 for m in L.shape)).double()]
+    for d, step in product(range(L.ndim), (-1, 1)):
+        m, k = L.shape[d], cells[d] + step
+        outside = (k < 0) | (k >= m)
+        k = k % m if boundary == "periodic" else k.clamp(0, m - 1)
+        columns.append(numbers[(*cells[:d], k, *cells[d + 1 :])])
+        values.append(-(m**2) * torch.where(outside & (boundary == "dirichlet"), -1.0, 1.0).double())
+    rows = torch.arange(cells[0].numel()).repeat(len(columns))
+    index = dd.Index(rows_layout, torch.stack(columns).flatten())
+    values = torch.stack(values).flatten()
+    return lambda u: F.dist_spmv(u.flatten(), index, rows, values, rows_layout).unflatten(0, u.shape)
+
+
+def iterate(A, f, L, boundary, tol=1e-13):
+    """(u, info) of -Δu = f by conjugate gradients, with one all-reduce and one application of A a step."""
+    if boundary == "dirichlet":
+        return dd.solve.cg(A, f, L, tol=tol)
+    u, info = dd.solve.cg(A, f - F.dist_mean(f, L), L, tol=tol)
+    return u - F.dist_mean(u, L), info
 
 
 def matrix(boundary, shape):

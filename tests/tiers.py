@@ -72,6 +72,7 @@ RANKS = {
     "frozen_messages": (2,),
     "fuzz_layers": LAYERS,
     "gpt": ANY,
+    "graph": ODD,
     "interop": (2, 4),
     "interpolate": LAYERS,
     "linear": ODD,

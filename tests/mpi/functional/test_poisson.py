@@ -1,4 +1,5 @@
-"""Poisson's equation by fast transforms is the direct solve: periodic, with mirrors, between walls; its derivatives."""
+"""Poisson's equation by fast transforms, and by conjugate gradients with a stencil or a sparse matrix, is the direct
+solve: periodic, with mirrors, between walls; its derivatives."""
 
 import math
 import sys
@@ -47,6 +48,56 @@ def test_direct_solve(boundary, shape):
         if max(differences) > 1e-12 * float(u.abs().max()):
             wrong.append((grid, differences))
     everywhere(wrong)
+
+
+# Grid and ranks. Four ranks show two and three too; blocks are uneven, over (4, 1) of 3 cells one is empty.
+ITERATED = {
+    1: [((1, 1), (0,))],
+    2: [((1, 2), (1, 0))],
+    3: [((3, 1), (2, 0, 1))],
+    4: [((2, 2), (0, 1, 2, 3)), ((4, 1), (3, 0, 2, 1)), ((1, 3), (2, 0, 3)), ((2, 1), (3, 1))],
+}.get(N, [((N, 1), tuple(range(N)))])
+
+
+@pytest.mark.parametrize("boundary", fp.BOUNDARIES)
+@pytest.mark.parametrize("shape", [(11, 14), (3, 10)], ids=str)
+def test_three_solvers(shape, boundary):
+    """Transforms, and conjugate gradients with a star's halo or a sparse matrix, find what elimination finds; pulled
+    back, pushed forward, and of a batch."""
+    f, bar, wrong = randn(*shape), randn(*shape, seed=1), []
+    u, pulled = fp.solve_directly(f, boundary), fp.solve_directly(bar, boundary)
+    for grid, ranks in ITERATED:
+        L = dd.Layout(dd.Partition(grid, ranks), shape)
+        if not L.active:
+            continue
+        ways = {"waves": lambda f, L=L: fp.solve(f, L, boundary)}
+        for name in ("stencil", "sparse"):
+            A = getattr(fp, name)(L, boundary)
+            ways[name] = lambda f, A=A, L=L: fp.iterate(A, f, L, boundary)[0]
+            steps = fp.iterate(A, L.shard(f), L, boundary)[1]
+            wrong += [] if steps.converged and steps.iterations <= 90 else [(grid, name, steps)]
+        for name, way in ways.items():
+            found, pull = torch.func.vjp(way, L.shard(f))
+            pushed = torch.func.jvp(way, (L.shard(f),), (L.shard(bar),))[1]
+            both = torch.func.vmap(way)(torch.stack([L.shard(bar), L.shard(f)]))
+            pairs = (found, u), (pull(L.shard(bar))[0], pulled), (pushed, pulled), (both[0], pulled), (both[1], u)
+            differences = [off(a, L.shard(b)) / float(b.abs().max()) for a, b in pairs]
+            wrong += [(grid, name, differences)] if max(differences) > 1e-10 else []
+    everywhere(wrong)
+
+
+def test_a_sparse_matrix_moves_what_the_star_does():
+    """Between walls, each cell beside a border once to the rank behind it: as many messages, of as many bytes."""
+    for grid, ranks in ITERATED:
+        L = dd.Layout(dd.Partition(grid, ranks), (11, 14))
+        if L.active:
+            star, rows, u = fp.stencil(L, "dirichlet"), fp.sparse(L, "dirichlet"), L.shard(randn(11, 14)).clone()
+            with dd.testing.count_messages() as by_star:
+                v = star(u)
+            with dd.testing.count_messages() as by_rows:
+                w = rows(u)
+            assert sorted(by_star) == sorted(by_rows), (by_star, by_rows)
+            assert torch.allclose(v, w, rtol=1e-13, atol=1e-10)
 
 
 def test_the_matrices():
