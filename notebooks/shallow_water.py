@@ -39,9 +39,9 @@ import distdl.functional as F
 small = dd.Layout(dd.Partition((2, 2)), (5, 7))
 places = {
     "cells: h": (dd.Staggered(small), 0.5, 0.5, "o"),
-    "faces across dim 0: u": (dd.Staggered(small, 0), 0, 0.5, "|"),
-    "faces across dim 1: v": (dd.Staggered(small, 1), 0.5, 0, "_"),
-    "nodes: q": (dd.Staggered(small, None), 0, 0, "."),
+    "faces across dim 0: u": (dd.Staggered(small, 0), 0.0, 0.5, "|"),
+    "faces across dim 1: v": (dd.Staggered(small, 1), 0.5, 0.0, "_"),
+    "nodes: q": (dd.Staggered(small, None), 0.0, 0.0, "."),
 }
 figure, axes = plt.subplots(1, 4, figsize=(13, 2.8), layout="constrained")
 for ax, (title, (place, dx, dy, mark)) in zip(axes, places.items()):
@@ -120,7 +120,7 @@ def recovered(shape, ahead, steps):
 
 
 if __name__ == "__main__":
-    shape, ahead, steps = ((13, 11), 4, 2) if reduced else ((41, 31), 60, 20)
+    shape, ahead, steps = ((13, 11), 4, 2) if reduced else ((41, 31), 40, 15)
     slope, central, misfits, gradient, h = dd.launch(recovered, 4)(shape, ahead, steps)[0]
     print(f"gradient along a direction {slope:.9f}, central difference {central:.9f}")
     print(f"misfit {misfits[0]:.2e} -> {misfits[-1]:.2e}")
