@@ -151,6 +151,7 @@ def train(steps, L=None, way="ghosts", rate=0.5):
     return losses, p, score(p)
 
 
-def on_ranks(steps, way="ghosts"):
-    """The same, over all ranks of this job."""
-    return train(steps, layout(dd.Partition((dd.world().size,))), way)
+def on_ranks(steps, ways=("ghosts",)):
+    """The same, over all ranks of this job, for each of these ways."""
+    L = layout(dd.Partition((dd.world().size,)))
+    return {way: train(steps, L, way) for way in ways}
