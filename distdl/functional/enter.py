@@ -39,6 +39,17 @@ ANY, SMOOTH, FLOATING, REAL = "any dtype", "a floating or complex dtype", "a flo
 # ---------------------------------------------------------------- x
 
 
+def check_ndim(P: Place, least: int) -> None:
+    """Raise, on ranks outside too, unless ``P`` has so many dims."""
+    if len(P.shape) < least:
+        raise PartitionError(
+            "too few dims",
+            expected=f"at least {least}",
+            actual=P.ndim,
+            next_step="lay x out over a partition with one dim for each of its own",
+        )
+
+
 def enter(
     x, P, *, layer=None, shape=None, kinds=ANY, least=0, agreed=True
 ) -> tuple[torch.Tensor, Any, tuple[int, ...] | None]:
@@ -59,13 +70,7 @@ def enter(
     L = P if type(P) is Layout else None
     grid = partition_of(P) if L is None else L.partition
     at = grid.index()
-    if len(grid.shape) < least:
-        raise PartitionError(
-            "too few dims",
-            expected=f"at least {least}",
-            actual=grid.ndim,
-            next_step="lay x out over a partition with one dim for each of its own",
-        )
+    check_ndim(grid, least)
     if _torch.any_autocast():
         (x,) = autocast(layer, grid.ndim, x)
     if kinds is not ANY and isinstance(x, torch.Tensor):

@@ -25,7 +25,7 @@ from ..movement.call import laid_out
 from ..movement.halo import per_dim
 from ..movement.rows import gather_rows, scatter_add_rows
 from ..partition import Layout, Partition
-from .enter import SMOOTH, check_kind, enter, outside
+from .enter import SMOOTH, check_kind, check_ndim, enter, outside
 
 __all__ = ["dist_deposit", "dist_sample", "sample_index"]
 
@@ -188,7 +188,8 @@ def sample_index(L: Layout, points: torch.Tensor, *, order: int = 1, boundary: s
         AgreementError: on every rank, where some rank's points are no finite floating tensor (points, dims).
         PartitionError: no such order or boundary, or no grid point. ShapeError: points are a batch of vmap.
     """
-    G, fault = _checked(laid_out(L), points, order, boundary)
+    check_ndim(laid_out(L), 1)
+    G, fault = _checked(L, points, order, boundary)
     return _made(G, points, fault)
 
 
@@ -324,7 +325,8 @@ def dist_deposit(
     Raises:
         As :func:`dist_sample`; ShapeError: not one value for each point.
     """
-    if laid_out(L).box() is None:
+    check_ndim(laid_out(L), 1)
+    if L.box() is None:
         return outside(values, *_tensors(points), like=L)
     check_kind(values, SMOOTH)
     S = _stencil(L, points, order, boundary, index, values)
