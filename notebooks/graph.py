@@ -101,8 +101,8 @@ for two, name, neighbours in ((axes[:2], "file", near), (axes[2:], "left to righ
     show(two[1], torch.tensor(index.counts), f"{name}, rows that travel")
 
 # %% [markdown]
-# The same, row by row, of the first two digits of each rank as they choose among three others: on the left the owners' rows, in
-# the middle what each rank has of them, on the right its edges. Only the lines on the left between colours are messages; where
+# The same, row by row, of six rows on three ranks: on the left the owners' rows, in the middle what each rank has of them,
+# on the right its edges. Only the lines on the left between colours are messages; where
 # several edges leave one dot in the middle, its row came once. Read from right to left, it is the transpose: sums on a rank
 # first, then one row to its owner.
 
