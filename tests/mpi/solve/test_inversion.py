@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "notebooks"))
 import acoustic as ac
 
 N, R = dd.world().size, dd.world().rank
-SHAPE, STEPS, DT = (2, 13, 11), 30, 0.4  # shots, x, z
+SHAPE, STEPS, DT = (2, 13, 11), 22, 0.4  # shots, x, z
 SOURCES = torch.tensor([[3.3, 1.6], [8.75, 2.0]], dtype=torch.float64)
 RECEIVERS = torch.tensor(
     [[1.5, 1.0], [4.0, 1.25], [6.6, 1.0], [9.1, 0.4], [11.9, 1.0], [12.0, 6.5], [0.2, 9.7]], dtype=torch.float64
 )
 DAMPING = ac.sponge(SHAPE[1:], 3, 0.15)
-WAVELET = ac.ricker(STEPS, DT, 0.12)
+WAVELET = ac.ricker(STEPS, DT, 0.25)
 
 
 def layouts():
@@ -109,12 +109,12 @@ def off(found, wished, scale):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_records_and_gradient(name):
-    """With blocks of steps worked out again, of a length that does not divide the steps, and without."""
+    """With blocks of steps worked out again, of a length that does not divide the steps; of one layout without too."""
     L = LAYOUTS[name]
     expected, gradient = serial_record(FIRST), torch.func.grad(serial_misfit)(FIRST)
     along, c = randn(*SHAPE[1:], seed=3), ac.block_of(L, FIRST)
     slope = float((gradient * along).sum())
-    for block in (8, None):
+    for block in (8, None) if name == "x" else (8,):
         survey, mine = survey_of(L, block)
         observed = part(L, mine, OBSERVED)
         assert off(survey.record(c), part(L, mine, expected), expected) < 1e-12

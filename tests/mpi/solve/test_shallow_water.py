@@ -135,9 +135,10 @@ def test_as_whole_tensors(name, ends):
 
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 def test_gradient_of_where_it_began(ends):
-    """Of the misfit, in depths and velocities, equal to plain torch's, and forwards to backwards."""
+    """Of the misfit, in depths and velocities, equal to plain torch's, and forwards to backwards. Of one layout by
+    autograd too."""
     state, truth = start(ends), start(ends, seed=7)[0]
-    steps, closed = 6, closed_of(ends)
+    steps, closed = 3, closed_of(ends)
     expected = torch.func.grad(lambda s: ((serial_advance(s, steps, closed)[0] - truth) ** 2).sum() / 2)(state)
     along = start(ends, seed=11)
     slope = sum(float((g * a).sum()) for g, a in zip(expected, along))
@@ -148,19 +149,20 @@ def test_gradient_of_where_it_began(ends):
         f = lambda s, water=water, L=L: water.misfit(s, steps, L.shard(truth))
         mine = cut(water, state)
         close(torch.func.grad(f)(mine), expected, water.layouts, 1e-11, name)
-        again = tuple(x.requires_grad_() for x in cut(water, state))
-        f(again).backward()
-        close([x.grad for x in again], expected, water.layouts, 1e-11, f"{name} by autograd")
+        if name == "rows":
+            again = tuple(x.requires_grad_() for x in cut(water, state))
+            f(again).backward()
+            close([x.grad for x in again], expected, water.layouts, 1e-11, f"{name} by autograd")
         _, forwards = torch.func.jvp(f, (mine,), (cut(water, along),))
         assert abs(float(forwards) - slope) < 1e-11 * abs(slope), name
 
 
 def test_gradient_by_finite_differences():
-    """Central ones, along a random direction, of a basin and after forty steps."""
+    """Central ones, along a random direction, of a basin, after two dozen steps."""
     L = LAYOUTS["columns"]
     water, truth = water_of(L, ()), start((), seed=7)[0]
     mine, along = cut(water, start(())), cut(water, start((), seed=11))
-    f = lambda s: water.misfit(s, 40, L.shard(truth))
+    f = lambda s: water.misfit(s, 24, L.shard(truth))
     slope = dd.func.inner(torch.func.grad(f)(mine), along, L.partition)
     with torch.no_grad():
         eps = 1e-5
