@@ -34,8 +34,8 @@ import distdl as dd
 import distdl.functional as F
 
 reduced = "DISTDL_REDUCED" in os.environ
-shots, nx, nz = shape = (2, 17, 13) if reduced else (4, 44, 30)
-steps, dt = (30, 0.4) if reduced else (144, 0.4)
+shots, nx, nz = shape = (2, 17, 13) if reduced else (4, 36, 24)
+steps, dt = (30, 0.4) if reduced else (96, 0.4)
 
 
 def models():
@@ -59,7 +59,7 @@ def survey_on(grid, block=12):
     L = dd.Layout(dd.Partition(grid), shape)
     damping = ac.block_of(L, ac.sponge((nx, nz), 6, 0.15))
     receivers = ac.share(points(nx // 2, 2.5), L)
-    return ac.Survey(L, points(shots, 2.25), receivers, damping, ac.ricker(steps, dt, 0.09), dt, block), L
+    return ac.Survey(L, points(shots, 2.25), receivers, damping, ac.ricker(steps, dt, 0.11), dt, block), L
 
 
 true, first = models()
@@ -161,7 +161,7 @@ def inverted(grid, count):
 
 
 if __name__ == "__main__":
-    product, unsymmetric, misfits, c = dd.launch(inverted, 4)((2, 2, 1), 2 if reduced else 8)[0]
+    product, unsymmetric, misfits, c = dd.launch(inverted, 4)((2, 2, 1), 2 if reduced else 5)[0]
     print(f"J'J v · w and v · J'J w differ by {unsymmetric:.1e}")
     print(f"misfit after the first step {misfits[0]:.4e}, after the last one {misfits[-1]:.4e}")
     figure, axes = plt.subplots(1, 4, figsize=(14, 2.6), layout="constrained")
