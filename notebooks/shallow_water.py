@@ -75,7 +75,7 @@ def flow_on(ranks, shape, times):
 
 reduced = "DISTDL_REDUCED" in os.environ
 if __name__ == "__main__":
-    shape, times = ((13, 11), (0, 3, 3)) if reduced else ((61, 47), (0, 60, 60, 60))
+    shape, times = ((13, 11), (0, 3, 3)) if reduced else ((37, 29), (0, 20, 20, 20))
     one, masses, energies = dd.launch(flow_on, 1)(1, shape, times)[0]
     four, again, _ = dd.launch(flow_on, 4)(4, shape, times)[0]
     print("one rank and four agree:", all(bool((a - b).abs().max() < 1e-12) for a, b in zip(one, four)))
@@ -120,7 +120,7 @@ def recovered(shape, ahead, steps):
 
 
 if __name__ == "__main__":
-    shape, ahead, steps = ((13, 11), 4, 2) if reduced else ((41, 31), 40, 15)
+    shape, ahead, steps = ((13, 11), 4, 2) if reduced else ((23, 19), 16, 8)
     slope, central, misfits, gradient, h = dd.launch(recovered, 4)(shape, ahead, steps)[0]
     print(f"gradient along a direction {slope:.9f}, central difference {central:.9f}")
     print(f"misfit {misfits[0]:.2e} -> {misfits[-1]:.2e}")
