@@ -80,7 +80,7 @@ def waves(grid):
         p, before, h = survey.steps(p, before, ac.block_of(L, true), wavelet)
         seen.append(F.gather(p, L))
         heard.append(h[0])
-    return [s[0] for s in seen[1:]], torch.cat(heard, -1)
+    return [s[:1] for s in seen[1:]], torch.cat(heard, -1)  # gathered fields are whole on rank 0
 
 
 if __name__ == "__main__":
@@ -92,7 +92,7 @@ if __name__ == "__main__":
     axes[0].scatter(*points(nx // 2, 2.5).T, marker=".", c="white", s=8)
     axes[0].set_title("velocity, shots, receivers")
     for ax, p in zip(axes[1:4], seen):
-        ax.imshow(p.T, cmap="RdBu", vmin=-0.3 * p.abs().max(), vmax=0.3 * p.abs().max())
+        ax.imshow(p[0].T, cmap="RdBu", vmin=-0.3 * p.abs().max(), vmax=0.3 * p.abs().max())
     axes[4].imshow(heard.T, cmap="gray", aspect="auto", vmin=-0.3 * heard.abs().max(), vmax=0.3 * heard.abs().max())
     axes[4].set(title="heard", xlabel="receiver", ylabel="step")
     for ax in axes[:4]:
