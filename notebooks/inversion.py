@@ -34,8 +34,8 @@ import distdl as dd
 import distdl.functional as F
 
 reduced = "DISTDL_REDUCED" in os.environ
-shots, nx, nz = shape = (2, 17, 13) if reduced else (4, 36, 24)
-steps, dt = (30, 0.4) if reduced else (96, 0.4)
+shots, nx, nz = shape = (2, 17, 13) if reduced else (2, 30, 20)
+steps, dt = (30, 0.4) if reduced else (72, 0.4)
 
 
 def models():
@@ -161,7 +161,7 @@ def inverted(grid, count):
 
 
 if __name__ == "__main__":
-    product, unsymmetric, misfits, c = dd.launch(inverted, 4)((2, 2, 1), 2 if reduced else 5)[0]
+    product, unsymmetric, misfits, c = dd.launch(inverted, 4)((2, 2, 1), 2 if reduced else 4)[0]
     print(f"J'J v · w and v · J'J w differ by {unsymmetric:.1e}")
     print(f"misfit after the first step {misfits[0]:.4e}, after the last one {misfits[-1]:.4e}")
     figure, axes = plt.subplots(1, 4, figsize=(14, 2.6), layout="constrained")
