@@ -34,8 +34,8 @@ import distdl as dd
 import distdl.functional as F
 
 reduced = "DISTDL_REDUCED" in os.environ
-shots, nx, nz = shape = (2, 17, 13) if reduced else (4, 36, 24)
-steps, dt = (30, 0.4) if reduced else (96, 0.4)
+shots, nx, nz = shape = (2, 17, 13) if reduced else (2, 30, 20)
+steps, dt = (30, 0.4) if reduced else (72, 0.4)
 
 
 def models():
@@ -80,7 +80,7 @@ def waves(grid):
         p, before, h = survey.steps(p, before, ac.block_of(L, true), wavelet)
         seen.append(F.gather(p, L))
         heard.append(h[0])
-    return [s[0] for s in seen[1:]], torch.cat(heard, -1)
+    return [s[:1] for s in seen[1:]], torch.cat(heard, -1)  # gathered fields are whole on rank 0
 
 
 if __name__ == "__main__":
@@ -92,7 +92,7 @@ if __name__ == "__main__":
     axes[0].scatter(*points(nx // 2, 2.5).T, marker=".", c="white", s=8)
     axes[0].set_title("velocity, shots, receivers")
     for ax, p in zip(axes[1:4], seen):
-        ax.imshow(p.T, cmap="RdBu", vmin=-0.3 * p.abs().max(), vmax=0.3 * p.abs().max())
+        ax.imshow(p[0].T, cmap="RdBu", vmin=-0.3 * p.abs().max(), vmax=0.3 * p.abs().max())
     axes[4].imshow(heard.T, cmap="gray", aspect="auto", vmin=-0.3 * heard.abs().max(), vmax=0.3 * heard.abs().max())
     axes[4].set(title="heard", xlabel="receiver", ylabel="step")
     for ax in axes[:4]:
@@ -161,7 +161,7 @@ def inverted(grid, count):
 
 
 if __name__ == "__main__":
-    product, unsymmetric, misfits, c = dd.launch(inverted, 4)((2, 2, 1), 2 if reduced else 5)[0]
+    product, unsymmetric, misfits, c = dd.launch(inverted, 4)((2, 2, 1), 2 if reduced else 4)[0]
     print(f"J'J v · w and v · J'J w differ by {unsymmetric:.1e}")
     print(f"misfit after the first step {misfits[0]:.4e}, after the last one {misfits[-1]:.4e}")
     figure, axes = plt.subplots(1, 4, figsize=(14, 2.6), layout="constrained")
