@@ -96,8 +96,13 @@ class Recorded(Transport):
 
 def _same(a, b):
     return a.keys() == b.keys() and all(
-        torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k] for k in a
+        _equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k] for k in a
     )
+
+
+def _equal(a, b):
+    """Also where numbers are NaN."""
+    return torch.equal(a, b) or (a.shape == b.shape and torch.allclose(a, b, 0, 0, equal_nan=True))
 
 
 def forget_maps() -> None:
