@@ -19,7 +19,7 @@ class Around(Move):
     """A step whose plans move what :meth:`before` makes of the input, and whose output :meth:`after` makes of what
     arrives; both are linear and local. Its own ``plan`` says where inputs and outputs lie.
 
-    A kind of step gives :attr:`moves`, :meth:`before`, :meth:`after`, :meth:`on`, and ``T``, its transpose: another one.
+    A kind of step gives :attr:`moves`, :meth:`before`, :meth:`after`, :meth:`on`, and its transpose ``T``.
     """
 
     @property
