@@ -102,9 +102,12 @@ class Numbers:
         self.held: list[torch.Tensor] = []
         self.buffers = self.reach.buffers()
         self.levels = len(_torch.vmap_levels()) if _torch.transforms_active() else 0
-        reached = [*self.buffers, *self.reach.others()]
-        if reached and _torch.transforms_active():
-            _torch.constants(self._keep, reached)
+        reached = [*self.buffers, *self.reach.others()] if _torch.transforms_active() else []
+        self.batched = [_torch.of_torch_func(t) for t in reached]  # others stay as they are: what counts need not vary
+        if any(self.batched):
+            _torch.constants(self._keep, [t for t, of in zip(reached, self.batched) if of])
+            kept = iter(self.held)
+            self.held = [next(kept) if of else t for t, of in zip(reached, self.batched)]
 
     def _keep(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self.held = list(tensors)
@@ -141,8 +144,8 @@ class Numbers:
 
         mapped: Callable[..., torch.Tensor] = once
         for axis in reversed(range(lead)):
-            theirs = 0 if axis < self.levels else None
-            mapped = vmap(mapped, in_dims=(0, *(theirs,) * len(self.held)))
+            theirs = [0 if of and axis < self.levels else None for of in self.batched[: len(self.held)]]
+            mapped = vmap(mapped, in_dims=(0, *theirs))
         try:
             return mapped(x, *self.held)
         except RuntimeError as error:

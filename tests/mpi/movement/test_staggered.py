@@ -171,7 +171,7 @@ def test_errors():
     refused(lambda: dd.Staggered(L.partition, 0), "Staggered", "Layout")
     refused(lambda: dd.Staggered(L, 2), "Staggered", "2")
     refused(lambda: dd.Staggered(L, 0, periodic=(1, 1)), "Staggered", "(1, 1)")
-    for other in (dd.Staggered(L.with_shape((2, 3))), dd.Staggered(L, periodic=0), L):
+    for other in (dd.Staggered(L.with_shape((2 * N + 1, 3))), dd.Staggered(L, periodic=0), L):
         refused(lambda: faces.to(other), "Staggered.to", "not another place on the same cells")
     for width in (0, 1.5, True):
         refused(lambda: faces.to(cells, width=width), "Staggered.to", "no such width", str(width))
