@@ -98,7 +98,7 @@ def test_one_rank_fails(job, by, how, said):
 
 
 @pytest.mark.parametrize("program", [
-    "[host.discard(r, 7 + i) for r in P.ranks if r != rank for i in range(3)]; time.sleep(2 * rank)",
+    "[host.discard(r, 7 + i) for r in P.ranks if r != rank for i in range(3)]; total(); time.sleep(2 * rank)",
     "held = [F.start(dd.maps.shift(P, 0, 1, True, (n,)), torch.ones(n)) for n in (3, 10**6)]; time.sleep(rank)",
     "worlds = [dd.World(name='again') for _ in range(3)]; del worlds; time.sleep(rank)",
 ], ids=["waits that never end", "a movement that is held to the end", "worlds of one name"])  # fmt: skip
