@@ -302,15 +302,11 @@ def numbers_of(tensor):
 @contextlib.contextmanager
 def outside_all():
     """What runs inside runs outside of all transforms of torch.func, and is followed by none, nor by autograd."""
-    popped = []
-    try:
+    with contextlib.ExitStack() as left:
+        while transforms_active():
+            left.enter_context(Transform().outside())
         with unfollowed():
-            while transforms_active():
-                popped.append(_functorch.pop_dynamic_layer_stack())
             yield
-    finally:
-        for layer in reversed(popped):
-            _functorch.push_dynamic_layer_stack(layer)
 
 
 def examples(level: int, size: int, device):

@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 
 from ..errors import DistdlError, TransportError
-from .transport import Call, Transport, Unwatched, Waiting
+from .transport import Call, Transport, Unwatched, Waiting, another_length, no_sum
 
 _TAGS = 32768  # every MPI offers at least this many
 _SPINS = 50  # polls before a rank that waits lets others run
@@ -197,14 +197,7 @@ class MpiTransport(MpiJob, Transport):
             ) from error
         for (peer, nbytes), status in zip(self._expected(receives), statuses):
             if status.Get_count(MPI.BYTE) != nbytes:
-                raise TransportError(
-                    "a message has another length than planned",
-                    op="exchange",
-                    rank=self.rank,
-                    expected=f"{nbytes} bytes from rank {peer}",
-                    actual=f"{status.Get_count(MPI.BYTE)} bytes",
-                    next_step="give every rank the same layouts and dtype; where blocks differ in size, pass a Layout",
-                )
+                raise another_length(self.rank, peer, nbytes, status.Get_count(MPI.BYTE))
 
     def _expected(self, receives):
         """(rank, bytes) of each message of MPI."""
@@ -256,14 +249,7 @@ class MpiTransport(MpiJob, Transport):
     def collective(self, kind, source, target, count, dtype, ranks):
         comm, mpi_type = self.group(ranks), _SUM_TYPES.get(dtype)
         if mpi_type is None:
-            raise TransportError(
-                "MPI cannot sum this dtype",
-                op=kind,
-                rank=self.rank,
-                actual=dtype,
-                expected=f"one of {sorted(map(str, _SUM_TYPES))}",
-                next_step="convert it first",
-            )
+            raise no_sum("MPI", kind, self.rank, dtype, _SUM_TYPES)
         operation, item = (MPI.LOR if dtype == torch.bool else MPI.SUM), dtype.itemsize
         step = self.chunk // item
         for start in range(0, count, step):

@@ -16,7 +16,7 @@ import torch
 
 from .. import _torch
 from ..errors import TransportError
-from .transport import Transport
+from .transport import Transport, no_sum
 
 _MAX_GROUPS = 256  # each holds memory on the device
 # NCCL's names of what it can sum; the second number says how many of them one element is.
@@ -234,14 +234,7 @@ class NcclTransport(Transport):
                 return
             name, each = _SUM_TYPES.get(dtype, (None, 1))
             if name is None:
-                raise TransportError(
-                    "NCCL cannot sum this dtype",
-                    op=kind,
-                    rank=self.rank,
-                    actual=dtype,
-                    expected=f"one of {sorted(map(str, _SUM_TYPES))}",
-                    next_step="convert it first",
-                )
+                raise no_sum("NCCL", kind, self.rank, dtype, _SUM_TYPES)
             operation = (
                 nccl.NCCL_MAX if dtype == torch.bool else nccl.NCCL_SUM
             )  # sums of booleans are "or", as in torch

@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 from abc import abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 from ..errors import TransportError
@@ -210,6 +210,33 @@ class Transport(Protocol):
     @abstractmethod
     def close(self) -> None:
         """Give back what the engine holds; collective where the engine's own is."""
+
+
+# ---------------------------------------------------------------- what engines refuse alike
+
+
+def no_sum(library: str, kind: str, rank: int, dtype: Any, known: Iterable[Any]) -> TransportError:
+    """A collective of a dtype that the library has no sum of."""
+    return TransportError(
+        f"{library} cannot sum this dtype",
+        op=kind,
+        rank=rank,
+        actual=dtype,
+        expected=f"one of {sorted(map(str, known))}",
+        next_step="convert it first",
+    )
+
+
+def another_length(rank: int, peer: int, expected: int, actual: int) -> TransportError:
+    """A message that is not as long as the plan has it."""
+    return TransportError(
+        "a message has another length than planned",
+        op="exchange",
+        rank=rank,
+        expected=f"{expected} bytes from rank {peer}",
+        actual=f"{actual} bytes",
+        next_step="give every rank the same layouts and dtype; where blocks differ in size, pass a Layout",
+    )
 
 
 class Unwatched:

@@ -38,13 +38,7 @@ def group(L: Layout, u: int) -> Layout:
         return L
     P = L.partition
     b, h, s, _ = P.shape
-    ranks = tuple(
-        P.rank_at((ib, ih, r * u + iu, 0))
-        for ib in range(b)
-        for ih in range(h)
-        for iu in range(u)
-        for r in range(s // u)
-    )
+    ranks = Partition((b, h, s // u, u), P.ranks, P.world).permute((0, 1, 3, 2)).ranks
     heads = tuple(n for size in L.sizes(HEADS) for n in balanced(size, u))
     rows = L.sizes(SEQ)
     seq = tuple(sum(rows[r : r + u]) for r in range(0, s, u))

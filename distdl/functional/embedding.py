@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as tf
 
-from .. import _torch
 from .._arguments import checked
 from .._types import Place
 from ..agree import block_sizes
@@ -14,7 +13,7 @@ from ..movement.copies import all_sum_reduce, broadcast
 from ..partition import Layout, partition_of
 from .along import LAYOUTS, collect, collected
 from .enter import outside, replicated
-from .numeric import wide
+from .numeric import beyond, wide
 from .reduce import dist_norm
 
 __all__ = ["dist_embedding"]
@@ -36,17 +35,13 @@ def _rows(P, at, own: int, total):
 
 
 def _check_index(idx, n, P, at) -> None:
-    """A clear error for indices beyond the table, where the values can be looked at without waiting for a device.
-    Elsewhere (a batch under vmap, CUDA) the local lookup itself fails, as torch's does."""
-    if idx.is_cuda or _torch.levels_of(idx) or not idx.numel():
-        return
-    low, high = (int(v) for v in torch.aminmax(idx))
-    if low < 0 or high >= n:
+    """A clear error for indices beyond the table."""
+    if (wrong := beyond(idx, n)) is not None:
         raise ShapeError(
             "an index is outside the table",
             expected=f"0 <= index < {n}",
             rank=P.rank_at(at),
-            actual=low if low < 0 else high,
+            actual=wrong,
             next_step="indices are global: they count the rows of all ranks",
         )
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from .. import maps
+from .. import _torch, maps
 from ..movement.call import move
 from ..movement.copies import invariant_sum
 from ..partition import Layout
@@ -23,6 +23,15 @@ def wider(dtype):
 def wide(x):
     """``x`` in that dtype."""
     return x.to(wider(x.dtype))
+
+
+def beyond(idx, n: int) -> int | None:
+    """An index that is not one of 0 .. n - 1, where the values can be looked at without waiting for a device. Elsewhere
+    (a batch under vmap, CUDA) the local operation itself fails, as torch's does."""
+    if idx.is_cuda or _torch.levels_of(idx) or not idx.numel():
+        return None
+    low, high = (int(v) for v in torch.aminmax(idx))
+    return low if low < 0 else high if high >= n else None
 
 
 def power(x, exponent):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from .. import _torch
 from ..errors import PartitionError, ShapeError
 from ..index import Index, Selection
 from ..linear_map import linear_map
 from ..movement.rows import gather_rows
 from ..partition import Layout
 from .enter import outside
+from .numeric import beyond
 
 __all__ = ["dist_spmv"]
 
@@ -66,13 +66,10 @@ def _check(index: Index, rows: torch.Tensor, values: torch.Tensor, n: int) -> No
             actual=(*shapes, rows.dtype),
             next_step="give rows and values in the order of the columns that the Index was made of",
         )
-    if rows.is_cuda or _torch.levels_of(rows) or not rows.numel():
-        return
-    low, high = (int(v) for v in torch.aminmax(rows))
-    if low < 0 or high >= n:
+    if (wrong := beyond(rows, n)) is not None:
         raise ShapeError(
             "a row is outside of this rank's block",
             expected=f"0 <= row < {n}",
-            actual=low if low < 0 else high,
+            actual=wrong,
             next_step="rows are local: they count from the first row of this rank's block of L_out",
         )

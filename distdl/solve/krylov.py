@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from .. import _torch
 from .._types import Place
 from ..errors import ShapeError
 from ..functional.enter import outside
 from ..functional.numeric import wide
 from ..movement.copies import invariant_sum, mark_varying
 from ..partition import Layout, partition_of
-from .operator import Blocks, check, check_block_of, stop
+from .operator import Blocks, check, check_block_of, constants_of, stop
 
 __all__ = ["lanczos"]
 
@@ -93,28 +92,16 @@ def _square(w: torch.Tensor) -> torch.Tensor:
     return (w * w.conj()).real.sum()
 
 
-def _numbers(*values: torch.Tensor) -> list[torch.Tensor]:
-    """The numbers of invariant values; of every example of a vmap."""
-    found: list[torch.Tensor] = []
-
-    def keep(*plain: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found.extend(plain)
-        return ()
-
-    _torch.constants(keep, values)
-    return found
-
-
 def _look(number: torch.Tensor, length: torch.Tensor, P: Place, step: int) -> None:
     """Raise where the first vector has no direction."""
-    (plain,) = _numbers(length)
+    (plain,) = constants_of([length])
     if not bool((plain.isfinite() & (plain > 0)).all()):
         raise stop("v0 is zero, or not finite", P, step, plain, "a vector", "draw v0 at random, the same on any P")
 
 
 def _exhausted(left: torch.Tensor, products: torch.Tensor, diagonal: list[torch.Tensor], P: Place) -> bool:
     """Whether what is left of A v is rounding, for all examples."""
-    size, whole = _numbers(left, (products * products.conj()).real.sum())
+    size, whole = constants_of([left, (products * products.conj()).real.sum()])
     if not bool((size.isfinite() & whole.isfinite()).all()):
         raise stop("numbers that are not finite", P, len(diagonal), size + whole, "finite A x", "look at A and v0")
     eps = torch.finfo(size.dtype).eps

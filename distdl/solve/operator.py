@@ -84,6 +84,18 @@ def quotient(a: torch.Tensor, b: torch.Tensor, where: torch.Tensor) -> torch.Ten
     return torch.where(where, a / torch.where(where, b, 1), 0)
 
 
+def constants_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The plain tensors inside, as constants; those of a vmap with its examples along their first axes."""
+    found: list[torch.Tensor] = []
+
+    def keep(*plain: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found.extend(plain)
+        return ()
+
+    _torch.constants(keep, tensors)
+    return found
+
+
 class Numbers:
     """A linear function of this rank's block, as a function of plain tensors with any number of leading axes.
 
@@ -105,13 +117,8 @@ class Numbers:
         reached = [*self.buffers, *self.reach.others()] if _torch.transforms_active() else []
         self.batched = [_torch.of_torch_func(t) for t in reached]  # others stay as they are: what counts need not vary
         if any(self.batched):
-            _torch.constants(self._keep, [t for t, of in zip(reached, self.batched) if of])
-            kept = iter(self.held)
+            kept = iter(constants_of([t for t, of in zip(reached, self.batched) if of]))
             self.held = [next(kept) if of else t for t, of in zip(reached, self.batched)]
-
-    def _keep(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        self.held = list(tensors)
-        return ()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """A x."""

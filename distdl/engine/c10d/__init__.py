@@ -27,7 +27,7 @@ import torch
 from ... import _distributed
 from ..._distributed import dist
 from ...errors import DistdlError, TransportError
-from ..transport import Call, Transport, Unwatched, Waiting
+from ..transport import Call, Transport, Unwatched, Waiting, no_sum
 from .meeting import Meeting, StoreChannel
 from .messages import REST, Handle, Messages, told
 from .slots import tensor_at
@@ -240,14 +240,7 @@ class TorchTransport(Transport):
 
     def collective(self, kind, source, target, count, dtype, ranks):
         if dtype not in _SUMS:
-            raise TransportError(
-                "gloo cannot sum this dtype",
-                op=kind,
-                rank=self.rank,
-                actual=dtype,
-                expected=f"one of {sorted(map(str, _SUMS))}",
-                next_step="convert it first",
-            )
+            raise no_sum("gloo", kind, self.rank, dtype, _SUMS)
         if not self.met.issuperset(ranks):
             self._meet(ranks)
         nbytes = count * dtype.itemsize

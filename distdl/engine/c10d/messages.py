@@ -22,7 +22,7 @@ from typing import Any
 
 from ..._distributed import unrecorded
 from ...errors import TransportError
-from ..transport import Call
+from ..transport import Call, another_length
 from .slots import HEAD, Slot, tensor_at
 from .workers import Workers
 
@@ -282,14 +282,7 @@ class Messages:
             self._rest(one)
             handle.coming.pop()
             if one.sent != one.expected:
-                wrong = wrong or TransportError(
-                    "a message has another length than planned",
-                    op="exchange",
-                    rank=self.rank,
-                    expected=f"{one.expected} bytes from rank {one.peer}",
-                    actual=f"{one.sent} bytes",
-                    next_step="give every rank the same layouts and dtype; where blocks differ in size, pass a Layout",
-                )
+                wrong = wrong or another_length(self.rank, one.peer, one.expected, one.sent)
             elif one.sent <= ROOM:
                 ctypes.memmove(one.address, one.slot.address + HEAD, one.sent)
             self.large.append(one.slot)
