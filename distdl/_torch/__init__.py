@@ -7,6 +7,7 @@ Here modes, streams, memory, and what else of torch runs around us; :mod:`transf
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -128,6 +129,17 @@ with_tensors = _reparametrize_module
 def no_modes():
     """A context without __torch_dispatch__ modes: tensors made in it are real, under FakeTensorMode too."""
     return _disable_current_modes() if dispatch_modes() else _here
+
+
+def real(function: Function) -> Function:
+    """The function without __torch_dispatch__ modes around it: what it makes has numbers."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with no_modes():
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def is_fake(tensor) -> bool:

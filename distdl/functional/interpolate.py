@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from .. import _torch
 from .._arguments import checked
 from .._types import Place, Size
 from ..errors import PartitionError
@@ -247,13 +248,14 @@ def dist_interpolate(
 
 
 @lru_cache(maxsize=256)
+@torch.inference_mode(False)  # the tables are kept,
+@_torch.real  # and other calls need their numbers
 def _resampling(L, at, sizes, scales, mode, align, kernel, copied):
     """Windows of x, and for each spatial dim (index in the window, weight) of the outputs at coordinates ``at``."""
-    with torch.inference_mode(False):  # they are kept
-        tables = [
-            (torch.arange(n, device="cpu")[None], None) if same else _taps(mode, n, m, s, align, kernel)
-            for n, m, s, same in zip(L.shape[2:], sizes, scales, copied)
-        ]
+    tables = [
+        (torch.arange(n, device="cpu")[None], None) if same else _taps(mode, n, m, s, align, kernel)
+        for n, m, s, same in zip(L.shape[2:], sizes, scales, copied)
+    ]
 
     def need(d, o0, o1):  # indices rise with o
         if d < 2:

@@ -15,6 +15,7 @@ from ..errors import PartitionError, ShapeError
 from ..index import Index
 from ..linear_map import LinearMap, Move
 from ..plan import Plan
+from ..world import placed
 from .around import Around
 from .call import Movement, by_shape, local_shape, moved
 
@@ -37,12 +38,12 @@ class Rows(Around):
         """A, or its transpose."""
         return (Move(self.name, self.plan, self.adjoint, transposed=self.transposed),)
 
-    @cached_property
+    @placed
     def in_shape(self) -> tuple[int, ...]:
         """Shape of this rank's input: the rows of its block, or those that it wanted."""
         return self._shape(self.adds, self.plan.view(self.world.rank).in_shape)
 
-    @cached_property
+    @placed
     def out_shape(self) -> tuple[int, ...]:
         """Shape of this rank's output."""
         return self._shape(not self.adds, self.plan.view(self.world.rank).out_shape)

@@ -13,6 +13,7 @@ from ..engine.program import wider
 from ..errors import PartitionError
 from ..linear_map import Move
 from ..partition import Layout
+from ..world import placed
 from .around import Around
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Star(Around):
         """The step as ``rank`` has it."""
         return replace(self, rank=rank)
 
-    @cached_property
+    @placed
     def _places(self) -> tuple[Cut, Cut, dict[int, list[Cut]]] | None:
         """Where the block's part lies in the block and in the window; for each dim where its two strips do, there."""
         spec: Any = self.spec

@@ -1,0 +1,2 @@
+def page(program, machine):
+    return ""
