@@ -85,6 +85,8 @@ _SUBMODULES = (
     "watching",
 )
 __getattr__ = only_public(
-    __name__, keep=_SUBMODULES, lazy={"data": "programs.data", "interop": "interop", "machines": "forecast.machines", "viz": "viz"}
+    __name__,
+    keep=_SUBMODULES,
+    lazy={"data": "programs.data", "interop": "interop", "machines": "forecast.machines", "viz": "viz"},
 )
 del TYPE_CHECKING, check_classes, check_functions, only_public, public

@@ -310,10 +310,10 @@ class placed(cached_property):
     """A cached property of which rank this process is, of which world: worked out again where another world has taken
     the place, see :func:`in_place_of`."""
 
-    def __get__(self, owner, kind=None):
-        if owner is not None:
-            _placed[id(owner)] = owner
-        return super().__get__(owner, kind)
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is not None:
+            _placed[id(instance)] = instance
+        return super().__get__(instance, owner)
 
 
 def _forget() -> None:

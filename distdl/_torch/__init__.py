@@ -161,6 +161,11 @@ def is_plain(tensor) -> bool:
     )
 
 
+def storage(tensor) -> int:
+    """What tells a tensor's memory from others'; also of one that has no numbers."""
+    return tensor.untyped_storage()._cdata
+
+
 def plain(tensor):
     """The tensor as ordinary memory: lazy conjugates, negatives and zeros written out."""
     if tensor.is_conj() or tensor.is_neg():

@@ -233,7 +233,7 @@ def _numbers(ranks: tuple[int, ...], most: int = 6) -> str:
 
 
 def layouts_of(plan: Plan) -> str:
-    """How a plan's two sides lie: ``(64/4, 8) -> (64, 8/4)``: sizes of the whole, and over how many ranks each is cut."""
+    """How a plan's two sides lie: ``(64/4, 8) -> (64, 8/4)``: whole sizes, and over how many ranks each is cut."""
     held, wanted = _side(plan.held), _side(plan.wanted)
     return held if held == wanted else f"{held} -> {wanted}"
 

@@ -187,7 +187,7 @@ def _fake() -> Iterator[Any]:
             seen.setdefault(id(t), (t, t.grad))
         return convert(mode, t, *args, **keywords)
 
-    mode.fake_tensor_converter.from_real_tensor = noted  # type: ignore[method-assign]
+    vars(mode.fake_tensor_converter)["from_real_tensor"] = noted
     try:
         with mode, torch.random.fork_rng(devices=[]):
             yield mode
@@ -243,7 +243,8 @@ def _parts(thing: Any) -> Iterable[Any]:
         return thing.func, thing.args, thing.keywords
     if inspect.isfunction(thing) and (thing.__module__ or "").partition(".")[0] not in ("distdl", "torch"):
         found = inspect.getclosurevars(thing)
-        return *found.nonlocals.values(), *found.globals.values(), thing.__defaults__, getattr(thing, "__wrapped__", None)
+        wrapped = getattr(thing, "__wrapped__", None)
+        return *found.nonlocals.values(), *found.globals.values(), thing.__defaults__, wrapped
     return ()
 
 

@@ -163,10 +163,15 @@ def _kernel(x, sizes, nearest):
     return torch.float64 if x.dtype == torch.float64 else torch.float32, True, False
 
 
+@_torch.real
+def _counts_up(index):
+    return torch.equal(index[0], torch.arange(index.shape[1], device="cpu"))
+
+
 def _apply_taps(x, d, index, weight):
     """One dim: Σ_j weight_j · x[index_j]."""
     if weight is None:
-        same = index.shape[1] == x.shape[d] and torch.equal(index[0], torch.arange(x.shape[d], device="cpu"))
+        same = index.shape[1] == x.shape[d] and _counts_up(index)
         return x if same else x.index_select(d, index[0].to(x.device))
     weight = weight.to(x.device, x.dtype).reshape(len(weight), -1, *(1,) * (x.dim() - d - 1))
     parts = [w * x.index_select(d, i) for i, w in zip(index.to(x.device), weight)]

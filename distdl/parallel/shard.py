@@ -145,7 +145,7 @@ def _gathered_again(layer: Layer, tree: Callable[[Flats], Any], whole: Callable[
         again: Flats = []
         if not any(flat.requires_grad and flat.numel() for flat in flats):
             return layer(tree(flats), x)
-        memory = {(flat.untyped_storage().data_ptr(), flat.dtype): k for k, flat in enumerate(flats) if flat.numel()}
+        memory = {(_torch.storage(flat), flat.dtype): k for k, flat in enumerate(flats) if flat.numel()}
 
         def ask(*_: Any) -> None:
             if not again:
@@ -153,7 +153,7 @@ def _gathered_again(layer: Layer, tree: Callable[[Flats], Any], whole: Callable[
                     again.extend(whole(blocks))
 
         def pack(t: torch.Tensor) -> Any:
-            k = memory.get((t.untyped_storage().data_ptr(), t.dtype))
+            k = memory.get((_torch.storage(t), t.dtype))
             return t if k is None else (k, t.size(), t.stride(), t.storage_offset())
 
         def unpack(kept: Any) -> torch.Tensor:
