@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from . import _faults, _torch
+from ._value import placed
 from .autograd import apply
 from .engine import dispatch
 from .pair import Pair
 from .plan import Plan, Side
 from .ties import nothing
-from .world import World, placed, world
+from .world import World, world
 
 
 @dataclass(frozen=True)

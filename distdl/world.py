@@ -9,9 +9,7 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import errors
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from .partition import Partition
 
 _worlds: dict[str, World] = {}
-_placed: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # what knows something by :class:`placed`
 _fork = False  # whether this process is a fork of one that had loaded this
 CUDA_WAYS = ("nccl", "staged", "mpi")  # how CUDA tensors travel
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by MPI launchers for their ranks
@@ -304,37 +301,6 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
-
-
-class placed(cached_property):
-    """A cached property of which rank this process is, of which world: worked out again where another world has taken
-    the place, see :func:`in_place_of`."""
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        if instance is not None:
-            _placed[id(instance)] = instance
-        return super().__get__(instance, owner)
-
-
-def _forget() -> None:
-    for owner in list(_placed.values()):
-        for name in [name for name in vars(owner) if isinstance(getattr(type(owner), name, None), placed)]:
-            del vars(owner)[name]
-    _placed.clear()
-
-
-@contextmanager
-def in_place_of(make: Callable[[], World]) -> Iterator[World]:
-    """A block in which ``make()``, a world that this process alone knows of, stands in the place of the one of its
-    name."""
-    before = dict(_worlds)
-    _forget()
-    try:
-        yield make()
-    finally:
-        _worlds.clear()
-        _worlds.update(before)
-        _forget()
 
 
 def world(name: str = "default") -> World:

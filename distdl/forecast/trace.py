@@ -16,6 +16,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch.utils import _pytree as pytree
 
+from .._value import forget
 from ..boxes import is_int
 from ..calls import public
 from ..engine import transport as traffic
@@ -23,7 +24,7 @@ from ..errors import DistdlError, PartitionError
 from ..linear_map import LinearMap
 from ..movement.halo import HaloSpec
 from ..partition import Layout, Partition
-from ..world import World, _worlds, in_place_of
+from ..world import World, _worlds
 from .program import Program
 from .tracer import Counting, Tracer
 
@@ -115,7 +116,7 @@ def _classes(sides: Iterable[Any], size: int) -> list[int]:
 
 def _run(f: Any, args: Any, rank: int, size: int, backward: bool) -> Tracer:
     tracer = Tracer(rank, size)
-    with in_place_of(lambda: World(transport=tracer.engine)), _aside(tracer), _fake() as mode:
+    with _world_of(tracer), _aside(tracer), _fake() as mode:
         try:
             leaves = _traced(f, args, mode, tracer, backward and None)
             if backward and leaves is None:  # nothing requires a gradient: then the blocks do
@@ -194,6 +195,19 @@ def _fake() -> Iterator[Any]:
     finally:
         for t, grad in seen.values():
             t.grad = grad
+
+
+@contextmanager
+def _world_of(tracer: Tracer) -> Iterator[World]:
+    """A world that this process alone knows of, in the place of the default one."""
+    before = dict(_worlds)
+    forget()
+    try:
+        yield World(transport=tracer.engine)
+    finally:
+        _worlds.clear()
+        _worlds.update(before)
+        forget()
 
 
 @contextmanager

@@ -11,11 +11,11 @@ import torch
 
 from .. import _torch
 from .._types import Tree
+from .._value import placed
 from ..errors import PartitionError, ShapeError
 from ..index import Index
 from ..linear_map import LinearMap, Move
 from ..plan import Plan
-from ..world import placed
 from .around import Around
 from .call import Movement, by_shape, local_shape, moved
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._value import placed
 from ..boxes import is_bool
 from ..engine.program import wider
 from ..errors import PartitionError
 from ..linear_map import Move
 from ..partition import Layout
-from ..world import placed
 from .around import Around
 
 if TYPE_CHECKING:
