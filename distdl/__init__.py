@@ -9,6 +9,7 @@ from . import checkpoint, errors, func, functional, init, maps, nn, parallel, so
 from ._arguments import check_classes, check_functions
 from ._names import only_public
 from .calls import public
+from .forecast.suggest import suggest, suggest_chain
 from .forecast.trace import trace
 from .index import Index
 from .linear_map import LinearMap, linear_map
@@ -59,6 +60,8 @@ __all__ = [
     "checking",
     "timeline",
     "trace",
+    "suggest",
+    "suggest_chain",
     "machines",
     "errors",
     "testing",

@@ -38,7 +38,9 @@ class Machine:
         half_flops: the same of float16 and bfloat16; ``None``: as float32.
         conv_flops: the same of convolutions in float32; ``None``: as matrix products.
         memory: bytes per second that one rank's operators read and write.
-        call, operator: seconds that a movement, and an operator of torch, take besides.
+        sum_latency: seconds for each round of an all-reduce; ``None``: as messages.
+        call, graph, operator: seconds that Python takes for a movement, for one that a graph records or that is in a
+            backward besides, and for an operator of torch.
     """
 
     name: str = "cluster"
@@ -52,7 +54,9 @@ class Machine:
     half_flops: float | None = None
     conv_flops: float | None = None
     memory: float = 4e9
+    sum_latency: float | None = None
     call: float = 12e-6
+    graph: float = 8e-6
     operator: float = 3e-6
 
     def __post_init__(self) -> None:
@@ -61,7 +65,7 @@ class Machine:
             name: value
             for name, value in asdict(self).items()
             if name != "name"
-            and not (value is None and name in ("half_flops", "conv_flops"))
+            and not (value is None and name in ("half_flops", "conv_flops", "sum_latency"))
             and not (isinstance(value, (int, float)) and (value > 0 or (value == 0 and name not in rates)))
         }
         if wrong:
@@ -89,6 +93,8 @@ class Machine:
 
     def _movement(self, m: Movement, rank: int) -> float:
         took = self.call + 2 * m.copied / self.memory  # a copy reads and writes
+        if m.recorded or m.phase != "forward":
+            took += self.graph
         ends: dict[tuple[bool, str], list[int]] = {}
         for peer, n in m.received:
             ends.setdefault((self._near(rank, peer), "received"), []).append(n)
@@ -120,6 +126,7 @@ class Machine:
         if kind == "agree":
             return rounds * latency + self.call
         if kind == "all_reduce":
+            latency = latency if self.sum_latency is None else self.sum_latency
             halves = 2 * rounds * latency + (p - 1) / p * n * (2 / bandwidth + 3 / self.memory)
             return min(halves, rounds * (latency + n / bandwidth + 3 * n / self.memory))
         return rounds * latency + (p - 1) * n / bandwidth

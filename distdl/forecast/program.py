@@ -29,11 +29,12 @@ class Movement:
     Attributes:
         op: what moves, by its name; ``.T`` stands for the adjoint. "agree": a small all-gather.
         layouts: how what is held and what is wanted lie over their ranks, in words.
-        shapes, dtypes: of each tensor that goes in, batch axes first.
+        shapes, results, dtypes: of each tensor what goes in and what comes out, batch axes first.
         sent: what this rank sends, (kind, peer or ranks, bytes); collectives have one rank's share.
         received: what it gets from single peers, (peer, bytes).
         copied: bytes that are packed, unpacked, added or kept: copies inside of this rank.
-        phase: "forward", "backward" or "tangent".
+        recorded: whether a graph holds it, for its adjoint.
+        phase: "forward", or "backward".
         line: the user's line, ``file:line in function``.
         forward_line: of a derivative the line of the call that it belongs to; else ``""``.
     """
@@ -41,10 +42,12 @@ class Movement:
     op: str
     layouts: str
     shapes: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     sent: tuple[Sent, ...]
     received: tuple[tuple[int, int], ...]
     copied: int
+    recorded: bool
     phase: str
     line: str
     forward_line: str = ""
@@ -61,7 +64,7 @@ class Movement:
         return sum(n for kind, _, n in self.sent if kind != "agree")
 
     def __str__(self) -> str:
-        tensors = ", ".join(f"{d} {list(s)}" for d, s in zip(self.dtypes, self.shapes))
+        tensors = ", ".join(f"{d} {_change(a, b)}" for d, a, b in zip(self.dtypes, self.shapes, self.results))
         where = _short(self.line) + (f", forward {_short(self.forward_line)}" if self.forward_line else "")
         return f"{self.phase:8} {self.op}  {tensors}  {self.layouts}  {self._said()}  {where}"
 
@@ -221,6 +224,10 @@ def _totals(events: tuple[Movement | Work, ...]) -> Totals:
         flops=sum(w.flops for w in work),
         touched=sum(w.bytes for w in work),
     )
+
+
+def _change(before: tuple[int, ...], after: tuple[int, ...]) -> str:
+    return f"{list(before)}" + (f" -> {list(after)}" if after != before else "")
 
 
 def _short(line: str) -> str:

@@ -42,7 +42,8 @@ def trace(
     without a number computed. Collective on nothing: any process may ask, also one of a running job.
 
     Args:
-        f: the program: a function, or a module. Its partitions are of the default world.
+        f: the program: a function, or a module. Its partitions are of the default world. Where it returns a function,
+            the trace is of a call of that: what made it does not count.
         args: what it gets. A :class:`Layout`, or a pair (Layout, dtype), inside of pytrees too, stands for the rank's
             block (dtype: torch's default); tensors, and modules, are taken as every rank has them, and lose their
             numbers; all else is passed on. What ``f`` takes from elsewhere may be real, and is not changed; modules of
@@ -138,7 +139,11 @@ def _traced(f: Any, args: Any, mode: Any, tracer: Tracer, backward: bool | None)
     ``None`` is returned where there was nothing to go back from."""
     g, inputs = _faked((f, args), mode, tracer.engine.rank, backward is True)
     with Counting(tracer):
-        results = [y for y in pytree.tree_leaves(g(*inputs)) if isinstance(y, torch.Tensor) and y.requires_grad]
+        found = g(*inputs)
+        if inspect.isroutine(found):
+            tracer.events.clear()
+            found = found()
+        results = [y for y in pytree.tree_leaves(found) if isinstance(y, torch.Tensor) and y.requires_grad]
         if backward is False:
             return True
         if results:

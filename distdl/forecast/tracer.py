@@ -77,14 +77,16 @@ class Tracer:
     def agreement(self, ranks: tuple[int, ...], nbytes: int) -> None:
         """Note a small all-gather."""
         sent = (("agree", ranks, nbytes),)
-        self.events.append(Movement("agree", "", (), (), sent, (), 0, self.phase, user_line(), self.forward_line))
+        self.events.append(
+            Movement("agree", "", (), (), (), sent, (), 0, False, self.phase, user_line(), self.forward_line)
+        )
 
-    def moved(self, steps: Any, xs: Any) -> list[torch.Tensor]:
-        """Note what would be moved; the results, without numbers."""
-        self._note(steps, xs)
+    def moved(self, steps: Any, xs: Any, recorded: bool) -> list[torch.Tensor]:
+        """Note what would be moved, and whether a graph records it; the results, without numbers."""
+        self._note(steps, xs, recorded)
         return [x.new_empty((*x.shape[: x.dim() - len(m.in_shape)], *m.out_shape)) for m, x in zip(steps, xs)]
 
-    def _note(self, steps: Any, xs: Any) -> None:
+    def _note(self, steps: Any, xs: Any, recorded: bool) -> None:
         where: World = steps[0].world
         if where.host is not self.engine:
             raise PartitionError(
@@ -105,10 +107,12 @@ class Tracer:
                 op=str(steps[0]) + (f" and {len(steps) - 1} more" if len(steps) > 1 else ""),
                 layouts=layouts_of(plans[0]),
                 shapes=tuple(tuple(x.shape) for x in xs),
+                results=tuple((*x.shape[: x.dim() - len(m.in_shape)], *m.out_shape) for m, x in zip(steps, xs)),
                 dtypes=tuple(dtype_name(x.dtype) for x in xs),
                 sent=tuple(sendings.messages()),
                 received=tuple((peer, int(n)) for peer, *_, n in sendings.receives) if one_to_one else (),
                 copied=_copied(sendings),
+                recorded=recorded,
                 phase=self.phase,
                 line=user_line(),
                 forward_line=self.forward_line,
