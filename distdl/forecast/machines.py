@@ -20,12 +20,29 @@ if TYPE_CHECKING:
 
 __all__ = ["Machine", "cluster", "ethernet", "gpus", "load", "workstation"]
 
-_MATMULS = ("mm", "addmm", "bmm", "baddbmm")
+Rate = float | tuple[tuple[float, float], ...]  # per second; or, by the size in bytes, some (bytes, bytes per second)
+
+
+def _rate(rate: Rate, nbytes: float) -> float:
+    """The rate at a size: between two sizes by their logarithms, beyond them the nearest one's."""
+    if not isinstance(rate, tuple):
+        return rate
+    below, above = (max((r for r in rate if r[0] <= nbytes), default=rate[0]),
+                    min((r for r in rate if r[0] >= nbytes), default=rate[-1]))  # fmt: skip
+    if below[0] >= above[0]:
+        return above[1]
+    part = math.log(nbytes / below[0]) / math.log(above[0] / below[0])
+    return below[1] * (above[1] / below[1]) ** part
+
+
+_BY_SIZE = ("bandwidth", "near_bandwidth", "memory", "copying", "sum_bandwidth")
 
 
 @dataclass(frozen=True)
 class Machine:
     """What a machine can do, as one rank sees it; the default is :data:`cluster`.
+
+    Rates of bytes may depend on their number: ``((2**12, 1e9), (2**20, 8e9))`` is 1 GB/s at 4 KiB, and 8 at 1 MiB.
 
     Attributes:
         name: for tables.
@@ -38,35 +55,34 @@ class Machine:
         half_flops: the same of float16 and bfloat16; ``None``: as float32.
         conv_flops: the same of convolutions in float32; ``None``: as matrix products.
         memory: bytes per second that one rank's operators read and write.
-        sum_latency: seconds for each round of an all-reduce; ``None``: as messages.
+        copying: the same of what a movement packs, unpacks and keeps; ``None``: as ``memory``.
+        sum_latency, sum_bandwidth: of an all-reduce, seconds for each of its rounds, and bytes per second of what a
+            rank sends in it; ``None``: as messages, and ``memory``.
         call, graph, operator: seconds that Python takes for a movement, for one that a graph records or that is in a
             backward besides, and for an operator of torch.
     """
 
     name: str = "cluster"
     latency: float = 2e-6
-    bandwidth: float = 12e9
+    bandwidth: Rate = 12e9
     near_latency: float = 0.6e-6
-    near_bandwidth: float = 8e9
+    near_bandwidth: Rate = 8e9
     node: int = 64
     injection: float = 24e9
     flops: float = 60e9
     half_flops: float | None = None
     conv_flops: float | None = None
-    memory: float = 4e9
+    memory: Rate = 4e9
+    copying: Rate | None = None
     sum_latency: float | None = None
+    sum_bandwidth: Rate | None = None
     call: float = 12e-6
     graph: float = 8e-6
     operator: float = 3e-6
 
     def __post_init__(self) -> None:
-        rates = ("bandwidth", "near_bandwidth", "node", "injection", "flops", "half_flops", "conv_flops", "memory")
         wrong = {
-            name: value
-            for name, value in asdict(self).items()
-            if name != "name"
-            and not (value is None and name in ("half_flops", "conv_flops", "sum_latency"))
-            and not (isinstance(value, (int, float)) and (value > 0 or (value == 0 and name not in rates)))
+            f.name: getattr(self, f.name) for f in fields(self)[1:] if not self._fits(f.name, "None" in str(f.type))
         }
         if wrong:
             raise PartitionError(
@@ -76,6 +92,16 @@ class Machine:
                 actual=wrong,
                 next_step="dataclasses.replace(dd.machines.cluster, latency=1e-6) changes one",
             )
+
+    def _fits(self, name: str, optional: bool) -> bool:
+        value = getattr(self, name)
+        if isinstance(value, tuple):
+            sizes = [r[0] for r in value if isinstance(r, tuple) and len(r) == 2 and min(r) > 0]
+            return name in _BY_SIZE and bool(value) and len(sizes) == len(value) and sizes == sorted(set(sizes))
+        time = name in ("latency", "near_latency", "sum_latency", "call", "graph", "operator")
+        return (optional and value is None) or (
+            isinstance(value, (int, float)) and (value > 0 or (time and value == 0))
+        )
 
     def seconds(self, event: Movement | Work, rank: int) -> float:
         """What one movement, or one local operator, takes on a rank."""
@@ -89,10 +115,11 @@ class Machine:
             rate = self.conv_flops
         if w.itemsize >= 8:
             rate /= 2
-        return self.operator + max(w.flops / rate, w.bytes / self.memory)
+        return self.operator + max(w.flops / rate, w.bytes / _rate(self.memory, w.bytes))
 
     def _movement(self, m: Movement, rank: int) -> float:
-        took = self.call + 2 * m.copied / self.memory  # a copy reads and writes
+        copying = self.memory if self.copying is None else self.copying
+        took = self.call + 2 * m.copied / _rate(copying, 2 * m.copied or 1)  # a copy reads and writes
         if m.recorded or m.phase != "forward":
             took += self.graph
         ends: dict[tuple[bool, str], list[int]] = {}
@@ -104,31 +131,36 @@ class Machine:
             else:
                 took += self._collective(kind, ranks, n)
         for near in (True, False):
-            sides = [ends.get((near, side), []) for side in ("sent", "received")]
-            latency, bandwidth = self._link(near)
+            sides = [side for end in ("sent", "received") if (side := ends.get((near, end)))]
+            if not sides:
+                continue
+            latency, bandwidth = self._link(near, max(n for side in sides for n in side))
             took += max(map(len, sides)) * latency + max(map(sum, sides)) / bandwidth
         return took
 
     def _near(self, rank: int, peer: int) -> bool:
         return rank // self.node == peer // self.node
 
-    def _link(self, near: bool) -> tuple[float, float]:
-        """(latency, bandwidth) where all ranks of a node send at once."""
+    def _link(self, near: bool, nbytes: int) -> tuple[float, float]:
+        """(latency, bandwidth) of messages of so many bytes, where all ranks of a node send at once."""
         if near:
-            return self.near_latency, self.near_bandwidth
-        return self.latency, min(self.bandwidth, self.injection / self.node)
+            return self.near_latency, _rate(self.near_bandwidth, nbytes)
+        return self.latency, min(_rate(self.bandwidth, nbytes), self.injection / self.node)
 
     def _collective(self, kind: str, ranks: tuple[int, ...], n: int) -> float:
         """``n``: one rank's share. Sums in halves, and back (Rabenseifner, 2004); small ones by doubling."""
         p = len(ranks)
         rounds = math.ceil(math.log2(p)) if p > 1 else 0
-        latency, bandwidth = self._link(self._near(ranks[0], ranks[-1]))
+        latency, bandwidth = self._link(self._near(ranks[0], ranks[-1]), n)
         if kind == "agree":
             return rounds * latency + self.call
         if kind == "all_reduce":
             latency = latency if self.sum_latency is None else self.sum_latency
-            halves = 2 * rounds * latency + (p - 1) / p * n * (2 / bandwidth + 3 / self.memory)
-            return min(halves, rounds * (latency + n / bandwidth + 3 * n / self.memory))
+            adding = 3 * n / _rate(self.memory, n)
+            if self.sum_bandwidth is not None:
+                bandwidth, adding = _rate(self.sum_bandwidth, n), 0.0
+            halves = 2 * rounds * latency + (p - 1) / p * (2 * n / bandwidth + adding)
+            return min(halves, rounds * (latency + n / bandwidth + adding))
         return rounds * latency + (p - 1) * n / bandwidth
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -154,7 +186,7 @@ def load(path: str | os.PathLike[str]) -> Machine:
             actual=sorted(set(found) - names) if isinstance(found, dict) else type(found).__name__,
             next_step="write it with python -m distdl measure --out PATH",
         )
-    return Machine(**found)
+    return Machine(**{k: tuple(map(tuple, v)) if isinstance(v, list) else v for k, v in found.items()})
 
 
 cluster = Machine()

@@ -106,8 +106,8 @@ def suggest_chain(
         first: where x lies before (default: where it suits best, for nothing).
 
     Returns:
-        A :class:`Suggestion` of one partition for each layer, and its traces in order: layers, and the repartitions that
-        move anything.
+        A :class:`Suggestion` of one partition for each layer, and its traces in order: layers, and the repartitions
+        that move anything.
 
     Raises:
         PartitionError: no layers, no candidates, or layers that do not say where their results lie.
@@ -132,7 +132,7 @@ def suggest_chain(
     # where tensors may lie: {layout: (seconds so far, partitions, programs)}
     states: dict[Layout | None, tuple[float, tuple[Partition, ...], tuple[Program, ...]]] = {start: (0.0, (), ())}
     for layer in layers:
-        sizes = tuple(shape) if None in states else next(iter(states)).shape  # type: ignore[union-attr]
+        sizes = tuple(shape) if None in states else next(iter(states)).shape
         fitting = [P for P in given if P.ndim == len(sizes)] or [Partition(g) for g in grids(ranks, len(sizes))]
         following: dict[Layout | None, tuple[float, tuple[Partition, ...], tuple[Program, ...]]] = {}
         for P in fitting:
@@ -177,7 +177,9 @@ def _size(size: int | None, P: Partition) -> int:
 
 
 def _candidates(given: int | Iterable[Any], ndim: int) -> list[Partition]:
-    several: Any = grids(given, ndim) if is_int(given) else given
+    several: Any = given
+    if is_int(several):
+        several = grids(several, ndim)
     found = [P if isinstance(P, Partition) else Partition(P) for P in _iterated(several)]
     if not found:
         raise PartitionError(

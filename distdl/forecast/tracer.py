@@ -77,9 +77,8 @@ class Tracer:
     def agreement(self, ranks: tuple[int, ...], nbytes: int) -> None:
         """Note a small all-gather."""
         sent = (("agree", ranks, nbytes),)
-        self.events.append(
-            Movement("agree", "", (), (), (), sent, (), 0, False, self.phase, user_line(), self.forward_line)
-        )
+        line = user_line()
+        self.events.append(Movement("agree", "", (), (), (), sent, (), 0, False, self.phase, line, self.forward_line))
 
     def moved(self, steps: Any, xs: Any, recorded: bool) -> list[torch.Tensor]:
         """Note what would be moved, and whether a graph records it; the results, without numbers."""

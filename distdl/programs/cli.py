@@ -34,9 +34,7 @@ def parser() -> argparse.ArgumentParser:
     program.add_argument("script", nargs=argparse.REMAINDER, help="a script and its arguments")
     commands.add_parser("demo", help="train a network split over four ranks beside the sequential one")
     commands.add_parser("bench", help="time operators on your own shapes: bench halo -n 2 --shape 512,512")
-    commands.add_parser(
-        "measure", help="fit the model that dd.trace is priced by to this machine: measure -n 4 --out it.json"
-    )
+    commands.add_parser("measure", help="fit the model that prices traces to this machine: measure -n 4 --out it.json")
     commands.add_parser("info", help="versions, MPI and devices of this environment")
     return top
 
