@@ -35,6 +35,8 @@ def _rate(rate: Rate, nbytes: float) -> float:
     return below[1] * (above[1] / below[1]) ** part
 
 
+_TIMES = ("latency", "near_latency", "sum_latency", "call", "graph", "operator")
+_OPTIONAL = ("half_flops", "conv_flops", "copying", "sum_latency", "sum_bandwidth")
 _BY_SIZE = ("bandwidth", "near_bandwidth", "memory", "copying", "sum_bandwidth")
 
 
@@ -81,9 +83,7 @@ class Machine:
     operator: float = 3e-6
 
     def __post_init__(self) -> None:
-        wrong = {
-            f.name: getattr(self, f.name) for f in fields(self)[1:] if not self._fits(f.name, "None" in str(f.type))
-        }
+        wrong = {f.name: getattr(self, f.name) for f in fields(self)[1:] if not self._fits(f.name)}
         if wrong:
             raise PartitionError(
                 "no such machine",
@@ -93,15 +93,14 @@ class Machine:
                 next_step="dataclasses.replace(dd.machines.cluster, latency=1e-6) changes one",
             )
 
-    def _fits(self, name: str, optional: bool) -> bool:
+    def _fits(self, name: str) -> bool:
         value = getattr(self, name)
         if isinstance(value, tuple):
             sizes = [r[0] for r in value if isinstance(r, tuple) and len(r) == 2 and min(r) > 0]
             return name in _BY_SIZE and bool(value) and len(sizes) == len(value) and sizes == sorted(set(sizes))
-        time = name in ("latency", "near_latency", "sum_latency", "call", "graph", "operator")
-        return (optional and value is None) or (
-            isinstance(value, (int, float)) and (value > 0 or (time and value == 0))
-        )
+        if value is None:
+            return name in _OPTIONAL
+        return isinstance(value, (int, float)) and (value > 0 or (value == 0 and name in _TIMES))
 
     def seconds(self, event: Movement | Work, rank: int) -> float:
         """What one movement, or one local operator, takes on a rank."""
@@ -186,7 +185,8 @@ def load(path: str | os.PathLike[str]) -> Machine:
             actual=sorted(set(found) - names) if isinstance(found, dict) else type(found).__name__,
             next_step="write it with python -m distdl measure --out PATH",
         )
-    return Machine(**{k: tuple(map(tuple, v)) if isinstance(v, list) else v for k, v in found.items()})
+    given: dict[str, Any] = {k: tuple(map(tuple, v)) if isinstance(v, list) else v for k, v in found.items()}
+    return Machine(**given)
 
 
 cluster = Machine()
