@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -128,10 +130,23 @@ def _run(f: Any, args: Any, rank: int, size: int, backward: bool) -> Tracer:
                 "the numbers in tensors decide what this program does, and in a trace there are none",
                 op="trace",
                 expected="movements that follow from layouts and shapes",
-                actual=f"{error.func}, after {len(tracer.events)} events",
+                actual=f"{error.func} at {_asked(error)}, after {len(tracer.events)} events",
                 next_step="trace the part that does not ask for numbers (.item(), bool(tensor), nonzero)",
             ) from error
     return tracer
+
+
+def _asked(error: BaseException) -> str:
+    """Where the numbers were asked for: the innermost line that is not of torch's tracer."""
+    rows = [row for row in traceback.extract_tb(error.__traceback__) if not row.filename.startswith(_BELOW)]
+    return f"{rows[-1].filename}:{rows[-1].lineno} in {rows[-1].name}"
+
+
+_TORCH = os.path.dirname(torch.__file__)
+_BELOW = (
+    os.path.join(os.path.dirname(__file__), "tracer"),
+    *(os.path.join(_TORCH, name) for name in ("_subclasses", "_ops", "utils", "_compile", "_dynamo")),
+)
 
 
 def _traced(f: Any, args: Any, mode: Any, tracer: Tracer, backward: bool | None) -> bool | None:
