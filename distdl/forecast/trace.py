@@ -50,8 +50,8 @@ def trace(
             block (dtype: torch's default); tensors, and modules, are taken as every rank has them, and lose their
             numbers; all else is passed on. What ``f`` takes from elsewhere may be real, and is not changed; modules of
             the meta device are given as ``f``, or among the arguments.
-        size: how many ranks the world has. Default: the largest rank that the arguments, and the partitions that ``f``
-            refers to, name, and one; else those of this process's world.
+        size: how many ranks the world has. Default: the largest rank that is named, and one: by the arguments, by what
+            ``f`` refers to, and by what it moves (then it begins anew, in a larger world).
         rank: whose movements: a rank, or several; ``"classes"``: one of each kind: ranks that stand alike (at the
             beginning, at the end or inside) in each dim of each partition, and hold blocks of one shape.
         backward: run the backward pass of all results' sum too: gradients of what requires them, and where nothing
@@ -68,29 +68,50 @@ def trace(
 
     Messages: none.
     """
+    rank = rank if isinstance(rank, str) else _several(rank)
     if size is None:
-        named = [max(place.ranks) + 1 for place in _places((f, args))]
-        size = max(named) if named else _worlds["default"].size if "default" in _worlds else 1
-    if not is_int(size) or size < 1:
+        most = max((max(place.ranks) + 1 for place in _places((f, args))), default=1)
+        while True:
+            try:
+                return _program(f, args, most, rank, backward, grows=True)
+            except _Larger as larger:
+                most = larger.size
+    if not is_int(size) or isinstance(size, bool) or size < 1:
         raise PartitionError(
             "no size of a world", expected="at least 1", actual=size, next_step="give the number of ranks"
         )
-    first = _ranks(rank, size)
+    return _program(f, args, size, rank, backward, grows=False)
+
+
+class _Larger(Exception):
+    """A movement of a rank that the world does not have."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size = size
+
+
+def _program(f: Any, args: Any, size: int, rank: Any, backward: bool, grows: bool) -> Program:
     events, sides = {}, {}
+    if grows and isinstance(rank, tuple) and 0 not in rank:
+        _run(f, args, 0, size, backward, grows)  # names the ranks that there are
+    first = _ranks(rank, size)
     for r in first:
-        tracer = _run(f, args, r, size, backward)
+        tracer = _run(f, args, r, size, backward, grows)
         events[r] = tuple(tracer.events)
         sides.update(tracer.sides)
     if rank == "classes":
         for r in _classes(sides, size)[1:]:
-            events[r] = tuple(_run(f, args, r, size, backward).events)
+            events[r] = tuple(_run(f, args, r, size, backward, grows).events)
     return Program(size, events)
 
 
+def _several(rank: Any) -> tuple[Any, ...]:
+    return tuple(rank) if isinstance(rank, Iterable) else (rank,)
+
+
 def _ranks(rank: Any, size: int) -> tuple[int, ...]:
-    if rank == "classes":
-        return (0,)
-    several = tuple(rank) if isinstance(rank, Iterable) and not isinstance(rank, str) else (rank,)
+    several = (0,) if rank == "classes" else rank if isinstance(rank, tuple) else ()
     if not several or any(not is_int(r) or isinstance(r, bool) or not 0 <= r < size for r in several):
         raise PartitionError(
             "no rank of the world",
@@ -117,9 +138,9 @@ def _classes(sides: Iterable[Any], size: int) -> list[int]:
 # ---------------------------------------------------------------- one rank
 
 
-def _run(f: Any, args: Any, rank: int, size: int, backward: bool) -> Tracer:
+def _run(f: Any, args: Any, rank: int, size: int, backward: bool, grows: bool) -> Tracer:
     tracer = Tracer(rank, size)
-    with _world_of(tracer), _aside(tracer), _fake() as mode:
+    with _world_of(tracer, grows), _aside(tracer), _fake() as mode:
         try:
             leaves = _traced(f, args, mode, tracer, backward and None)
             if backward and leaves is None:  # nothing requires a gradient: then the blocks do
@@ -218,12 +239,22 @@ def _fake() -> Iterator[Any]:
 
 
 @contextmanager
-def _world_of(tracer: Tracer) -> Iterator[World]:
+def _world_of(tracer: Tracer, grows: bool) -> Iterator[World]:
     """A world that this process alone knows of, in the place of the default one."""
     before = dict(_worlds)
     forget()
+
+    def check(*partitions: Partition, op: str | None = None) -> None:
+        most = max(max(P.ranks) for P in partitions) + 1
+        if most > where.size:
+            raise _Larger(most)
+        World.check(where, *partitions, op=op)
+
     try:
-        yield World(transport=tracer.engine)
+        where = World(transport=tracer.engine)
+        if grows:
+            vars(where)["check"] = check
+        yield where
     finally:
         _worlds.clear()
         _worlds.update(before)
