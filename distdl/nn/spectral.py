@@ -52,6 +52,7 @@ class SpectralConv(Layer):
         if x.is_complex() or self.weight.is_complex():
             raise ShapeError(
                 "the module is of real numbers",
+                op="SpectralConv",
                 expected="a real x",
                 actual=x.dtype,
                 next_step="call F.dist_spectral_conv with a weight of spectral_layout(..., real=False)",

@@ -88,6 +88,7 @@ def push(gradient):
 
 @pytest.mark.mpi(2)
 @pytest.mark.filterwarnings("ignore:You are using a Backend:UserWarning")  # torch's RPC, of its own call
+@torch.device("cpu")  # RPC sends tensors of the host, unless it is told of devices
 def test_asynchronous_parameter_server():
     """Workers train softmax regression on their own digits, waiting for nobody; then all ranks meet in operators
     again."""
