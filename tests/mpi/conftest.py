@@ -112,5 +112,7 @@ def use(engine):
         device = torch.device("cuda", dd.world().rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         transport = dd.World.transport
-        dd.World.transport = lambda self, x, ranks: transport(self, x.to(device), ranks)
+        dd.World.transport = lambda self, x, ranks: transport(
+            self, x if x.device.type != "cpu" else x.to(device), ranks
+        )
         dispatch.Exchange = _OnDevice
