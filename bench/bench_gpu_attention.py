@@ -74,7 +74,7 @@ def cases(rows):
         "distdl, blocks": partial(attend, method="gather"),
         "whole": lambda: local.scaled_dot_product_attention(Q, K, V, is_causal=True, enable_gqa=True),
     }
-    if KEY_HEADS >= p:
+    if p <= KEY_HEADS:
         calls["distdl, heads"] = partial(attend, method="heads")
     with torch.no_grad():
         wished = L.shard(calls["whole"]()).clone()
