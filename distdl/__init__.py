@@ -71,7 +71,7 @@ public(
     {name: globals()[name] for name in ("Partition", "Layout", "HaloSpec", "Staggered", "Index", "World", "Topology")},
     alike=False,
 )
-check_functions(globals(), ("launch", "linear_map", "remat", "world"))
+check_functions(globals(), ("launch", "linear_map", "remat", "suggest", "suggest_chain", "trace", "world"))
 check_classes(HaloSpec, Index, Layout, Partition, Staggered, World)
 _SUBMODULES = (
     "agree",

@@ -161,8 +161,12 @@ class Program:
 
     def cost(self, machine: Machine | None = None) -> float:
         """Seconds that the program takes on a machine, as the slowest of the traced ranks: movements and local work one
-        after the other, see :class:`distdl.machines.Machine`. Default: ``dd.machines.cluster``."""
-        machine = Machine() if machine is None else machine
+        after the other, see :class:`distdl.machines.Machine`. Default: ``dd.machines.cluster``.
+
+        Raises:
+            PartitionError: ``machine`` is none.
+        """
+        machine = _machine(machine)
         return max(sum(machine.seconds(event, rank) for event in events) for rank, events in self.events.items())
 
     def save(self, path: str | os.PathLike[str], machine: Machine | None = None) -> None:
@@ -177,7 +181,7 @@ class Program:
             raise PartitionError(
                 "no such kind of file", expected="a name in .json or .html", actual=name, next_step="change its ending"
             )
-        text = self.json() if name.endswith(".json") else page(self, Machine() if machine is None else machine)
+        text = self.json() if name.endswith(".json") else page(self, _machine(machine))
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 
@@ -206,6 +210,18 @@ class Program:
         )
         for i, movement in enumerate(self.of(rank).movements):
             yield f"{i:3} {movement}"
+
+
+def _machine(given: Machine | None) -> Machine:
+    if given is not None and not isinstance(given, Machine):
+        raise PartitionError(
+            "not a machine",
+            op="cost",
+            expected="a dd.machines.Machine",
+            actual=type(given).__name__,
+            next_step="dd.machines.cluster, or one that python -m distdl measure has fitted",
+        )
+    return Machine() if given is None else given
 
 
 def _totals(events: tuple[Movement | Work, ...]) -> Totals:

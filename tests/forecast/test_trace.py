@@ -187,6 +187,7 @@ REFUSED = {
     "no world": (lambda: dd.trace(step, ROWS, 1, size=0), "no size of a world"),
     "a small world": (lambda: dd.trace(step, ROWS, 1, size=2), "the world has 2 ranks"),
     "another rank": (lambda: dd.trace(step, ROWS, 1, rank=(0, 1)).of(2), "not traced", "0,1"),
+    "no machine": (lambda: dd.trace(step, ROWS, 1).cost("fast"), "not a machine", "str"),
     "a file": (lambda: dd.trace(step, ROWS, 1).save("it.txt"), "kind of file", ".html"),
 }
 
