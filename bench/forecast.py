@@ -106,7 +106,7 @@ def _program_of(name: str, P: dd.Partition, weak: bool):
     if name == "repartition":
         return programs.repartition(dd.Partition((P.size, 1)), (1024 * a * b, 16384))
     if name == "MLP":
-        return programs.mlp(P, tokens=1024 * a, width=8192, inner=32768)
+        return programs.mlp(P, tokens=1024 * a * b, width=8192, inner=32768)
     return programs.unet(dd.Partition((1, 1, *P.shape)), (1, 1, 512 * a, 512 * b), levels=3)
 
 
@@ -119,23 +119,24 @@ def plots(folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     counts = [4**k for k in range(8)]
-    for weak in (False, True):
-        figure, axes = pyplot.subplots(figsize=(6, 4.2))
+    figure, both = pyplot.subplots(1, 2, figsize=(10, 4.4), sharey=True)
+    for axes, weak in zip(both, (False, True)):
         for name in ("stencil", "repartition", "MLP", "U-Net"):
             times = []
             for n in counts:
-                P = dd.Partition(square(n))
-                made = dd.trace(_program_of, name, P, weak, size=n, rank=n // 2)
-                times.append(made.cost(dd.machines.cluster))
-            ideal = [times[0] / times[i] / (1 if weak else n) for i, n in enumerate(counts)]
-            axes.plot(counts, ideal, "o-", label=name)
-            print(f"{'weak' if weak else 'strong'} {name:12}", *(f"{1e3 * t:.3g}" for t in times), "ms", flush=True)
-        axes.set(xscale="log", xlabel="ranks", ylabel="efficiency", ylim=(0, 1.1))
-        axes.set_title(("weak" if weak else "strong") + " scaling, predicted (dd.machines.cluster)")
-        axes.axhline(1, color="0.8", zorder=0)
-        axes.legend()
-        figure.tight_layout()
-        figure.savefig(folder / f"forecast_{'weak' if weak else 'strong'}.png", dpi=120)
+                made = dd.trace(_program_of, name, dd.Partition(square(n)), weak, size=n, rank=n // 2)
+                times.append(made.cost(dd.machines.cluster) or float("nan"))  # one rank repartitions nothing
+            (line,) = axes.plot(counts, times, "o-", label=name)
+            first = next(i for i, t in enumerate(times) if t == t)
+            ideal = [times[first] / (1 if weak else n / counts[first]) for n in counts[first:]]
+            axes.plot(counts[first:], ideal, ":", color=line.get_color(), linewidth=1)
+            print(f"{'weak' if weak else 'strong':7}{name:12}", *(f"{1e3 * t:.3g}" for t in times), "ms", flush=True)
+        axes.set(xscale="log", yscale="log", xlabel="ranks", title="one size for each rank" if weak else "one size")
+        axes.grid(alpha=0.3)
+    both[0].set_ylabel("seconds for a step, predicted on dd.machines.cluster")
+    both[0].legend()
+    figure.tight_layout()
+    figure.savefig(folder / "forecast.png", dpi=120)
 
 
 def main(argv=None) -> None:

@@ -244,11 +244,11 @@ def _world_of(tracer: Tracer, grows: bool) -> Iterator[World]:
     before = dict(_worlds)
     forget()
 
-    def check(*partitions: Partition, op: str | None = None) -> None:
+    def check(*partitions: Partition, **named: Any) -> None:
         most = max(max(P.ranks) for P in partitions) + 1
         if most > where.size:
             raise _Larger(most)
-        World.check(where, *partitions, op=op)
+        World.check(where, *partitions, **named)
 
     try:
         where = World(transport=tracer.engine)
