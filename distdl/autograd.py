@@ -15,7 +15,6 @@ Aᵀȳ and Aẋ as inputs: dependence, without a value. A derivative of any orde
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from operator import attrgetter
 
 import torch
@@ -45,7 +44,6 @@ def apply(steps, xs, ties=(), pending=None, tied=None):
     return (*(steps[0].together(steps, xs, bool(tied)) if pending is None else pending.finish()), None)
 
 
-_here = nullcontext()
 _transforms_active, _grad_enabled = _torch.transforms_active, torch.is_grad_enabled
 _requires_grad = attrgetter("requires_grad")
 _forward_mode_active, _dispatch_modes = _torch.forward_mode_active, _torch.dispatch_modes
@@ -120,8 +118,8 @@ class _Apply(_torch.SingleLevelFunction):
         ties: tuple = ()
         if _grad_enabled() or _transforms_active() or _forward_mode_active():  # further derivatives may be taken
             ties = (_torch.unwrap_if_dead(ctx.saved_tensors[0]), *(t for t in grads[-1:] if t is not None))
-        with _here if _transport.tracer is None else _transport.tracer.adjoint(ctx):
-            *found, tie = apply(steps, gs, ties)
+        tracer = _transport.tracer
+        *found, tie = apply(steps, gs, ties) if tracer is None else tracer.backward(ctx, apply, steps, gs, ties)
         return (None, *_placed(found, places, ctx.steps), *(tie,) * (len(ctx.needs_input_grad) - 1 - len(ctx.steps)))
 
     @staticmethod
@@ -129,7 +127,9 @@ class _Apply(_torch.SingleLevelFunction):
         refuse_older_vmap(ctx.steps[0], tangents)
         steps, ts, places = _operands(ctx.steps, tangents, ctx.xs_like)
         s = _torch.unwrap_if_dead(ctx.saved_tensors[0])
-        *found, tie = apply(steps, ts, (s, *(t for t in tangents[len(ctx.steps) :] if t is not None)))
+        ties = (s, *(t for t in tangents[len(ctx.steps) :] if t is not None))
+        tracer = _transport.tracer
+        *found, tie = apply(steps, ts, ties) if tracer is None else tracer.tangent(ctx, apply, steps, ts, ties)
         return (*_placed(found, places, ctx.steps), s.detach() if tie is None else tie)
 
 

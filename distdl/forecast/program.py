@@ -34,7 +34,7 @@ class Movement:
         received: what it gets from single peers, (peer, bytes).
         copied: bytes that are packed, unpacked, added or kept: copies inside of this rank.
         recorded: whether a graph holds it, for its adjoint.
-        phase: "forward", or "backward".
+        phase: "forward", "backward" or "tangent".
         line: the user's line, ``file:line in function``.
         forward_line: of a derivative the line of the call that it belongs to; else ``""``.
     """

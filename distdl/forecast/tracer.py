@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,13 +62,19 @@ class Tracer:
         """The line that a derivative belongs to, when its node is made."""
         return self.forward_line or user_line()
 
-    @contextmanager
-    def adjoint(self, ctx: Any, phase: str = "backward") -> Iterator[None]:
-        """What runs in the block is the derivative of what ``ctx`` is of."""
+    def backward(self, ctx: Any, apply: Any, *call: Any) -> Any:
+        """``apply(*call)``, the adjoint of what ``ctx`` is of."""
+        return self._derivative("backward", ctx, apply, *call)
+
+    def tangent(self, ctx: Any, apply: Any, *call: Any) -> Any:
+        """``apply(*call)``, the tangent of what ``ctx`` is of."""
+        return self._derivative("tangent", ctx, apply, *call)
+
+    def _derivative(self, phase: str, ctx: Any, apply: Any, *call: Any) -> Any:
         before = self.phase, self.forward_line
         self.phase, self.forward_line = phase, getattr(ctx, "line", "")
         try:
-            yield
+            return apply(*call)
         finally:
             self.phase, self.forward_line = before
 

@@ -159,6 +159,23 @@ def test_gradients_of_blocks_where_nothing_else_asks():
     assert len(nested.movements) == 1
 
 
+def test_tangents_and_second_derivatives_know_their_line():
+    def total(x):
+        return F.dist_sum(F.repartition(x, ROWS, COLUMNS) ** 3, COLUMNS)  # once
+
+    where = f"{__file__}:{line_of('# once', total)} in total"
+    pushed = dd.trace(lambda x: torch.func.jvp(total, (x,), (x,)), ROWS).movements
+    assert [(m.op, m.phase, m.forward_line) for m in pushed] == [
+        ("repartition", "forward", ""),
+        ("repartition", "tangent", where),
+        ("invariant_sum", "forward", ""),
+        ("invariant_sum", "tangent", where),
+    ]
+    assert {m.line for m in pushed} == {where}
+    hvp = dd.trace(lambda x: torch.func.jvp(torch.func.grad(total), (x,), (x,)), ROWS).movements
+    assert all(m.forward_line == where for m in hvp if m.phase != "forward") and len(hvp) == 8
+
+
 def test_what_prepares_a_program_does_not_count():
     def prepared(x):
         y = F.repartition(x, ROWS, COLUMNS)
