@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 import sys
+from html import escape
 from pathlib import Path
 
+from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx import addnodes
 from sphinx.domains.python import PythonDomain
 from sphinx.util.nodes import make_refnode
 
@@ -29,7 +32,7 @@ suppress_warnings = ["config.cache"]
 
 # In the order in which they are read. A page that stands nowhere is a warning, and so an error.
 NAV = {
-    "Start": ["docs/tour", "docs/index", "docs/layers", "docs/sharp-bits"],
+    "Start": ["docs/tour", "docs/index", "docs/operators", "docs/layers", "docs/sharp-bits"],
     "Recipes": [
         "docs/training",
         "docs/attention",
@@ -63,6 +66,7 @@ html_theme = "furo"
 html_title = "distdl"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_extra_path = ["play.html"]
 html_copy_source = html_show_sourcelink = False
 html_math_renderer = "mathml"
 html_theme_options = {"top_of_page_buttons": []}
@@ -126,10 +130,24 @@ def resolve(app, env, node, contnode):
 
 def formula(translator, node):
     """A formula as MathML: browsers draw it, no script does."""
-    from docutils import nodes
-
     translator.body.append(str(tex2mathml(node.astext(), as_block=node.tagname == "math_block")))
     raise nodes.SkipNode
+
+
+PICTURE = '<div class="picture" role="img" aria-label="{alt}">{svg}</div>'
+
+
+def inline(app, doctree, docname):
+    """Pictures stand in their page, whose colours they take; a page that stands by itself is opened, not downloaded."""
+    for node in list(doctree.findall(nodes.image)):
+        path = Path(app.srcdir, node["uri"])
+        if path.parent == ROOT / "docs" / "pictures":
+            svg = path.read_text(encoding="utf-8")
+            node.replace_self(nodes.raw("", PICTURE.format(alt=escape(node["alt"]), svg=svg), format="html"))
+    for node in list(doctree.findall(addnodes.download_reference)):
+        if node.get("reftarget", "").endswith(".html"):
+            up = "../" * docname.count("/")
+            node.replace_self(nodes.reference("", "", *node.children, refuri=up + Path(node["reftarget"]).name))
 
 
 FIRST = """<!DOCTYPE html>
@@ -149,5 +167,6 @@ def setup(app):
     app.connect("source-read", source_read)
     app.connect("autodoc-process-docstring", docstring)
     app.connect("missing-reference", resolve)
+    app.connect("doctree-resolved", inline)
     app.connect("build-finished", first_page)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))

@@ -123,7 +123,7 @@ async function measured(page, width) {
   frame.src = page;
   document.body.append(frame);
   await loaded;
-  const parts = frame.contentDocument.querySelectorAll("html, body, .page, .main, .content, .article-container, article");
+  const parts = frame.contentDocument.querySelectorAll("html, body, .main, .content, .article-container, article");
   const wide = Math.max(...[...parts].map(e => e.getBoundingClientRect().left + e.scrollWidth));
   if (frame.contentWindow.innerWidth !== width || wide > width) found.push([page, width, wide]);
   frame.remove();

@@ -26,6 +26,7 @@ ONLY = {
         "test_bad_command_line",
         "test_results_come_in_rank_order",
     ),
+    "play": (),  # it needs a browser
     "site": (),  # it needs what `make docs` installs
     "torch_engine": (
         "test_just_works[without mpi4py and cupy-torchrun]",
