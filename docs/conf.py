@@ -51,7 +51,15 @@ NAV = {
             ROOT.glob("notebooks/*.ipynb"), key=lambda path: (path.stem != "operators_and_adjoints", path.stem)
         )
     ],
-    "The way over": ["docs/interop"],
+    "Coming from": [
+        "docs/from_distdl",
+        "docs/from_torch",
+        "docs/from_megatron",
+        "docs/from_jax",
+        "docs/from_shardtensor",
+        "docs/from_mpi4py",
+        "docs/interop",
+    ],
     "Reference": ["docs/api"],
     "Design": ["docs/reliability", "bench/README", "CONTRIBUTING", "CHANGELOG"],
 }
