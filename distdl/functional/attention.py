@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import _torch
 from .._arguments import checked
 from .._types import Place
 from ..errors import PartitionError
@@ -165,7 +166,7 @@ class _Work:
         shared = self.L_q.shape[HEADS] // self.layouts[0].shape[HEADS]
         wanted = [h // shared - first for h in range(self.place[HEADS].start, self.place[HEADS].stop)]
         if wanted != list(range(last - first)):
-            index = torch.tensor(wanted, dtype=torch.int64, device=k.device)
+            index = _torch.constant(wanted, torch.int64, k.device)
             k, v = k.index_select(HEADS, index), v.index_select(HEADS, index)
         return k, v, rows
 

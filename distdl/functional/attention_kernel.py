@@ -73,7 +73,7 @@ class Pattern(Value):
         if self.window is not None:
             keep = _both(keep, (distance if self.causal else distance.abs()) <= self.window)
         if self.documents is not None:
-            bounds = torch.tensor(self.documents[1:], device=i.device)
+            bounds = _torch.constant(self.documents[1:], torch.int64, i.device)
             keep = _both(keep, torch.bucketize(i, bounds, right=True) == torch.bucketize(j, bounds, right=True))
         return keep
 

@@ -152,6 +152,8 @@ def test_cuda_aware_mpi():
     n = dd.world().size
     if n < 2:
         pytest.skip("needs 2 ranks")
+    if not hasattr(dd.world().host, "comm"):
+        pytest.skip("MPI carries no messages in this run")
     from mpi4py import MPI
 
     from distdl.engine.mpi import _reads_devices
