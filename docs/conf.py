@@ -30,9 +30,18 @@ exclude_patterns = [".*", "site", "build", "tests", "distdl"]  # not walked thro
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 suppress_warnings = ["config.cache"]
 
-# In the order in which they are read. A page that stands nowhere is a warning, and so an error.
+# In the order in which they are read. A page that stands nowhere is a warning, and so an error; one that is not
+# written yet may stand here.
 NAV = {
-    "Start": ["docs/tour", "docs/index", "docs/operators", "docs/layers", "docs/sharp-bits"],
+    "Start": [
+        "docs/why",
+        "Two commands <self>",
+        "docs/tour",
+        "docs/index",
+        "docs/operators",
+        "docs/layers",
+        "docs/sharp-bits",
+    ],
     "Recipes": [
         "docs/training",
         "docs/attention",
@@ -44,7 +53,7 @@ NAV = {
         "docs/checkpoint",
         "docs/neon",
     ],
-    "Running": ["docs/jobs", "docs/cuda", "docs/beside", "docs/looking"],
+    "Running": ["docs/compile", "docs/trace", "docs/jobs", "docs/cuda", "docs/beside", "docs/looking"],
     "Notebooks": [
         f"notebooks/{path.stem}"
         for path in sorted(
@@ -61,7 +70,7 @@ NAV = {
         "docs/interop",
     ],
     "Reference": ["docs/api"],
-    "Design": ["docs/reliability", "bench/README", "CONTRIBUTING", "CHANGELOG"],
+    "Design": ["docs/design", "docs/reliability", "bench/README", "CONTRIBUTING", "CHANGELOG"],
 }
 
 myst_heading_anchors = 4
@@ -93,13 +102,22 @@ napoleon_use_ivar = True
 toc_object_entries_show_parents = "hide"
 
 
+def entry(page):
+    """A page's line in a toctree; "" while there is no such page."""
+    if page.endswith("<self>"):
+        return page
+    return f"/{page}" if any((ROOT / f"{page}{suffix}").exists() for suffix in source_suffix) else ""
+
+
 def source_read(app, docname, source):
     """The reference from docstrings; and below the first page the order of all."""
     if docname == "docs/api":
         source[0] = gen_api.expand(source[0])
     if docname == root_doc:
         source[0] += "".join(
-            f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(f"/{page}" for page in pages) + "\n```\n"
+            f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n"
+            + "\n".join(filter(None, map(entry, pages)))
+            + "\n```\n"
             for title, pages in NAV.items()
         )
 
