@@ -19,6 +19,7 @@ Source = tuple[int, float]  # which held element (all ranks' end to end), and it
 
 CELL, GAP, LANE, LABEL, FLOW = 18, 26, 22, 52, 120  # px
 COLOURS = ("#6ea8dc", "#f0a35e", "#63c2a0", "#d889b8", "#c9b84c", "#9a8fe0", "#e07f7f", "#8fb36b")
+WIDE = 800  # px of a row of drawings
 MOST = 16  # cells in a row: larger tensors are one box with their shape
 
 _INK = "var(--color-foreground-primary,var(--jp-content-font-color1,var(--dd-ink)))"  # the site's, Jupyter's, our own
@@ -76,18 +77,22 @@ class Picture:
 
 
 def picture(parts: Sequence[tuple[str, Drawing]], title: str, text: str) -> Picture:
-    """Parts side by side, each below its own heading. ``title`` is what a reader who does not see it is told."""
-    lefts = list(accumulate((max(part.width, 7.5 * len(head)) + GAP for head, part in parts), initial=0))
-    top = 26 if any(head for head, _ in parts) else 0
-    body = "\n".join(
-        f'<g transform="translate({_n(x)})"><text class="h" y="14">{escape(head)}</text>'
-        f'<g transform="translate(0 {top})">{part.body}</g></g>'
-        for x, (head, part) in zip(lefts, parts)
-    )
-    width, height = lefts[-1] - GAP, top + max(part.height for _, part in parts) + 4
-    size = f'width="{_n(width + 4)}" viewBox="-2 -2 {_n(width + 4)} {_n(height)}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="dd" role="img" {size}><title>{escape(title)}</title>'
-    return Picture(f"{head}<style>{_STYLE}</style>\n{body}\n</svg>", text)
+    """Parts side by side, in rows of at most :data:`WIDE`, each below its own heading. ``title`` is what a reader who
+    does not see it is told."""
+    head = 26 if any(words for words, _ in parts) else 0
+    body, x, y, width, low = [], 0.0, 0.0, 0.0, 0.0  # low: where the next row begins
+    for words, part in parts:
+        wide = max(part.width, 7.5 * len(words))
+        if x and x + wide > WIDE:
+            x, y = 0.0, low + GAP
+        body.append(
+            f'<g transform="translate({_n(x)} {_n(y)})"><text class="h" y="14">{escape(words)}</text>'
+            f'<g transform="translate(0 {head})">{part.body}</g></g>'
+        )
+        width, low, x = max(width, x + wide), max(low, y + head + part.height), x + wide + GAP
+    size = f'width="{_n(width + 4)}" viewBox="-2 -2 {_n(width + 4)} {_n(low + 4)}"'
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" class="dd" role="img" {size}><title>{escape(title)}</title>'
+    return Picture("\n".join([f"{opening}<style>{_STYLE}</style>", *body, "</svg>"]), text)
 
 
 def _n(x: float) -> str:

@@ -129,6 +129,14 @@ def test_in_a_notebook_and_in_a_terminal(tmp_path):
     assert "http" not in picture.svg.replace("http://www.w3.org/2000/svg", "")
 
 
+def test_a_row_ends_where_a_page_does():
+    """Many things stand in rows, each as wide as it is."""
+    root = ET.fromstring(viz.show(*[LINE] * 9).svg)
+    places = [g.get("transform")[len("translate(") : -1].split() for g in root.findall(f"{SVG}g")]
+    assert len(places) == len({tuple(place) for place in places}) == 9 and len({y for _, y in places}) == 2
+    assert all(float(x) + 126 <= 800 for x, _ in places) and int(root.get("width")) <= 804
+
+
 def test_schedules():
     from distdl.parallel import schedule, simulate
 

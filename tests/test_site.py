@@ -114,6 +114,13 @@ def test_cross_references(site):
     assert {name for name in unresolved if not name.startswith("torch.")} == ELSEWHERE
 
 
+def test_search_works_from_files(site, tmp_path):
+    """No server is needed: a word finds its pages and its entries of the reference."""
+    text = browse((site[0] / "search.html").as_uri() + "?q=halo_exchange", tmp_path / "browser")
+    results = text[text.index('id="search-results"') :]
+    assert "docs/api.html#distdl.functional.halo_exchange" in results and "docs/tour.html" in results
+
+
 MEASURE = """<!DOCTYPE html><meta charset="utf-8"><body style="margin:0"><pre id="found"></pre><script>
 const pages = {pages}, widths = {widths}, found = [];
 async function measured(page, width) {
