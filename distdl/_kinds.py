@@ -266,6 +266,7 @@ KINDS: dict[str, Kind] = {
     "device_type": Kind("a kind of device: cpu or cuda", lambda v: isinstance(v, str) and _is_device(v)),
     # dd.viz
     "plan": Kind("a plan, or a map of dd.maps", _has_plan),
+    "titles": Kind("a sequence of texts", _several(_is(str))),
     "what": Kind("a Partition, a Layout, a HaloSpec, a plan or a map", _is_drawn),
     **dict.fromkeys(("count", "growth", "backoff", "scale", "good"), _NUMBER),
     **dict.fromkeys(("stages", "microbatches", "chunks", "interval", "n", "step", "order", "port"), _COUNT),
