@@ -277,6 +277,7 @@ KINDS: dict[str, Kind] = {
     "suggest_chain.first": _PLACE,
     # dd.viz
     "plan": Kind("a plan, or a map of dd.maps", _has_plan),
+    "titles": Kind("a sequence of texts", _several(_is(str))),
     "what": Kind("a Partition, a Layout, a HaloSpec, a plan or a map", _is_drawn),
     **dict.fromkeys(("count", "growth", "backoff", "scale", "good"), _NUMBER),
     **dict.fromkeys(("stages", "microbatches", "chunks", "interval", "n", "step", "order", "port"), _COUNT),

@@ -97,7 +97,7 @@ ORDER = [set(line.split()) for line in """
     func testing
     solve
     nn
-    timeline_page
+    svg timeline_page
     viz checkpoint interop timeline forecast
     parallel
     programs

@@ -201,6 +201,7 @@ def written(folder):
         "interop.layout": (dd.interop.layout, (mesh, whole.placements, (2, 3)), {}),
         "interop.from_dtensor": (dd.interop.from_dtensor, (whole,), {}),
         "interop.to_dtensor": (dd.interop.to_dtensor, (X, L, mesh), {"placements": whole.placements}),
+        "viz.show": (viz.show, (L,), {"titles": ["a layout"], "adjoint": False}),
         "viz.text": (viz.text, (L,), {}),
         "viz.matrix": (viz.matrix, (A,), {}),
         "viz.messages": (viz.messages, (A,), {}),

@@ -14,8 +14,10 @@ from __future__ import annotations
 ONLY = {
     "docs": (
         "test_blocks_run[first pages-4]",
+        "test_every_class_of_distdl_has_its_line",
         "test_every_notebook_has_its_script",
         "test_links_between_pages",
+        "test_names_that_pages_use",
         "test_only_runnable_fences",
         "test_reference_renders",
         "test_tests_that_prove",
@@ -28,6 +30,8 @@ ONLY = {
         "test_bad_command_line",
         "test_results_come_in_rank_order",
     ),
+    "play": (),  # it needs a browser
+    "site": (),  # it needs what `make docs` installs
     "torch_engine": (
         "test_just_works[without mpi4py and cupy-torchrun]",
         "test_private_names_exist",
