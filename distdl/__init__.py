@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from . import checkpoint, errors, func, functional, init, maps, nn, parallel, solve, testing
 from ._arguments import check_classes, check_functions
 from ._names import only_public
+from .algebra import simplify
 from .calls import public
 from .index import Index
 from .linear_map import LinearMap, linear_map
@@ -42,6 +43,7 @@ __all__ = [
     "maps",
     "LinearMap",
     "linear_map",
+    "simplify",
     "remat",
     "func",
     "solve",
@@ -64,7 +66,7 @@ public(
     {name: globals()[name] for name in ("Partition", "Layout", "HaloSpec", "Staggered", "Index", "World", "Topology")},
     alike=False,
 )
-check_functions(globals(), ("launch", "linear_map", "remat", "world"))
+check_functions(globals(), ("launch", "linear_map", "remat", "simplify", "world"))
 check_classes(HaloSpec, Index, Layout, Partition, Staggered, World)
 _SUBMODULES = (
     "agree",
