@@ -298,17 +298,15 @@ def no_composition(a: Any, b: Any) -> PartitionError:
     )
 
 
-def not_a_map(
-    other: Any, op: str = "@", next_step: str = "B @ A composes maps; apply one to a tensor by A(x)"
-) -> PartitionError:
-    """What a map is to be composed with, or what is to be one, is none."""
+def not_a_map(other: Any) -> PartitionError:
+    """What a map is to be composed with is none."""
     return PartitionError(
         "not a linear map",
-        op=op,
+        op="@",
         expected="a map of dd.maps or dd.linear_map",
         partitions=None,
         actual=type(other).__name__,
-        next_step=next_step,
+        next_step="B @ A composes maps; apply one to a tensor by A(x)",
     )
 
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from . import _faults
 from .boxes import joined
+from .errors import PartitionError
 from .linear_map import VARYING, LinearMap, Move
 from .plan import Axis, Plan, Run, Side
 
@@ -52,7 +52,12 @@ def simplify(A: LinearMap) -> LinearMap:
         PartitionError: ``A`` is no LinearMap.
     """
     if not isinstance(A, LinearMap):
-        raise _faults.not_a_map(A, "simplify", "pass one map, mostly a composition: dd.simplify(B @ A)")
+        raise PartitionError(
+            "not a linear map",
+            expected="a map of dd.maps or dd.linear_map, or a composition",
+            actual=type(A).__name__,
+            next_step="pass the map, not what it gives: dd.simplify(B @ A)",
+        )
     steps = _fewer(A.steps, len(A.steps), lambda one, parts: one.is_identity)
     steps = _fewer(steps, 2, lambda one, parts: one.is_identity or _sends_no_more(one, parts))
     steps = _without_identities(steps)

@@ -10,7 +10,7 @@ from fuzzing import KINDS, Unfit, _dims, _layout, seed_of
 import distdl as dd
 from distdl import algebra
 from distdl.linear_map import LinearMap
-from distdl.plan import Plan, Side
+from distdl.plan import Axis, Plan, Side, whole
 
 MAPS = dd.maps
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -149,7 +149,14 @@ TOWARDS_THE_EDGE = MAPS.shift(P4, 0, 1, False, (3,))
 ALL = MAPS.all_sum_reduce(P4, (3,))
 COPIES = MAPS.broadcast(dd.Partition((1,)), P4, (3,))
 WINDOWS = MAPS.halo_exchange(dd.HaloSpec(ROWS, (1, 0), boundary="zeros"))
+WIDER = MAPS.halo_exchange(dd.HaloSpec(ROWS, (2, 0), boundary="zeros"))
+PASSED = dd.Layout(dd.Partition((4,)), (7,), ((2, 0, 4, 1),))
 WHOLE = MAPS.all_gather(ROWS, 0)
+
+
+def passed(L):
+    """Each rank's block to the next one."""
+    return MAPS.shift(L, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +184,10 @@ WHOLE = MAPS.all_gather(ROWS, 0)
         ((WHOLE, WHOLE.T), "all_gather.T @ all_gather"),
         ((WINDOWS, WINDOWS.T), "halo_exchange.T @ halo_exchange"),
         ((ALL, ALL), "all_sum_reduce @ all_sum_reduce"),
+        # sums of three, in another order
+        ((WIDER.T, THERE), "repartition @ halo_exchange.T"),
+        # whose tensor it is shows in two axes, its name and its size
+        ((passed(UNEVEN), passed(PASSED)), "shift @ shift"),
         # one root would send what four send now: three elements or rows more
         ((MAPS.scatter(ROWS), WINDOWS), "halo_exchange @ scatter"),
         # two steps of one message each, or one of three messages
@@ -196,6 +207,24 @@ def test_an_edge_is_dropped():
     blocks = [torch.full((3,), float(r + 1)) for r in range(4)]
     assert [y.tolist() for y in A.simulate(blocks)] == [[1.0] * 3, [2.0] * 3, [3.0] * 3, [0.0] * 3]
     assert not any(plan.messages(r) for plan in A.plans for r in range(4))
+
+
+def test_a_place_of_two_indices():
+    """The first adds two halves at one place: only its own indices are renamed."""
+    both = Axis(None, (((0, 2, 0), (2, 4, 0)),), (2,))
+    one = dd.Partition((1,))
+    fold, turn = Plan(Side(one, (whole(4),)), Side(one, (both,))), MAPS.roll(dd.Layout(one, (2,)), 0, 1).plan
+    x = torch.tensor([1.0, 2.0, 30.0, 40.0])
+    plan = algebra.composed(fold, turn)
+    assert plan.simulate([x])[0].tolist() == turn.simulate(fold.simulate([x]))[0].tolist() == [42.0, 31.0]
+    assert plan == algebra.composed(turn.T, fold.T).T
+    twice = algebra.composed(fold.T, fold)
+    assert twice.simulate([x[:2]])[0].tolist() == [2.0, 4.0]
+
+
+def test_a_place_that_two_axes_show():
+    """Whose tensor it is shows in its name and in its size: they cannot be renamed one by one."""
+    assert algebra.composed(passed(UNEVEN).plan, passed(PASSED).plan) is None
 
 
 def test_other_steps_stay():
