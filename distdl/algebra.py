@@ -54,6 +54,8 @@ def simplify(A: LinearMap) -> LinearMap:
     if not isinstance(A, LinearMap):
         raise PartitionError(
             "not a linear map",
+            op="simplify",
+            partitions=None,
             expected="a map of dd.maps or dd.linear_map, or a composition",
             actual=type(A).__name__,
             next_step="pass the map, not what it gives: dd.simplify(B @ A)",
