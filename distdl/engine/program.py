@@ -99,9 +99,10 @@ class Program:
     casts: list[torch.dtype] | None  # dtypes of the results, where the working ones differ
     sends: list[tuple[int, int, int, int]]
     receives: list[tuple[int, int, int, int]]
-    moves: list[tuple]  # copies before anything arrives, by address: (function, leaf, to, leaf, from, bytes),
-    early: list[tuple[Part, Part]]  # those of other kept boxes (to, from),
-    packs: list[Part]  # and of others into the staging memory
+    moves: list[tuple]  # copies into the staging memory, by address: (function, leaf, to, leaf, from, bytes),
+    packs: list[Part]  # and of other boxes
+    kept: list[tuple[Part, Part]]  # copies of boxes that stay here (to, from), while messages travel,
+    kept_moves: list[tuple]  # and those by address
     arrivals: list[tuple]  # copies of what has arrived, as ``moves``,
     late: list[
         tuple[Part, Part | None]
@@ -112,7 +113,7 @@ class Program:
     travels: bool  # whether there is any message
     spare: list  # small staging memory that is free, with the parts' views of it
     fresh: list[tuple[int, Any]] = field(default_factory=list)  # what is done with fresh outputs: (leaf, function)
-    fused_early: Any = None  # on a device: small boxes of ``early`` and ``packs``, which one kernel copies,
+    fused_early: Any = None  # on a device: small boxes of ``kept`` and ``packs``, which one kernel copies,
     fused_late: Any = None  # and those of ``late``
     call: Call | None = None  # what the messages are called
 
@@ -307,7 +308,7 @@ def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> Program:
     sends, receives = [[(rank, *at, n)] for at in (ends if kind == "all_gather" else ends[::-1])]
     packs, unpacks = (staged_small, staged_blocks) if kind == "all_gather" else (staged_blocks, staged_small)
     late: list[tuple[Part, Part | None]] = [(to, None) for to in unpacks]
-    return Program(likes, None, [], [], None, sends, receives, [], [], packs, [], late, end, kind, group, True, [])
+    return Program(likes, None, [], [], None, sends, receives, [], packs, [], [], [], late, end, kind, group, True, [])
 
 
 def _program(plans, leads, strides, dtypes, transport, device) -> Program:
@@ -352,11 +353,11 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
     sums = any(to.add for to, _ in late)
     if not sums:  # the order does not matter then
         late = [(to, None) for to in _stacks(sorted((to for to, _ in late), key=lambda part: part.place))]
-    moves, arrivals = [], []
+    moves, kept_moves, arrivals = [], [], []
     if device.type == "cpu":
-        moves, kept = _by_address(kept, transport)
-        more, rest = _by_address([(part.waiting, part) for part in packs], transport)
-        moves, packs = moves + more, [part for _, part in rest]
+        kept_moves, kept = _by_address(kept, transport)
+        moves, rest = _by_address([(part.waiting, part) for part in packs], transport)
+        packs = [part for _, part in rest]
         if not sums:
             arrivals, rest = _by_address([(to, to.waiting) for to, _ in late], transport)
             late = [(to, None) for to, _ in rest]
@@ -371,8 +372,9 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
         send_messages,
         receive_messages,
         moves,
-        kept,
         packs,
+        kept,
+        kept_moves,
         arrivals,
         late,
         end,
