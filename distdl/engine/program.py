@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
+from ctypes import memmove
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,10 +18,15 @@ import torch
 from .. import _torch
 from ..errors import ShapeError
 from .fast import paths, scratch
+from .part import Part, dense
 from .recognise import covered, gaps, gathered, piles, summing_group
 from .transport import Call
 
 _SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
+_STAYS = (
+    2**14
+)  # bytes of a box that stays here and goes by the staging memory: a view fewer costs less than a copy more
+_VIEWED = 16  # programs whose views one block of staging memory keeps
 _ALIGN = 64  # each part of a message starts at such an offset, on both ends
 # Sums of more than two of these are taken in the wider dtype (the sum of two is rounded only once in any case), and so
 # are those that the engine lacks.
@@ -45,44 +50,6 @@ _WIDER |= NO_SUMS
 def wider(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which many numbers of ``dtype`` are added up beside a movement; truth values are counted."""
     return torch.int32 if dtype == torch.bool else _WIDER.get(dtype, dtype)
-
-
-@dataclass(eq=False)
-class Part:
-    """One box of one tensor (``leaf``): as strided memory, and where it waits inside the staging memory."""
-
-    leaf: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int  # elements, from the tensor's own first one
-    dtype: torch.dtype
-    add: bool = False  # arrivals: add to what is there
-    cast: bool = False  # arrivals: the output is worked out in another dtype
-    place: int = 0  # bytes
-    dense: tuple[int, ...] = ()  # strides in the staging memory
-    words: bool = False  # whether ``dtype`` stands for several elements of the tensor's own
-
-    def __post_init__(self):
-        run = _dense(self.size)
-        self.dense = self.dense or run
-        self.nbytes = math.prod(self.size) * self.dtype.itemsize
-        self.contiguous = all(n == 1 or s == d for n, s, d in zip(self.size, self.stride, run))
-        self.direct = self.contiguous and not self.add and not self.cast  # travels from, or to, where it lies
-
-    def of(self, tensor):
-        """The box inside ``tensor``."""
-        if self.words:
-            tensor = tensor.view(self.dtype)
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
-
-    def staged(self, staging):
-        """The box inside the staging memory."""
-        return staging.view(self.dtype).as_strided(self.size, self.dense, self.place // self.dtype.itemsize)
-
-    @property
-    def waiting(self) -> Part:
-        """The box inside the staging memory, as strided memory itself."""
-        return Part(-1, self.size, self.dense, self.place // self.dtype.itemsize, self.dtype)
 
 
 @dataclass
@@ -134,8 +101,14 @@ class Program:
         block = scratch.take(self.staging)
         if not self.packs and not self.late:
             return block, (), ()
-        with torch.inference_mode(False):  # they outlive the mode
-            return self._views(block)
+        known = vars(block).setdefault("views", {})  # they cost more than a small copy, and live as long as the block
+        found = known.get(id(self))
+        if found is None:
+            if len(known) >= _VIEWED:
+                known.clear()
+            with torch.inference_mode(False):  # they outlive the mode
+                found = known[id(self)] = (*self._views(block), self)
+        return found
 
     def _views(self, block):
         late = [to.staged(block) if source is None else None for to, source in self.late]
@@ -148,11 +121,6 @@ class Program:
             self.spare.append(staging)
         else:
             scratch.give(staging[0])
-
-
-def _dense(shape):
-    """Strides of a contiguous tensor."""
-    return tuple(accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1))[::-1] if shape else ()
 
 
 def channels_last(shape, stride) -> bool:
@@ -170,8 +138,8 @@ def _fresh(shape, x, n):
     axes; else contiguous. This rank's matter alone: what travels is in the order of indices."""
     own = x[0][n:]
     if len(own) not in (4, 5) or len(shape) - n != len(own) or not channels_last(own, x[1][n:]):
-        return _dense(shape)
-    *others, last = _dense((*shape[: n + 1], *shape[n + 2 :], shape[n + 1]))
+        return dense(shape)
+    *others, last = dense((*shape[: n + 1], *shape[n + 2 :], shape[n + 1]))
     return (*others[: n + 1], last, *others[n + 1 :])
 
 
@@ -215,6 +183,25 @@ def _messages(by_peer, end: int, transport):
 def _as_it_lies(part, transport):
     """A box that is not one run of memory as one message, where a fast path makes it one."""
     return next((found for path in paths if (found := path.message(part, transport)) is not None), None)
+
+
+def _beside(kept, late):
+    """Of copies of what stays (to, from) those that are better made beside what travels, and the others: the end that
+    is no run of memory is packed, or unpacked, with the boxes of messages. Not where sums must follow what is
+    unpacked."""
+    sums = any(to.add for to, _ in late)
+    some, rest = [], []
+    for to, source in kept:
+        one = (
+            to.contiguous != source.contiguous and to.nbytes <= _STAYS and not (to.cast or (sums and source.contiguous))
+        )
+        (some if one else rest).append((to, source))
+    return some, rest
+
+
+def _start(part):
+    """(leaf, byte) where a box of :func:`_beside` begins, or waits."""
+    return (part.leaf, part.offset * part.dtype.itemsize) if part.contiguous else (-1, part.place)
 
 
 def _by_address(pairs, transport):
@@ -288,10 +275,10 @@ def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> Program:
     if kind == "all_gather":
         boxes = {m.peer: m for m in view.received}
         small = _parts(view.kept, *about, stride)
-        blocks = [_parts(boxes[r], *about, _dense(shape))[0] for r in group]
+        blocks = [_parts(boxes[r], *about, dense(shape))[0] for r in group]
     else:
         boxes = {m.peer: m for m in view.sends} | {rank: view.kept}
-        small = _parts(next(m for m in view.received if m.peer == rank), *about, _dense(shape))
+        small = _parts(next(m for m in view.received if m.peer == rank), *about, dense(shape))
         blocks = [_parts(boxes[r], *about, stride)[0] for r in group]
     n, itemsize, end = small[0].nbytes, dtype.itemsize, 0
     ready = all(b.contiguous and b.offset == i * n // itemsize for i, b in enumerate(blocks))
@@ -321,7 +308,7 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
         work = _WIDER.get(dtype, dtype) if _widens(view, dtype, kind, transport) else dtype
         shape = (*lead, *view.out_shape)
         likes.append(_like(shape, work, device))
-        fresh = _dense(shape) if kind else _fresh(shape, ((*lead, *view.in_shape), stride), len(lead))
+        fresh = dense(shape) if kind else _fresh(shape, ((*lead, *view.in_shape), stride), len(lead))
         formats.append(fresh)
         empty = gaps(view)
         if empty is None or (empty and math.prod(shape) * work.itemsize < _SMALL):
@@ -344,8 +331,19 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
                 late += [(target, None) for target in targets]
     if kind and kind != "all_reduce":
         return _gathering(plans[0], rank, leads[0], strides[0], dtypes[0], kind, group, likes)
+    moves, kept_moves, arrivals, beside = [], [], [], []
+    if device.type == "cpu":
+        kept_moves, kept = _by_address(kept, transport)
+        beside, kept = ([], kept) if transport.takes_types else _beside(kept, late)
+        for to, source in beside:
+            (sends if to.contiguous else receives)[rank].append(source if to.contiguous else to)
+            late += [(to, None)] if source.contiguous else []
     send_messages, end = _messages(sends, 0, transport)
     receive_messages, end = _messages(receives, end, transport)
+    send_messages, receive_messages = (
+        [m for m in found if m[0] != rank] for found in (send_messages, receive_messages)
+    )
+    kept_moves += [(memmove, *_start(to), *_start(source), to.nbytes) for to, source in beside]
     packs = _stacks(
         sorted((part for parts in sends.values() for part in parts if not part.direct), key=lambda part: part.place)
     )
@@ -353,9 +351,7 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
     sums = any(to.add for to, _ in late)
     if not sums:  # the order does not matter then
         late = [(to, None) for to in _stacks(sorted((to for to, _ in late), key=lambda part: part.place))]
-    moves, kept_moves, arrivals = [], [], []
     if device.type == "cpu":
-        kept_moves, kept = _by_address(kept, transport)
         moves, rest = _by_address([(part.waiting, part) for part in packs], transport)
         packs = [part for _, part in rest]
         if not sums:
@@ -365,7 +361,7 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
     travels = bool(send_messages or receive_messages)
     return Program(
         likes,
-        None if formats == [_dense(like.shape) for like in likes] else formats,
+        None if formats == [dense(like.shape) for like in likes] else formats,
         zeroed,
         blanks,
         casts,

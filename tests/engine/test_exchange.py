@@ -108,15 +108,20 @@ def test_contiguous_boxes_are_neither_packed_nor_unpacked():
     assert all(within(a, batch) for _, a, _ in transport.sends) and all(within(a, y) for _, a, _ in transport.receives)
 
 
-def test_other_boxes_are_packed_once():
+def test_other_boxes_are_packed_once(monkeypatch):
     to_columns, x = Plan(Side.of(ROWS), Side.of(COLUMNS)), torch.ones(2, 8)
     transport = Posting(1)
     (y,) = exchange.Exchange((to_columns,), [x], transport).finish()
     program = program_of(to_columns, x)
+    assert [part.size for part in program.packs] == [(4, 2, 2)], "they and what stays are one copy"
+    assert [part.size for part in program_of(to_columns, x, 0).packs] == [(4, 2, 2)], "wherever that stands"
+    monkeypatch.setattr(programs, "_STAYS", 15)  # bytes, of 16
+    to_columns = Plan(Side.of(ROWS), Side.of(COLUMNS))
+    program = program_of(to_columns, x)
     assert [part.size for part in program.packs] == [(2, 2, 2), (2, 2)], "two of them are one copy"
-    assert [part.size for part in program_of(to_columns, x, 0).packs] == [(3, 2, 2)], "and so are three"
+    assert len(program.kept) == 1 and not program.kept_moves
     narrow = Plan(Side.of(dd.Layout(ROWS.partition, (8, 4))), Side.of(dd.Layout(COLUMNS.partition, (8, 4))))
-    assert [part.size for part in program_of(narrow, torch.ones(2, 4), 0).packs] == [(3, 2, 1)], "one element apart"
+    assert [part.size for part in program_of(narrow, torch.ones(2, 4), 0).packs] == [(4, 2, 1)], "one element apart"
     both = program_of(Plan(Side.of(COLUMNS), Side.of(ROWS)), torch.ones(8, 2, 2)[..., 0], 0)
     assert [[part.size for part in parts] for parts in (both.packs, [to for to, _ in both.late])] == [[(3, 2, 2)]] * 2
     assert not any(within(a, x) for _, a, _ in transport.sends)
@@ -208,7 +213,10 @@ def test_what_stays_is_copied_in_the_cheapest_way():
     gather = program_of(dd.maps.all_gather(ROWS).plan, x)
     assert len(gather.kept_moves) == 1 and not gather.kept and not gather.late
     columns = program_of(Plan(Side.of(ROWS), Side.of(COLUMNS)), x)
-    assert len(columns.kept) == 1 and not columns.kept_moves
+    ((move, to, _, source, place, nbytes),) = columns.kept_moves
+    assert (to, source, place % 64, nbytes) == (0, -1, 0, 16) and not columns.kept, "it is packed with the others"
+    rows = program_of(Plan(Side.of(COLUMNS), Side.of(ROWS)), torch.ones(8, 2))
+    assert [m[1] for m in rows.kept_moves] == [-1] and len(rows.late) == 1 and not rows.kept, "or unpacked"
     scatter = program_of(dd.maps.reduce_scatter(ROWS).plan, torch.ones(8, 8))
     assert not scatter.kept_moves and not scatter.kept and len(scatter.late) == 3, (
         "rank 0's part arrives in place, the rest is added"

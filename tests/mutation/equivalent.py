@@ -83,7 +83,7 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
         "if min(step) > 0 and (len(run) == 1 or step == (run[1].offset - run[0].offset, run[1].place - run[0].place)):": {
             "Gt -> GtE": "one box for two peers is then packed by one copy that reads it twice (a step of 0) instead of by two",
         },
-        "small = _parts(next((m for m in view.received if m.peer == rank)), *about, _dense(shape))": {
+        "small = _parts(next((m for m in view.received if m.peer == rank)), *about, dense(shape))": {
             "without its filter": "in a reduce-scatter each arrival fills the rank's whole block: all have the same box",
             "Eq -> NotEq": "in a reduce-scatter each arrival fills the rank's whole block: all have the same box",
         },

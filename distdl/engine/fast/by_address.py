@@ -36,8 +36,8 @@ def asked_for() -> bool:
 
 
 wanted = asked_for()
-_FAST, _LARGEST = ("Open MPI",), 2**19  # bytes of such a message, and of a copy within a rank, by these MPIs;
-_SMALL, _LONG, _MIDDLE = 2**12, 2**10, 2**15  # by others up to so many; with runs of so many, messages of so many
+_FAST, _LARGEST = ("Open MPI",), 2**19  # bytes of such a message by these MPIs, which copy any box within a rank;
+_SMALL, _LONG, _MIDDLE = 2**12, 2**10, 2**15  # by others up to so many, or in runs of so many messages up to so many
 
 
 @dataclass(eq=False)
@@ -125,8 +125,11 @@ def strided(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int, tra
         run *= dims.pop()[0]
     runs = math.prod(n for n, _ in dims)
     nbytes = runs * run
-    fast = MPI.get_vendor()[0] in _FAST
-    if nbytes > (_SMALL if not fast and (run < _LONG or not travels) else _LARGEST if fast else _MIDDLE):
+    if MPI.get_vendor()[0] in _FAST:
+        most = _LARGEST if travels else nbytes
+    else:
+        most = _MIDDLE if travels and run >= _LONG else _SMALL
+    if nbytes > most:
         return None
     span = run + sum((n - 1) * step for n, step in dims)
     kind = MPI.BYTE.Create_contiguous(run)  # of bytes, whatever the dtype: the fastest
