@@ -10,22 +10,28 @@ from __future__ import annotations
 
 # ---------------------------------------------------------------- in one process
 
-# Of these files the first tier runs only the tests named: most of them start jobs, or go through tables of cases.
+# Of these files the first tier runs only the tests named: others start jobs, go through tables of cases, or trace.
 ONLY = {
     "docs": (
         "test_blocks_run[first pages-4]",
+        "test_every_class_of_distdl_has_its_line",
         "test_every_notebook_has_its_script",
         "test_links_between_pages",
+        "test_names_that_pages_use",
         "test_only_runnable_fences",
         "test_reference_renders",
         "test_tests_that_prove",
     ),
     "faults": ("test_exception_on_one_rank[backward]", "test_killed_rank"),
+    "machines": ("test_collectives", "test_local_work", "test_messages", "test_no_such_machine"),
+    "trace": ("test_a_program_is_a_line_for_each_movement", "test_every_rank_sends_what_its_trace_says[3]"),
     "launch": (
         "test_a_signal_to_any_process_ends_all[run-rank 0-SIGINT]",
         "test_bad_command_line",
         "test_results_come_in_rank_order",
     ),
+    "play": (),  # it needs a browser
+    "site": (),  # it needs what `make docs` installs
     "torch_engine": (
         "test_just_works[without mpi4py and cupy-torchrun]",
         "test_private_names_exist",
@@ -41,7 +47,7 @@ LATER = {
     "files": ("test_a_save_that_nobody_waits_for", "test_hyperparameters_come_back", "test_killed_while_saving"),
     "frozen": ("test_python_calls",),
     "plan": ("test_digest_is_equal_in_every_process",),
-    "structure": ("test_one_rank_without_mpi4py",),
+    "structure": ("test_modules_are_imported_when_first_asked_for", "test_one_rank_without_mpi4py"),
     "typing": ("test_a_typed_program",),
     "wrong_calls": ("test_wrong_arguments",),
     "security": ("test_no_rank_listens_on_a_network", "test_words_are_not_expanded"),
@@ -114,12 +120,14 @@ RANKS = {
     "sweep": LAYERS,
     "ties": SMALL,
     "tracing": SMALL,
+    "models": (2, 3, 4),
+    "traced": (1, 2, 3, 4),
     "trigonometric": LAYERS,
     "without_fast": (2,),
 }
 
 # The first tier is 1 and 2 ranks, of all but these, which run everything again.
-AGAIN = ("without_fast",)
+AGAIN = ("models", "traced", "without_fast")
 # And on 4 ranks it is these files, or of a file the tests named.
 FOUR = {
     "adjoints": None,
@@ -186,7 +194,10 @@ FOUR = {
     "vmap": None,
 }
 # Trainings of whole models among them, which 2 ranks show too.
-BUT = {"checkpoint": ("test_another_number_of_ranks_continues_the_curve",)}
+BUT = {
+    "checkpoint": ("test_another_number_of_ranks_continues_the_curve", "test_the_serial_model"),
+    "networks": ("test_case_16_unet", "test_resnet_stem_and_blocks"),
+}
 
 
 def _among(test: str, names) -> bool:
@@ -202,7 +213,7 @@ def in_one_process(file: str, test: str) -> str:
 def on_ranks(file: str, test: str, n: int) -> str:
     """The tier of a test on n ranks: "", "full", or "slow" where it has nothing more to show."""
     if n not in RANKS.get(file, ANY):
-        return "slow" if n in SMALL or file not in RANKS else "never"
+        return "slow" if n in SMALL else "never" if file in RANKS else "full"
     if file in AGAIN:
         return "full"
     mine = file in FOUR and _among(test, FOUR[file]) and not (test and _among(test, BUT.get(file, ())))

@@ -67,15 +67,17 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
             "False -> True": "a missing cotangent comes as zeros instead of being made zeros here: time and memory only",
         },
     },
+    "engine.part": {
+        "place: int = 0": {
+            "0 -> 1": "every part that is staged gets its place before it is used",
+        },
+    },
     "engine.program": {
         "ends.append((-1, end))": {
             "without USub": "the scratch memory comes after the only tensor, so that it is number 1 as well as the last",
         },
         "_SMALL = 2 ** 16": {
             "16 -> 17": "a size from which memory is kept apart: time and memory only",
-        },
-        "place: int = 0": {
-            "0 -> 1": "every part that is staged gets its place before it is used",
         },
         "for peer, parts in sorted(by_peer.items()):": {
             "sorted -> list": "the order in which messages are posted, and lie in the scratch memory of one rank",
