@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from . import checkpoint, errors, func, functional, init, maps, nn, parallel, solve, testing
 from ._arguments import check_classes, check_functions
 from ._names import only_public
+from .algebra import simplify
 from .calls import public
 from .forecast.suggest import suggest, suggest_chain
 from .forecast.trace import trace
@@ -45,6 +46,7 @@ __all__ = [
     "maps",
     "LinearMap",
     "linear_map",
+    "simplify",
     "remat",
     "func",
     "solve",
@@ -71,7 +73,7 @@ public(
     {name: globals()[name] for name in ("Partition", "Layout", "HaloSpec", "Staggered", "Index", "World", "Topology")},
     alike=False,
 )
-check_functions(globals(), ("launch", "linear_map", "remat", "suggest", "suggest_chain", "trace", "world"))
+check_functions(globals(), ("launch", "linear_map", "remat", "simplify", "suggest", "suggest_chain", "trace", "world"))
 check_classes(HaloSpec, Index, Layout, Partition, Staggered, World)
 _SUBMODULES = (
     "agree",

@@ -86,6 +86,7 @@ ORDER = [set(line.split()) for line in """
     autograd
     pair
     linear_map
+    algebra
     agree held
     index
     movement

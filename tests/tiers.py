@@ -102,6 +102,7 @@ RANKS = {
     "rows": SMALL,
     "shallow_water": LAYERS,
     "shard": LONG,
+    "simplify": SMALL,
     "dense": LAYERS,
     "solve": LAYERS,
     "sparse": ODD,

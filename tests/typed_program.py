@@ -39,6 +39,7 @@ def maps(x: torch.Tensor) -> float:
     assert_type(A, dd.LinearMap)
     assert_type(A.T, dd.LinearMap)
     assert_type(A.T @ A, dd.LinearMap)
+    assert_type(dd.simplify(A.T @ A), dd.LinearMap)
     assert_type(A(x), torch.Tensor)
     assert_type(A.in_shape, tuple[int, ...])
     assert_type(dd.viz.matrix(A), torch.Tensor)

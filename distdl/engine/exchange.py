@@ -2,7 +2,7 @@
 
 A plan moves tensors of its local shape with any number of leading batch axes, and several plans over the same ranks go
 as one set of messages (a pytree). What depends only on shapes and strides is worked out once (:mod:`program`) and
-cached with the plan's view; a call is then: allocate, copy what stays, post, wait, unpack.
+cached with the plan's view; a call is then: allocate, pack, post, copy what stays, wait, unpack.
 """
 
 from __future__ import annotations
@@ -65,8 +65,6 @@ class Exchange:
         if program.packs:
             for part, staged in zip(program.packs, self.staging[1]):
                 staged.copy_(part.of(xs[part.leaf]))
-        for to, part in program.early:
-            to.of(ys[to.leaf]).copy_(part.of(xs[part.leaf]))
         if program.fused_early is not None:
             program.fused_early.copy(xs[0], self.staging, ys[0])
         if program.travels:
@@ -78,6 +76,10 @@ class Exchange:
                 self.handle = transport.collective(program.kind, source, target, count, dtype, program.group)
                 return
             self.handle = transport.post(sends, receives, program.call, (xs, ys, self.staging))
+        for copy, leaf, to, other, source, nbytes in program.kept_moves:
+            copy(outs[leaf] + to, ins[other] + source, nbytes)
+        for to, part in program.kept:
+            to.of(ys[to.leaf]).copy_(part.of(xs[part.leaf]))
 
     def finish(self):
         program, ys = self.program, self.ys

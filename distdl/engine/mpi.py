@@ -15,7 +15,9 @@ from ..errors import DistdlError, TransportError
 from .transport import Call, Transport, Unwatched, Waiting, another_length, no_sum
 
 _TAGS = 32768  # every MPI offers at least this many
-_SPINS = 50  # polls before a rank that waits lets others run
+_SPINS, _BYTES = 50, 2**11  # polls before a rank that waits lets others run; one more for so many bytes: large messages
+# go on only while somebody asks for them
+_memory = MPI.buffer.fromaddress
 _SLOT = 1024  # bytes per rank of one small all-gather
 _MAX_GROUPS = 4096
 _KEPT = 64  # small messages whose memory is kept before somebody asks whether they have gone
@@ -151,77 +153,75 @@ class MpiTransport(MpiJob, Transport):
             self._abandoned = [one for one in self._abandoned if not MPI.Request.Testall(one[0])]
         if call is None:
             call = Call(0, tuple({peer for peer, _, _ in (*sends, *receives)}))
-        comm, waiting, requests = self.comm, self.waiting, []
+        comm, waiting, requests, expected = self.comm, self.waiting, [], []
         numbers, recent, step, wrap, mark = waiting.numbers, waiting.recent, waiting.step, waiting.wrap, waiting.mark
         mark |= call.code & waiting.codes
         for peer in call.peers:
             numbers[peer] += step
             recent[peer].append(call)
         for peer, address, nbytes in receives:
-            for part in self._parts(address, nbytes):
+            for size, part in self._parts(address, nbytes):
                 requests.append(comm.Irecv(part, peer, numbers[peer] & wrap | mark))
+                expected.append((peer, size))
         for peer, address, nbytes in sends:
-            for part in self._parts(address, nbytes):
+            for _, part in self._parts(address, nbytes):
                 requests.append(comm.Isend(part, peer, numbers[peer] & wrap | mark))
-        return requests, receives, call, mark
+        return requests, expected, call, mark
 
     def _parts(self, address, nbytes):
-        """The messages of MPI that carry these bytes."""
+        """The messages of MPI that carry these bytes, and their sizes."""
         if type(nbytes) is not int:
-            return [(MPI.buffer.fromaddress(address, nbytes.span), 1, nbytes.kind)]
-        chunk, starts = self.chunk, range(0, nbytes, self.chunk)
-        return [(MPI.buffer.fromaddress(address + start, min(chunk, nbytes - start)), MPI.BYTE) for start in starts]
-
-    def _lengths(self, nbytes):
-        """Their sizes."""
-        if type(nbytes) is not int:
-            return [index(nbytes)]
-        return [min(self.chunk, nbytes - start) for start in range(0, nbytes, self.chunk)]
+            return ((index(nbytes), (_memory(address, nbytes.span), 1, nbytes.kind)),)
+        chunk = self.chunk
+        if nbytes <= chunk:
+            return ((nbytes, (_memory(address, nbytes), MPI.BYTE)),)
+        cuts = ((start, min(chunk, nbytes - start)) for start in range(0, nbytes, chunk))
+        return [(size, (_memory(address + start, size), MPI.BYTE)) for start, size in cuts]
 
     def wait(self, handle):
         if handle is None:  # a collective, which is done
             return
-        requests, receives, call, mark = handle
-        statuses = [MPI.Status() for _ in requests]
+        requests, expected, call, mark = handle
+        statuses = []
         try:
-            if not MPI.Request.Testall(requests, statuses):
-                self._patiently(requests, statuses, receives, call, mark)
+            for request in requests:  # one after the other: who asks for one of them moves all
+                status = MPI.Status()
+                if not request.Test(status):
+                    self._patiently(request, status, requests, expected, call, mark)
+                statuses.append(status)
         except MPI.Exception as error:
             raise TransportError(
                 f"MPI failed: {error}",
                 op="exchange",
                 rank=self.rank,
-                expected=f"messages of {self._expected(receives)} (rank, bytes)",
+                expected=f"messages of {expected} (rank, bytes)",
                 actual="an error",
                 next_step="check that every rank calls the same operators with the same layouts and dtype",
             ) from error
-        for (peer, nbytes), status in zip(self._expected(receives), statuses):
+        for (peer, nbytes), status in zip(expected, statuses):
             if status.Get_count(MPI.BYTE) != nbytes:
                 raise another_length(self.rank, peer, nbytes, status.Get_count(MPI.BYTE))
 
-    def _expected(self, receives):
-        """(rank, bytes) of each message of MPI."""
-        return [(p, size) for p, _, n in receives for size in self._lengths(n)]
-
-    def _patiently(self, requests, statuses, receives, call, mark):
-        """Wait for all messages; :attr:`waiting` hears who has not sent yet, and looks why."""
-        for _ in range(_SPINS):
-            if MPI.Request.Testall(requests, statuses):
+    def _patiently(self, request, status, requests, expected, call, mark):
+        """Wait for one of ``requests``; :attr:`waiting` hears who has not sent yet, and looks why."""
+        test = request.Test
+        for _ in range(_SPINS + sum(nbytes for _, nbytes in expected) // _BYTES):
+            if test(status):
                 return
         began = due = time.monotonic()
-        while not MPI.Request.Testall(requests, statuses):
-            os.sched_yield()  # never longer: large messages go on only while somebody asks for them
+        while not test(status):
+            os.sched_yield()  # never longer
             now = time.monotonic()
             if now < due:
                 continue
             due = now + self.waiting.interval
-            peers = [peer for peer, _ in self._expected(receives)]
-            missing = sorted({p for p, request in zip(peers, requests) if not request.Get_status()})
+            missing = sorted({peer for (peer, _), one in zip(expected, requests) if not one.Get_status()})
             try:
                 self.waiting.look(call, mark, now - began, missing)
             except DistdlError:
-                for request in requests[: len(peers)]:
-                    request.Cancel()
+                for one in requests[: len(expected)]:
+                    if one != MPI.REQUEST_NULL:
+                        one.Cancel()
                 raise
 
     def group(self, ranks):
@@ -256,7 +256,7 @@ class MpiTransport(MpiJob, Transport):
             n = min(step, count - start)
 
             def memory(address, first=start * item, size=n * item):
-                return MPI.buffer.fromaddress(address + first, size)
+                return _memory(address + first, size)
 
             mine = MPI.IN_PLACE if source == target else (memory(source), n, mpi_type)
             try:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
+from ctypes import memmove
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from operator import index
 from typing import Any
 
@@ -19,10 +19,15 @@ import torch
 from .. import _torch
 from ..errors import ShapeError
 from .fast import paths, scratch
+from .part import Part, dense
 from .recognise import covered, gaps, gathered, piles, summing_group
 from .transport import Call
 
 _SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
+_STAYS = (
+    2**14
+)  # bytes of a box that stays here and goes by the staging memory: a view fewer costs less than a copy more
+_VIEWED = 16  # programs whose views one block of staging memory keeps
 _ALIGN = 64  # each part of a message starts at such an offset, on both ends
 # Sums of more than two of these are taken in the wider dtype (the sum of two is rounded only once in any case), and so
 # are those that the engine lacks.
@@ -48,44 +53,6 @@ def wider(dtype: torch.dtype) -> torch.dtype:
     return torch.int32 if dtype == torch.bool else _WIDER.get(dtype, dtype)
 
 
-@dataclass(eq=False)
-class Part:
-    """One box of one tensor (``leaf``): as strided memory, and where it waits inside the staging memory."""
-
-    leaf: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int  # elements, from the tensor's own first one
-    dtype: torch.dtype
-    add: bool = False  # arrivals: add to what is there
-    cast: bool = False  # arrivals: the output is worked out in another dtype
-    place: int = 0  # bytes
-    dense: tuple[int, ...] = ()  # strides in the staging memory
-    words: bool = False  # whether ``dtype`` stands for several elements of the tensor's own
-
-    def __post_init__(self):
-        run = _dense(self.size)
-        self.dense = self.dense or run
-        self.nbytes = math.prod(self.size) * self.dtype.itemsize
-        self.contiguous = all(n == 1 or s == d for n, s, d in zip(self.size, self.stride, run))
-        self.direct = self.contiguous and not self.add and not self.cast  # travels from, or to, where it lies
-
-    def of(self, tensor):
-        """The box inside ``tensor``."""
-        if self.words:
-            tensor = tensor.view(self.dtype)
-        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
-
-    def staged(self, staging):
-        """The box inside the staging memory."""
-        return staging.view(self.dtype).as_strided(self.size, self.dense, self.place // self.dtype.itemsize)
-
-    @property
-    def waiting(self) -> Part:
-        """The box inside the staging memory, as strided memory itself."""
-        return Part(-1, self.size, self.dense, self.place // self.dtype.itemsize, self.dtype)
-
-
 @dataclass
 class Program:
     """Everything about one rank's part of some plans that shapes, strides and dtypes decide.
@@ -100,9 +67,10 @@ class Program:
     casts: list[torch.dtype] | None  # dtypes of the results, where the working ones differ
     sends: list[tuple[int, int, int, int]]
     receives: list[tuple[int, int, int, int]]
-    moves: list[tuple]  # copies before anything arrives, by address: (function, leaf, to, leaf, from, bytes),
-    early: list[tuple[Part, Part]]  # those of other kept boxes (to, from),
-    packs: list[Part]  # and of others into the staging memory
+    moves: list[tuple]  # copies into the staging memory, by address: (function, leaf, to, leaf, from, bytes),
+    packs: list[Part]  # and of other boxes
+    kept: list[tuple[Part, Part]]  # copies of boxes that stay here (to, from), while messages travel,
+    kept_moves: list[tuple]  # and those by address
     arrivals: list[tuple]  # copies of what has arrived, as ``moves``,
     late: list[
         tuple[Part, Part | None]
@@ -113,7 +81,7 @@ class Program:
     travels: bool  # whether there is any message
     spare: list  # small staging memory that is free, with the parts' views of it
     fresh: list[tuple[int, Any]] = field(default_factory=list)  # what is done with fresh outputs: (leaf, function)
-    fused_early: Any = None  # on a device: small boxes of ``early`` and ``packs``, which one kernel copies,
+    fused_early: Any = None  # on a device: small boxes of ``kept`` and ``packs``, which one kernel copies,
     fused_late: Any = None  # and those of ``late``
     call: Call | None = None  # what the messages are called
 
@@ -147,8 +115,14 @@ class Program:
         block = scratch.take(self.staging)
         if not self.packs and not self.late:
             return block, (), ()
-        with torch.inference_mode(False):  # they outlive the mode
-            return self._views(block)
+        known = vars(block).setdefault("views", {})  # they cost more than a small copy, and live as long as the block
+        found = known.get(id(self))
+        if found is None:
+            if len(known) >= _VIEWED:
+                known.clear()
+            with torch.inference_mode(False):  # they outlive the mode
+                found = known[id(self)] = (*self._views(block), self)
+        return found
 
     def _views(self, block):
         late = [to.staged(block) if source is None else None for to, source in self.late]
@@ -161,11 +135,6 @@ class Program:
             self.spare.append(staging)
         else:
             scratch.give(staging[0])
-
-
-def _dense(shape):
-    """Strides of a contiguous tensor."""
-    return tuple(accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1))[::-1] if shape else ()
 
 
 def channels_last(shape, stride) -> bool:
@@ -183,8 +152,8 @@ def _fresh(shape, x, n):
     axes; else contiguous. This rank's matter alone: what travels is in the order of indices."""
     own = x[0][n:]
     if len(own) not in (4, 5) or len(shape) - n != len(own) or not channels_last(own, x[1][n:]):
-        return _dense(shape)
-    *others, last = _dense((*shape[: n + 1], *shape[n + 2 :], shape[n + 1]))
+        return dense(shape)
+    *others, last = dense((*shape[: n + 1], *shape[n + 2 :], shape[n + 1]))
     return (*others[: n + 1], last, *others[n + 1 :])
 
 
@@ -228,6 +197,25 @@ def _messages(by_peer, end: int, transport):
 def _as_it_lies(part, transport):
     """A box that is not one run of memory as one message, where a fast path makes it one."""
     return next((found for path in paths if (found := path.message(part, transport)) is not None), None)
+
+
+def _beside(kept, late):
+    """Of copies of what stays (to, from) those that are better made beside what travels, and the others: the end that
+    is no run of memory is packed, or unpacked, with the boxes of messages. Not where sums must follow what is
+    unpacked."""
+    sums = any(to.add for to, _ in late)
+    some, rest = [], []
+    for to, source in kept:
+        one = (
+            to.contiguous != source.contiguous and to.nbytes <= _STAYS and not (to.cast or (sums and source.contiguous))
+        )
+        (some if one else rest).append((to, source))
+    return some, rest
+
+
+def _start(part):
+    """(leaf, byte) where a box of :func:`_beside` begins, or waits."""
+    return (part.leaf, part.offset * part.dtype.itemsize) if part.contiguous else (-1, part.place)
 
 
 def _by_address(pairs, transport):
@@ -301,10 +289,10 @@ def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> Program:
     if kind == "all_gather":
         boxes = {m.peer: m for m in view.received}
         small = _parts(view.kept, *about, stride)
-        blocks = [_parts(boxes[r], *about, _dense(shape))[0] for r in group]
+        blocks = [_parts(boxes[r], *about, dense(shape))[0] for r in group]
     else:
         boxes = {m.peer: m for m in view.sends} | {rank: view.kept}
-        small = _parts(next(m for m in view.received if m.peer == rank), *about, _dense(shape))
+        small = _parts(next(m for m in view.received if m.peer == rank), *about, dense(shape))
         blocks = [_parts(boxes[r], *about, stride)[0] for r in group]
     n, itemsize, end = small[0].nbytes, dtype.itemsize, 0
     ready = all(b.contiguous and b.offset == i * n // itemsize for i, b in enumerate(blocks))
@@ -321,7 +309,7 @@ def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> Program:
     sends, receives = [[(rank, *at, n)] for at in (ends if kind == "all_gather" else ends[::-1])]
     packs, unpacks = (staged_small, staged_blocks) if kind == "all_gather" else (staged_blocks, staged_small)
     late: list[tuple[Part, Part | None]] = [(to, None) for to in unpacks]
-    return Program(likes, None, [], [], None, sends, receives, [], [], packs, [], late, end, kind, group, True, [])
+    return Program(likes, None, [], [], None, sends, receives, [], packs, [], [], [], late, end, kind, group, True, [])
 
 
 def _program(plans, leads, strides, dtypes, transport, device) -> Program:
@@ -334,7 +322,7 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
         work = _WIDER.get(dtype, dtype) if _widens(view, dtype, kind, transport) else dtype
         shape = (*lead, *view.out_shape)
         likes.append(_like(shape, work, device))
-        fresh = _dense(shape) if kind else _fresh(shape, ((*lead, *view.in_shape), stride), len(lead))
+        fresh = dense(shape) if kind else _fresh(shape, ((*lead, *view.in_shape), stride), len(lead))
         formats.append(fresh)
         empty = gaps(view)
         if empty is None or (empty and math.prod(shape) * work.itemsize < _SMALL):
@@ -357,8 +345,19 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
                 late += [(target, None) for target in targets]
     if kind and kind != "all_reduce":
         return _gathering(plans[0], rank, leads[0], strides[0], dtypes[0], kind, group, likes)
+    moves, kept_moves, arrivals, beside = [], [], [], []
+    if device.type == "cpu":
+        kept_moves, kept = _by_address(kept, transport)
+        beside, kept = ([], kept) if transport.takes_types else _beside(kept, late)
+        for to, source in beside:
+            (sends if to.contiguous else receives)[rank].append(source if to.contiguous else to)
+            late += [(to, None)] if source.contiguous else []
     send_messages, end = _messages(sends, 0, transport)
     receive_messages, end = _messages(receives, end, transport)
+    send_messages, receive_messages = (
+        [m for m in found if m[0] != rank] for found in (send_messages, receive_messages)
+    )
+    kept_moves += [(memmove, *_start(to), *_start(source), to.nbytes) for to, source in beside]
     packs = _stacks(
         sorted((part for parts in sends.values() for part in parts if not part.direct), key=lambda part: part.place)
     )
@@ -366,11 +365,9 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
     sums = any(to.add for to, _ in late)
     if not sums:  # the order does not matter then
         late = [(to, None) for to in _stacks(sorted((to for to, _ in late), key=lambda part: part.place))]
-    moves, arrivals = [], []
     if device.type == "cpu":
-        moves, kept = _by_address(kept, transport)
-        more, rest = _by_address([(part.waiting, part) for part in packs], transport)
-        moves, packs = moves + more, [part for _, part in rest]
+        moves, rest = _by_address([(part.waiting, part) for part in packs], transport)
+        packs = [part for _, part in rest]
         if not sums:
             arrivals, rest = _by_address([(to, to.waiting) for to, _ in late], transport)
             late = [(to, None) for to, _ in rest]
@@ -378,15 +375,16 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
     travels = bool(send_messages or receive_messages)
     return Program(
         likes,
-        None if formats == [_dense(like.shape) for like in likes] else formats,
+        None if formats == [dense(like.shape) for like in likes] else formats,
         zeroed,
         blanks,
         casts,
         send_messages,
         receive_messages,
         moves,
-        kept,
         packs,
+        kept,
+        kept_moves,
         arrivals,
         late,
         end,

@@ -129,8 +129,8 @@ def _host(x: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(s: Sendings) -> int:
-    parts = [to for to, _ in (*s.early, *s.late)] + s.packs
-    return sum(part.nbytes for part in parts) + sum(move[-1] for move in (*s.moves, *s.arrivals))
+    parts = [to for to, _ in (*s.kept, *s.late)] + s.packs
+    return sum(part.nbytes for part in parts) + sum(move[-1] for move in (*s.moves, *s.kept_moves, *s.arrivals))
 
 
 class Counting(TorchDispatchMode):

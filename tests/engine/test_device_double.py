@@ -78,7 +78,7 @@ def test_one_kernel_copies_the_small_boxes(monkeypatch):
     plan, L = halo()
     x = on_device(torch.ones(L.local_shape(0)))
     program = program_of(plan, [x])
-    assert not program.early and not program.packs and not program.late and program.fused_early and program.fused_late
+    assert not program.kept and not program.packs and not program.late and program.fused_early and program.fused_late
     assert (
         all(type(y) is Elsewhere for y in moved(plan, [torch.ones(L.local_shape(r)) for r in range(4)]))
         and Boxes.kernels == 8
@@ -86,18 +86,18 @@ def test_one_kernel_copies_the_small_boxes(monkeypatch):
     back = program_of(plan.T, [on_device(torch.ones(plan.view(0).out_shape))])
     assert back.fused_early and back.fused_late is None and back.late
     pair = program_of(plan, [x, x])
-    assert pair.fused_early is pair.fused_late is None and pair.early, "the kernel knows one input"
+    assert pair.fused_early is pair.fused_late is None and pair.kept, "the kernel knows one input"
     plan.view(0).programs.clear()
     fake_device.install(monkeypatch, large=x[0, 0].numel() * 4 * 8)
     some = program_of(plan, [x])
-    assert some.fused_early and some.early and all(to.nbytes > fused.LARGE for to, _ in some.early)
+    assert some.fused_early and some.kept and all(to.nbytes > fused.LARGE for to, _ in some.kept)
     assert all(part.nbytes > fused.LARGE for part in (*some.packs, *(to for to, _ in some.late)))
     plan.view(0).programs.clear()
     fake_device.install(monkeypatch, kernel=False)
     alone = program_of(plan, [x])
-    assert alone.fused_early is alone.fused_late is None and alone.early and alone.packs and alone.late
+    assert alone.fused_early is alone.fused_late is None and alone.kept and alone.packs and alone.late
     counts = [len(boxes.copies) if boxes else 0 for boxes in (some.fused_early, some.fused_late)]
-    assert counts[0] + len(some.early) + len(some.packs) == len(alone.early) + len(alone.packs), "each box once"
+    assert counts[0] + len(some.kept) + len(some.packs) == len(alone.kept) + len(alone.packs), "each box once"
     assert counts[1] + len(some.late) == len(alone.late)
 
 
@@ -110,7 +110,7 @@ def test_every_box_is_copied_once(monkeypatch):
         fake_device.install(monkeypatch, **how)
         program = programs._program((plan,), [()], [x.stride()], [x.dtype], NullTransport(0, 8), x.device)
         fused.fuse(program, [x])
-        alone = [[to for to, _ in program.early] + program.packs, [to for to, _ in program.late]]
+        alone = [[to for to, _ in program.kept] + program.packs, [to for to, _ in program.late]]
         together = [
             [copy[2] for copy in boxes.copies] if boxes else [] for boxes in (program.fused_early, program.fused_late)
         ]
@@ -132,10 +132,10 @@ def test_a_single_box_needs_no_kernel(monkeypatch):
     fake_device.install(monkeypatch)
     L = dd.Layout(dd.Partition((4,)), (8,))
     gather = program_of(dd.maps.all_gather(L).plan, [on_device(torch.ones(2))])
-    assert gather.fused_early is gather.fused_late is None and len(gather.early) == 1 and gather.staging == 0
+    assert gather.fused_early is gather.fused_late is None and len(gather.kept) == 1 and gather.staging == 0
     columns = dd.Layout(dd.Partition((1, 2)), (4, 4))
     there = program_of(dd.maps.repartition(columns, dd.Partition((2, 1))).plan, [on_device(torch.ones(4, 2))])
-    assert len(there.early) == len(there.late) == 1 and there.fused_late is None
+    assert len(there.kept) == len(there.late) == 1 and there.fused_late is None
     for make in (lambda: dd.maps.repartition(columns, dd.Partition((2, 1))).plan, lambda: dd.maps.all_gather(L).plan):
         plan = make()
         xs = [torch.rand(plan.held.local_shape(r)) for r in plan.held.partition.ranks]
@@ -163,9 +163,9 @@ def test_large_boxes_are_copied_in_the_widest_words(dtype, monkeypatch):
     def words(x):
         plan.view(0).programs.clear()
         program = program_of(plan, [x])
-        parts = [*program.packs, *(part for pair in (*program.early, *program.late) for part in pair if part)]
+        parts = [*program.packs, *(part for pair in (*program.kept, *program.late) for part in pair if part)]
         assert parts and all(part.words == (part.dtype.itemsize > itemsize) for part in parts)
-        return {part.dtype.itemsize for part in program.packs} | {source.dtype.itemsize for _, source in program.early}
+        return {part.dtype.itemsize for part in program.packs} | {source.dtype.itemsize for _, source in program.kept}
 
     def at(elements):
         room = torch.empty(torch.Size(shape).numel() + 64, dtype=dtype)
@@ -318,7 +318,9 @@ def test_nothing_else_is_copied_first(monkeypatch):
     anew."""
     fake_device.install(monkeypatch)
     gather = dd.maps.all_gather(dd.Layout(dd.Partition((4,)), (8,))).plan
-    assert program_of(gather, [torch.ones(2)]).moves and not program_of(gather, [on_device(torch.ones(2))]).moves
+    assert (
+        program_of(gather, [torch.ones(2)]).kept_moves and not program_of(gather, [on_device(torch.ones(2))]).kept_moves
+    )
     plan, L = halo()
     x = on_device(torch.rand(L.local_shape(0)))
     pool = programs.scratch

@@ -108,15 +108,20 @@ def test_contiguous_boxes_are_neither_packed_nor_unpacked():
     assert all(within(a, batch) for _, a, _ in transport.sends) and all(within(a, y) for _, a, _ in transport.receives)
 
 
-def test_other_boxes_are_packed_once():
+def test_other_boxes_are_packed_once(monkeypatch):
     to_columns, x = Plan(Side.of(ROWS), Side.of(COLUMNS)), torch.ones(2, 8)
     transport = Posting(1)
     (y,) = exchange.Exchange((to_columns,), [x], transport).finish()
     program = program_of(to_columns, x)
+    assert [part.size for part in program.packs] == [(4, 2, 2)], "they and what stays are one copy"
+    assert [part.size for part in program_of(to_columns, x, 0).packs] == [(4, 2, 2)], "wherever that stands"
+    monkeypatch.setattr(programs, "_STAYS", 15)  # bytes, of 16
+    to_columns = Plan(Side.of(ROWS), Side.of(COLUMNS))
+    program = program_of(to_columns, x)
     assert [part.size for part in program.packs] == [(2, 2, 2), (2, 2)], "two of them are one copy"
-    assert [part.size for part in program_of(to_columns, x, 0).packs] == [(3, 2, 2)], "and so are three"
+    assert len(program.kept) == 1 and not program.kept_moves
     narrow = Plan(Side.of(dd.Layout(ROWS.partition, (8, 4))), Side.of(dd.Layout(COLUMNS.partition, (8, 4))))
-    assert [part.size for part in program_of(narrow, torch.ones(2, 4), 0).packs] == [(3, 2, 1)], "one element apart"
+    assert [part.size for part in program_of(narrow, torch.ones(2, 4), 0).packs] == [(4, 2, 1)], "one element apart"
     both = program_of(Plan(Side.of(COLUMNS), Side.of(ROWS)), torch.ones(8, 2, 2)[..., 0], 0)
     assert [[part.size for part in parts] for parts in (both.packs, [to for to, _ in both.late])] == [[(3, 2, 2)]] * 2
     assert not any(within(a, x) for _, a, _ in transport.sends)
@@ -126,7 +131,7 @@ def test_other_boxes_are_packed_once():
     )
     summing = to_columns.T
     program = program_of(summing, torch.ones(8, 2))
-    assert len(program.late) == 2 and len(program.moves) + len(program.early) == 1
+    assert len(program.late) == 2 and len(program.kept_moves) + len(program.kept) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,7 +182,7 @@ def test_such_an_engine_copies_what_stays_and_what_is_staged(n, monkeypatch):
         for r, y in enumerate(plan.simulate(blocks)):
             assert torch.equal(y, layout.shard(X, r))
             (program,) = plan.view(r).programs.values()
-            assert program.staging and bool(program.early) == (not whole)
+            assert program.staging and bool(program.kept) == (not whole)
             joined = n == 20  # three boxes as one copy, with gaps between them in the staging memory
             assert bool(program.packs) == (joined and (layout is columns or not whole))
             assert bool(program.late) == (joined and layout is rows)
@@ -186,7 +191,7 @@ def test_such_an_engine_copies_what_stays_and_what_is_staged(n, monkeypatch):
 @pytest.mark.parametrize("boundary", ["zeros", "circular", "reflect"])
 @pytest.mark.parametrize("small", [0, 2**16])
 def test_what_arrives_at_once_stays(boundary, small, monkeypatch):
-    """Zeros, and what the rank has itself, are in their places before the first message can be."""
+    """Zeros are in their places before the first message can be, and nothing that stays is written over what came."""
     L = dd.Layout(dd.Partition((2, 2)), (6, 5))
     X, plan = torch.randint(9, (6, 5)), dd.HaloSpec(L, (2, 1), boundary=boundary).plan()
     blocks = [L.shard(X, r) for r in range(4)]
@@ -203,14 +208,17 @@ def test_what_arrives_at_once_stays(boundary, small, monkeypatch):
 
 
 def test_what_stays_is_copied_in_the_cheapest_way():
-    """One run of memory by one move, anything else before messages arrive; sums after."""
+    """One run of memory by one move, anything else by torch, while messages travel; sums after."""
     x = torch.ones(2, 8)
     gather = program_of(dd.maps.all_gather(ROWS).plan, x)
-    assert len(gather.moves) == 1 and not gather.early and not gather.late
+    assert len(gather.kept_moves) == 1 and not gather.kept and not gather.late
     columns = program_of(Plan(Side.of(ROWS), Side.of(COLUMNS)), x)
-    assert len(columns.early) == 1 and not columns.moves
+    ((move, to, _, source, place, nbytes),) = columns.kept_moves
+    assert (to, source, place % 64, nbytes) == (0, -1, 0, 16) and not columns.kept, "it is packed with the others"
+    rows = program_of(Plan(Side.of(COLUMNS), Side.of(ROWS)), torch.ones(8, 2))
+    assert [m[1] for m in rows.kept_moves] == [-1] and len(rows.late) == 1 and not rows.kept, "or unpacked"
     scatter = program_of(dd.maps.reduce_scatter(ROWS).plan, torch.ones(8, 8))
-    assert not scatter.moves and not scatter.early and len(scatter.late) == 3, (
+    assert not scatter.kept_moves and not scatter.kept and len(scatter.late) == 3, (
         "rank 0's part arrives in place, the rest is added"
     )
     assert [source is None for _, source in scatter.late] == [False, True, True] and scatter.staging == 128
@@ -363,7 +371,7 @@ def test_boxes_in_words(shape, dtype, monkeypatch):
         program = make(plans, leads, strides, dtypes, transport, device)
         fused.widen(program, current)
         widened.extend(
-            p for p in (*program.packs, *(p for pair in (*program.early, *program.late) for p in pair if p)) if p.words
+            p for p in (*program.packs, *(p for pair in (*program.kept, *program.late) for p in pair if p)) if p.words
         )
         return program
 

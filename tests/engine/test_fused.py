@@ -43,9 +43,9 @@ def test_table(rank):
     wanted, y = torch.zeros(program.staging, dtype=torch.uint8), torch.zeros(plan.view(rank).out_shape)
     for part in program.packs:
         part.staged(wanted).copy_(part.of(x))
-    for to, part in program.early:
+    for to, part in program.kept:
         to.of(y).copy_(part.of(x))
-    early = [fused.keeping(*pair) for pair in program.early] + [fused.packing(part) for part in program.packs]
+    early = [fused.keeping(*pair) for pair in program.kept] + [fused.packing(part) for part in program.packs]
     copy_boxes((whole, staged, out.view(-1)), fused.table_of(early))
     assert torch.equal(staged, wanted.view(torch.float32)) and staged.any() and torch.equal(y, out) and y.any()
 

@@ -43,6 +43,7 @@ MODULES = (
     "pair",
     "engine.dispatch",
     "engine.recognise",
+    "engine.part",
     "engine.program",
     "engine.exchange",
     "movement.call",

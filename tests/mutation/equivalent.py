@@ -67,6 +67,11 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
             "False -> True": "a missing cotangent comes as zeros instead of being made zeros here: time and memory only",
         },
     },
+    "engine.part": {
+        "place: int = 0": {
+            "0 -> 1": "every part that is staged gets its place before it is used",
+        },
+    },
     "engine.program": {
         "ends.append((-1, end))": {
             "without USub": "the scratch memory comes after the only tensor, so that it is number 1 as well as the last",
@@ -74,16 +79,13 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
         "_SMALL = 2 ** 16": {
             "16 -> 17": "a size from which memory is kept apart: time and memory only",
         },
-        "place: int = 0": {
-            "0 -> 1": "every part that is staged gets its place before it is used",
-        },
         "for peer, parts in sorted(by_peer.items()):": {
             "sorted -> list": "the order in which messages are posted, and lie in the scratch memory of one rank",
         },
         "if min(step) > 0 and (len(run) == 1 or step == (run[1].offset - run[0].offset, run[1].place - run[0].place)):": {
             "Gt -> GtE": "one box for two peers is then packed by one copy that reads it twice (a step of 0) instead of by two",
         },
-        "small = _parts(next((m for m in view.received if m.peer == rank)), *about, _dense(shape))": {
+        "small = _parts(next((m for m in view.received if m.peer == rank)), *about, dense(shape))": {
             "without its filter": "in a reduce-scatter each arrival fills the rank's whole block: all have the same box",
             "Eq -> NotEq": "in a reduce-scatter each arrival fills the rank's whole block: all have the same box",
         },

@@ -27,6 +27,7 @@ FIRST = {
     "ties": ["test_one_process", "test_forked"],
     "engine.dispatch": ["test_dispatch", "test_one_process", "test_forked"],
     "engine.recognise": ["test_plan", "test_exchange"],
+    "engine.part": ["test_exchange", "test_fused", "test_device_double", "test_plan"],
     "engine.program": ["test_exchange", "test_fused", "test_device_double", "test_plan"],
     "engine.exchange": ["test_exchange", "test_fused", "test_device_double", "test_plan"],
     "movement.boundary": ["test_halo"],

@@ -14,7 +14,7 @@ import torch
 
 
 class Fast:
-    """What a fast path may do; by default nothing. A *part* is a :class:`distdl.engine.program.Part`."""
+    """What a fast path may do; by default nothing. A *part* is a :class:`distdl.engine.part.Part`."""
 
     def message(self, part, transport):
         """A box that is not one run of memory as a message that the engine packs while it travels: anything that stands

@@ -9,12 +9,14 @@ on 2 cores; packed and unpacked): 1 KiB 5 against 21 µs, 16 KiB 7 against 26, 2
 
 Copies between a box and one run of memory, by addresses alone, take 0.25 to 0.5 of the time of torch's at 4 KiB (the
 views of tensors that those need cost most of it), 0.3 to 0.85 at 64 KiB, 0.45 to 1.05 at 1 MiB and 0.8 to 1.16 at 8
-MiB, for runs of 4 bytes to 4 KiB (Open MPI; MPICH takes 2 to 8 times as long as torch from 64 KiB up, Intel MPI up to
-16 times for short runs).
+MiB, for runs of 4 bytes to 4 KiB (Open MPI; MPICH saves 5 µs of torch's 8 up to 4 KiB, nothing at 16 KiB, and takes 2
+to 8 times as long from 64 KiB up, Intel MPI up to 16 times for short runs).
 
 Not every message: large ones are handed over in many pieces, for each of which both ranks must be running, and lose
-much where they are not (cores that others use too). And beyond a few kilobytes MPICH and Intel MPI are slow with short
-runs of memory: up to 5 times as slow as torch.
+much where they are not (cores that others use too). MPICH's pieces go twice through shared memory, where one run of
+memory goes from process to process in one copy: a repartition of 512 x 512 float32 (256 KiB in runs of 1 KiB) takes 165
+µs so, and 100 packed by torch, on two cores of one cache. And beyond a few kilobytes MPICH and Intel MPI are slow with
+short runs of memory: up to 5 times as slow as torch.
 """
 
 from __future__ import annotations
@@ -34,9 +36,8 @@ def asked_for() -> bool:
 
 
 wanted = asked_for()
-_LARGEST = 2**19  # bytes of such a message
-_SMALL, _LONG = 2**12, 2**10  # up to so many bytes runs may be short; beyond they need so many each,
-_FAST = ("Open MPI",)  # unless this MPI copies short runs faster than torch does, and any within a rank
+_FAST, _LARGEST = ("Open MPI",), 2**19  # bytes of such a message by these MPIs, which copy any box within a rank;
+_SMALL, _LONG, _MIDDLE = 2**12, 2**10, 2**15  # by others up to so many, or in runs of so many messages up to so many
 
 
 @dataclass(eq=False)
@@ -80,8 +81,11 @@ class ByAddress(Fast):
         copied = "copied into staging memory"
         if not asked_for():
             return "strided boxes", f"{copied} (DISTDL_MPI_TYPES=0)"
-        most = f"up to {_LARGEST // 2**10} KiB"
-        return "strided boxes", f"{most} packed by MPI while they travel, larger ones {copied}"
+        return (
+            "strided boxes",
+            f"up to {_LARGEST >> 10} KiB (Open MPI; others {_MIDDLE >> 10}) packed by MPI while they "
+            f"travel, larger ones {copied}",
+        )
 
     def message(self, part, transport):
         return _box(part, transport, travels=True)
@@ -121,8 +125,11 @@ def strided(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int, tra
         run *= dims.pop()[0]
     runs = math.prod(n for n, _ in dims)
     nbytes = runs * run
-    short = nbytes > _SMALL and run < _LONG
-    if (travels and nbytes > _LARGEST) or ((short or not travels) and MPI.get_vendor()[0] not in _FAST):
+    if MPI.get_vendor()[0] in _FAST:
+        most = _LARGEST if travels else nbytes
+    else:
+        most = _MIDDLE if travels and run >= _LONG else _SMALL
+    if nbytes > most:
         return None
     span = run + sum((n - 1) * step for n, step in dims)
     kind = MPI.BYTE.Create_contiguous(run)  # of bytes, whatever the dtype: the fastest

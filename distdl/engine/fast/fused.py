@@ -194,7 +194,7 @@ def fuse(program, xs) -> None:
     if len(program.likes) > 1 or program.casts or not available():
         return
     x = xs[0]
-    kept = [(to, source) for to, source in program.early if small(to)]
+    kept = [(to, source) for to, source in program.kept if small(to)]
     packs = [part for part in program.packs if small(part)]
     if len(kept) + len(packs) > 1:
         read = [*(source for _, source in kept), *packs]
@@ -202,7 +202,7 @@ def fuse(program, xs) -> None:
         copies = [keeping(in_words(to, k), in_words(source, k)) for to, source in kept]
         copies += [packing(in_words(part, k)) for part in packs]
         program.fused_early = Boxes(copies, k * x.dtype.itemsize, x.device)
-        program.early = [(to, source) for to, source in program.early if not small(to)]
+        program.kept = [(to, source) for to, source in program.kept if not small(to)]
         program.packs = [part for part in program.packs if not small(part)]
     late = [to for to, _ in program.late if small(to)]
     if len(late) > 1:  # no sums then: they add to one box at most that is copied, the first
@@ -221,9 +221,9 @@ def _factor(program, part, x=None):
 
 def widen(program, xs) -> None:
     """Copy what is left in words of up to 16 bytes: a device copies strided memory element by element."""
-    for i, (to, source) in enumerate(program.early):
+    for i, (to, source) in enumerate(program.kept):
         k = math.gcd(_factor(program, to), _factor(program, source, xs[source.leaf]))
-        program.early[i] = in_words(to, k), in_words(source, k)
+        program.kept[i] = in_words(to, k), in_words(source, k)
     program.packs = [in_words(part, _factor(program, part, xs[part.leaf])) for part in program.packs]
     program.late = [
         (in_words(to, _factor(program, to)), None) if source is None else (to, source) for to, source in program.late
