@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import _torch
 from .engine import dispatch
 from .errors import ShapeError
 from .plan import Plan
@@ -143,7 +144,7 @@ class Pair:
                 partitions=self.partitions,
                 next_step="let the function return out_shape, after the batch axes that it was given",
             )
-        return y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y
+        return y.clone() if _torch.storage(y) == _torch.storage(x) else y
 
     def __str__(self) -> str:
         return f"linear_map({getattr(self.forward, '__name__', 'forward')})"

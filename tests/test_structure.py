@@ -98,7 +98,7 @@ ORDER = [set(line.split()) for line in """
     solve
     nn
     svg timeline_page
-    viz checkpoint interop timeline
+    viz checkpoint interop timeline forecast
     parallel
     programs
     __init__

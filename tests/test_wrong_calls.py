@@ -218,6 +218,13 @@ def written(folder):
         "launch": (dd.launch, (layer,), {"n": 1}),
         "linear_map": (dd.linear_map, (layer, layer, (3,), (3,)), {"ranks": (0,)}),
         "remat": (dd.remat, (loss,), {}),
+        "trace": (dd.trace, (loss, L), {}),
+        "suggest": (dd.suggest, (lambda P: X, [(1, 1)]), {"machine": dd.machines.cluster}),
+        "suggest_chain": (
+            dd.suggest_chain,
+            ([lambda x, L: (x, L)], (2, 3), [(1, 1)]),
+            {"machine": dd.machines.cluster},
+        ),
         "world": (dd.world, ("default",), {}),
     }
 

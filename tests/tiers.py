@@ -10,7 +10,7 @@ from __future__ import annotations
 
 # ---------------------------------------------------------------- in one process
 
-# Of these files the first tier runs only the tests named: most of them start jobs, or go through tables of cases.
+# Of these files the first tier runs only the tests named: others start jobs, go through tables of cases, or trace.
 ONLY = {
     "docs": (
         "test_blocks_run[first pages-4]",
@@ -23,6 +23,8 @@ ONLY = {
         "test_tests_that_prove",
     ),
     "faults": ("test_exception_on_one_rank[backward]", "test_killed_rank"),
+    "machines": ("test_collectives", "test_local_work", "test_messages", "test_no_such_machine"),
+    "trace": ("test_a_program_is_a_line_for_each_movement", "test_every_rank_sends_what_its_trace_says[3]"),
     "launch": (
         "test_a_signal_to_any_process_ends_all[run-rank 0-SIGINT]",
         "test_bad_command_line",
@@ -117,12 +119,14 @@ RANKS = {
     "sweep": LAYERS,
     "ties": SMALL,
     "tracing": SMALL,
+    "models": (2, 3, 4),
+    "traced": (1, 2, 3, 4),
     "trigonometric": LAYERS,
     "without_fast": (2,),
 }
 
 # The first tier is 1 and 2 ranks, of all but these, which run everything again.
-AGAIN = ("without_fast",)
+AGAIN = ("models", "traced", "without_fast")
 # And on 4 ranks it is these files, or of a file the tests named.
 FOUR = {
     "adjoints": None,

@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from .. import _torch
 from .._arguments import checked
 from .._types import Place, Size
 from ..errors import PartitionError
@@ -162,10 +163,15 @@ def _kernel(x, sizes, nearest):
     return torch.float64 if x.dtype == torch.float64 else torch.float32, True, False
 
 
+@_torch.real
+def _counts_up(index):
+    return torch.equal(index[0], torch.arange(index.shape[1], device="cpu"))
+
+
 def _apply_taps(x, d, index, weight):
     """One dim: Σ_j weight_j · x[index_j]."""
     if weight is None:
-        same = index.shape[1] == x.shape[d] and torch.equal(index[0], torch.arange(x.shape[d], device="cpu"))
+        same = index.shape[1] == x.shape[d] and _counts_up(index)
         return x if same else x.index_select(d, index[0].to(x.device))
     weight = weight.to(x.device, x.dtype).reshape(len(weight), -1, *(1,) * (x.dim() - d - 1))
     parts = [w * x.index_select(d, i) for i, w in zip(index.to(x.device), weight)]
@@ -247,13 +253,14 @@ def dist_interpolate(
 
 
 @lru_cache(maxsize=256)
+@torch.inference_mode(False)  # the tables are kept,
+@_torch.real  # and other calls need their numbers
 def _resampling(L, at, sizes, scales, mode, align, kernel, copied):
     """Windows of x, and for each spatial dim (index in the window, weight) of the outputs at coordinates ``at``."""
-    with torch.inference_mode(False):  # they are kept
-        tables = [
-            (torch.arange(n, device="cpu")[None], None) if same else _taps(mode, n, m, s, align, kernel)
-            for n, m, s, same in zip(L.shape[2:], sizes, scales, copied)
-        ]
+    tables = [
+        (torch.arange(n, device="cpu")[None], None) if same else _taps(mode, n, m, s, align, kernel)
+        for n, m, s, same in zip(L.shape[2:], sizes, scales, copied)
+    ]
 
     def need(d, o0, o1):  # indices rise with o
         if d < 2:
