@@ -6,6 +6,7 @@ same here, on a forge and in an editor. Nothing is fetched: fonts are the system
 
 from __future__ import annotations
 
+import builtins
 import re
 import sys
 from html import escape
@@ -15,7 +16,7 @@ from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx import addnodes
 from sphinx.domains.python import PythonDomain
-from sphinx.util.nodes import make_refnode
+from sphinx.util.nodes import find_pending_xref_condition, make_refnode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
@@ -140,15 +141,32 @@ def docstring(app, what, name, obj, options, lines):
         code = code or line.endswith("::")
 
 
+def settle(app, doctree):
+    """In a signature a bare name is Python's own, or one of the entry's module, before it is anybody else's."""
+    objects = app.env.get_domain("py").objects
+    for node in list(doctree.findall(addnodes.pending_xref)):
+        name = node.get("reftarget", "")
+        here = f"{node.get('py:module')}.{name}"
+        if node.get("refdomain") != "py":
+            continue
+        if hasattr(builtins, name):
+            node.replace_self((find_pending_xref_condition(node, "*") or node).children)
+        elif here in objects:
+            node["reftarget"] = here
+        elif node.hasattr("refspecific") and sum(full.endswith(f".{name}") for full in objects) > 1:
+            node.replace_self((find_pending_xref_condition(node, "*") or node).children)  # nobody knows whose
+
+
 def resolve(app, env, node, contnode):
     """A docstring calls a function by its bare name, or by the module that it was written in; it stands in the
     reference under its public one."""
     if node.get("refdomain") != "py":
         return None
-    domain, name = env.get_domain("py"), node["reftarget"].rpartition(".")[2]
+    domain, target = env.get_domain("py"), node["reftarget"]
     assert isinstance(domain, PythonDomain)
-    found = sorted((len(full), full) for full in domain.objects if full.rpartition(".")[2] == name)
-    if not found or node["reftarget"].startswith("torch."):
+    name = target.rpartition(".")[2] if target.startswith("distdl.") else target
+    found = sorted((len(full), full) for full in domain.objects if full.endswith(f".{name}"))
+    if not found:
         return None
     entry = domain.objects[found[0][1]]
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode)
@@ -192,6 +210,7 @@ def setup(app):
     """The hooks."""
     app.connect("source-read", source_read)
     app.connect("autodoc-process-docstring", docstring)
+    app.connect("doctree-read", settle)
     app.connect("missing-reference", resolve)
     app.connect("doctree-resolved", inline)
     app.connect("build-finished", first_page)
