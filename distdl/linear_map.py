@@ -8,14 +8,15 @@ is all there is to derivatives: :mod:`autograd` has the rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from . import _faults, _torch
+from . import _faults
 from .autograd import apply
+from .compiled import Held, map_call
 from .engine import dispatch
 from .pair import Pair
 from .plan import Plan, Side
@@ -158,14 +159,19 @@ class LinearMap:
 
     Attributes:
         steps: what runs, in order; a movement of :mod:`distdl.maps` is one :class:`Move`.
+        T: the adjoint: the adjoints of the steps in reverse order.
     """
 
     steps: tuple[Any, ...]  # Move or Pair
+    T: LinearMap = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for a, b in zip(self.steps, self.steps[1:]):
             if a.out_shape != b.in_shape or a.range.kind != b.domain.kind:
                 raise _faults.no_composition(a, b)
+        T = object.__new__(LinearMap)  # both at once: compiled code finds them made
+        T.__dict__.update(steps=tuple(step.T for step in reversed(self.steps)), T=self, _held=Held(T))
+        self.__dict__.update(T=T, _held=Held(self))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the map to this rank's tensor. Returns fresh memory, unless the map is the identity on every rank.
@@ -178,13 +184,6 @@ class LinearMap:
             if not step.is_identity:
                 x = apply(step.alone, (x,))[0]
         return x
-
-    @cached_property
-    def T(self) -> LinearMap:
-        """The adjoint: the adjoints of the steps in reverse order."""
-        other = LinearMap(tuple(step.T for step in reversed(self.steps)))
-        other.__dict__["T"] = self
-        return other
 
     def __matmul__(self, other: LinearMap) -> LinearMap:
         if not isinstance(other, LinearMap):
@@ -264,11 +263,11 @@ class LinearMap:
     def __repr__(self) -> str:
         return f"LinearMap({self}: {self.in_shape} -> {self.out_shape}, {self.domain.kind} -> {self.range.kind})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"steps": self.steps}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LinearMap, (self.steps,)
 
 
-_torch.opaque(LinearMap.__call__)
+map_call(LinearMap.__call__)
 
 
 def movement(name: str, held: Side, wanted: Side) -> LinearMap:

@@ -84,6 +84,11 @@ class Pair:
         return not self.ranks or self.world.rank in self.ranks
 
     @property
+    def digest(self) -> str:
+        """The shapes: what its name in a graph says besides its function."""
+        return f"{self.in_shape} -> {self.out_shape}"
+
+    @property
     def partitions(self) -> str:
         """Its ranks, for messages."""
         return f"ranks {self.ranks}" if self.ranks else "each rank alone"
@@ -122,7 +127,8 @@ class Pair:
     @staticmethod
     def together(steps: Sequence[Pair], xs: Sequence[torch.Tensor], recorded: bool) -> list[torch.Tensor]:
         """Each step on its tensor, of plain memory."""
-        return [step.run(x) for step, x in zip(steps, dispatch.checked(steps, xs))]
+        xs = dispatch.checked(steps, xs)
+        return dispatch.traced(steps, xs) if dispatch.dispatch_modes() else [s.run(x) for s, x in zip(steps, xs)]
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """The pair's forward on a tensor with any number of leading batch axes."""

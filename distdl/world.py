@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import errors
+from . import _torch, errors
 from .calls import collective_call, single_plan, user_line
 from .engine import transport as _transport
 from .engine.local import LocalTransport
@@ -198,6 +198,14 @@ class World:
         """{rank: its small, picklable value} over ``ranks``, in rising order; one small all-gather. Ranks of one job
         trust each other, so pickles do no harm here. ``purpose`` goes along: ranks that are here for different reasons
         all raise."""
+        if _torch.dispatch_modes() and _torch.compiling():
+            raise AgreementError(
+                "compiled code asks no other rank while it is traced",
+                rank=self.rank,
+                expected="a Layout, or shape=, which say what all ranks have",
+                actual=f"an agreement on {purpose}",
+                next_step="pass a Layout, or leave this call out of the compiled function",
+            )
         _transport.begun += 1
         moving.moves = True
         ranks = tuple(sorted(ranks))

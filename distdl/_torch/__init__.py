@@ -16,6 +16,12 @@ from torch._C import _functorch
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .compiler import as_node as as_node
+from .compiler import compiling as compiling
+from .compiler import dynamo_runs as dynamo_runs
+from .compiler import keep_order as keep_order
+from .compiler import read_while_tracing as read_while_tracing
+from .compiler import register_opaque_type as register_opaque_type
 from .transforms import Escaped as Escaped
 from .transforms import SingleLevelFunction as SingleLevelFunction
 from .transforms import Transform as Transform
@@ -28,6 +34,7 @@ from .transforms import examples as examples
 from .transforms import forward_mode_active as forward_mode_active
 from .transforms import grad_levels as grad_levels
 from .transforms import has_tangent as has_tangent
+from .transforms import inside as inside
 from .transforms import levels_of as levels_of
 from .transforms import numbers_of as numbers_of
 from .transforms import of_older_vmap as of_older_vmap

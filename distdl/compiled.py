@@ -1,0 +1,193 @@
+"""torch.compile: a call of the library is one node of Dynamo's graph, and AOTAutograd traces what is inside it.
+
+Dynamo does not look into a call. It runs it with fake tensors, under whatever transforms of torch.func are active there,
+and AOTAutograd does so again: the same code as in eager, down to the raw movement, ``distdl::move`` (engine/dispatch.py),
+which is all that stays in the graph, forward and adjoint. So the one Function of the library gives the backward graph
+too. Partitions, layouts, halos and maps are constants of a graph, guarded by equality.
+
+All of it hangs on attributes that Dynamo looks for on functions, and on classes that torch knows to be constants: eager
+calls pass nothing here. Older torch, which knows no such constants, breaks its graph at every call, as at
+:func:`distdl._torch.opaque` functions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+import torch
+
+from . import _torch
+from .errors import DistdlError
+
+available = _torch.register_opaque_type is not None  # whether calls stay in the graph
+_nodes: list[Callable[..., Any]] = []  # of which Dynamo has not been told yet
+_OUTSIDE = ("start", "wait", "positions", "zigzag", "block_cyclic", "zigzag_positions")
+_ordered: list[None] = []
+_refusal = ""  # what the call said that could not be traced
+
+# ---------------------------------------------------------------- constants of a graph
+
+
+def constants(*classes: type) -> None:
+    """Let instances of these classes, frozen values, be constants of a graph; what is public of them is looked up, or
+    called, while it is traced."""
+    for cls in classes if available else ():
+        if not hasattr(cls, "__fx_repr__"):
+            cls.__fx_repr__ = _fx_repr  # type: ignore[attr-defined]
+        names = (*dir(cls), *getattr(cls, "__dataclass_fields__", ()))
+        members = {name: _torch.read_while_tracing for name in names if not name.startswith("_")}
+        _torch.register_opaque_type(cls, typ="value", members=members)
+
+
+def _fx_repr(self: Any) -> tuple[str, dict[str, Any]]:
+    name = f"{type(self).__name__}_{id(self):x}"
+    return name, {name: self}
+
+
+class _Absent:
+    """``None`` among a node's arguments: Dynamo wants values that a graph can hold."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _Absent
+
+    def __hash__(self) -> int:
+        return 0
+
+
+_ABSENT = _Absent()
+
+
+class Held:
+    """Any other object as a constant of a graph, equal to those of an equal object."""
+
+    __slots__ = ("what",)
+
+    def __init__(self, what: Any) -> None:
+        self.what = what
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is Held and self.what == other.what)
+
+    def __hash__(self) -> int:
+        return hash(self.what)
+
+
+constants(_Absent, Held)
+
+
+def _hidden(value: Any) -> Any:
+    """An argument, as a node's (Dynamo traces this)."""
+    if value is None:
+        return _ABSENT
+    if isinstance(value, (tuple, list)):
+        return [_hidden(one) for one in value] if type(value) is list else tuple([_hidden(one) for one in value])
+    if isinstance(value, dict):
+        return {key: _hidden(one) for key, one in value.items()}
+    return getattr(value, "_held", value)
+
+
+def _shown(value: Any) -> Any:
+    """The argument again (this runs)."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_shown, value))
+    if type(value) is dict:
+        return {key: _shown(one) for key, one in value.items()}
+    return None if type(value) is _Absent else value.what if type(value) is Held else value
+
+
+def _results(value: Any) -> Any:
+    """What a node returns: no ``None`` either."""
+    if isinstance(value, (tuple, list)):
+        return [_results(one) for one in value]
+    return [] if value is None else value
+
+
+# ---------------------------------------------------------------- nodes of a graph
+
+
+def node(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a call of ``function`` be one node of a compiled graph; returns it. Where the graph breaks all the same, Dynamo
+    does not look inside either."""
+    _torch.opaque(function)
+    if available:
+        run = _run(function)
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            return _in_graph(run, args, kwargs)
+
+        _instead(function, traced)
+    return function
+
+
+def _instead(function: Callable[..., Any], traced: Callable[..., Any]) -> None:
+    """Let Dynamo trace another function in its place."""
+    vars(function).pop("_torchdynamo_disable")
+    vars(function)["_torchdynamo_inline"] = traced
+
+
+def _run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The node itself, which Dynamo and AOTAutograd call."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        global _refusal
+        try:
+            return function(*_shown(args), **_shown(kwargs))
+        except (DistdlError, NotImplementedError) as error:
+            if not _torch.dynamo_runs():
+                raise
+            _refusal = str(error)
+            return {}
+
+    run.__name__ = function.__name__
+    _nodes.append(run)
+    return run
+
+
+def _in_graph(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A call of a node (Dynamo traces this)."""
+    _prepare()
+    y = run(*_hidden(args), **_hidden(kwargs))
+    if type(y) is dict and not y:
+        torch._dynamo.graph_break(msg=_why())
+    return y
+
+
+_run_map = _run(lambda map, x: map(x))
+
+
+def _map_in_graph(map: Any, x: Any) -> Any:
+    return _in_graph(_run_map, (map, x), {})
+
+
+def map_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for the method that calls a map: Dynamo has no name for what a closure of a method holds."""
+    _torch.opaque(function)
+    if available:
+        _instead(function, _map_in_graph)
+    return function
+
+
+def _why() -> str:
+    return _refusal
+
+
+def _prepare() -> None:
+    """Tell Dynamo which functions are nodes; not at import: the compiler takes longer to load than torch."""
+    while _nodes:
+        _torch.as_node(_nodes.pop())
+    if not _ordered:
+        _ordered.append(_torch.keep_order(torch.ops.distdl))
+
+
+# Dynamo calls these while it traces, and takes the result as a constant.
+for _function in (_prepare, _why):
+    vars(_function)["_dynamo_marked_constant"] = True
+
+
+def in_graphs(namespace: MutableMapping[str, Any], names: Iterable[str]) -> None:
+    """Let the functions of a module, by these names, be nodes of compiled graphs."""
+    for name in names:
+        if name not in _OUTSIDE and not name.endswith("_layout"):
+            node(namespace[name])
