@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, MutableMapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from .errors import DistdlError
 
 available = _torch.register_opaque_type is not None  # whether calls stay in the graph
 _nodes: list[Callable[..., Any]] = []  # of which Dynamo has not been told yet
-_OUTSIDE = ("start", "wait", "positions", "zigzag", "block_cyclic", "zigzag_positions")
 _ordered: list[None] = []
 _refusal = ""  # what the call said that could not be traced
 
@@ -39,11 +39,24 @@ def constants(*classes: type) -> None:
         names = (*dir(cls), *getattr(cls, "__dataclass_fields__", ()))
         members = {name: _torch.read_while_tracing for name in names if not name.startswith("_")}
         _torch.register_opaque_type(cls, typ="value", members=members)
+        for name, value in list(vars(cls).items()):
+            if type(value) is property:
+                setattr(cls, name, _Property(value.fget))
 
 
 def _fx_repr(self: Any) -> tuple[str, dict[str, Any]]:
     name = f"{type(self).__name__}_{id(self):x}"
     return name, {name: self}
+
+
+class _Property:
+    """A property of a constant: of torch's own kind Dynamo 2.13 does not know where it is from."""
+
+    def __init__(self, function: Any) -> None:
+        self.fget, self.__doc__ = function, function.__doc__
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else self.fget(instance)
 
 
 class _Absent:
@@ -78,18 +91,20 @@ constants(_Absent, Held)
 
 
 def _hidden(value: Any) -> Any:
-    """An argument, as a node's (Dynamo traces this)."""
+    """An argument, as a node's (Dynamo traces this, and :func:`_whole`)."""
     if value is None:
         return _ABSENT
-    if isinstance(value, (tuple, list)):
-        return [_hidden(one) for one in value] if type(value) is list else tuple([_hidden(one) for one in value])
-    if isinstance(value, dict):
+    if type(value) is list or type(value) is tuple:
+        return type(value)([_hidden(one) for one in value])
+    if type(value) is dict:
         return {key: _hidden(one) for key, one in value.items()}
+    if isinstance(value, FunctionType):
+        return Held(value)
     return getattr(value, "_held", value)
 
 
 def _shown(value: Any) -> Any:
-    """The argument again (this runs)."""
+    """The argument again (this runs, and :func:`_packed`)."""
     if type(value) in (list, tuple):
         return type(value)(map(_shown, value))
     if type(value) is dict:
@@ -97,11 +112,18 @@ def _shown(value: Any) -> Any:
     return None if type(value) is _Absent else value.what if type(value) is Held else value
 
 
-def _results(value: Any) -> Any:
-    """What a node returns: no ``None`` either."""
-    if isinstance(value, (tuple, list)):
-        return [_results(one) for one in value]
-    return [] if value is None else value
+def _packed(value: Any) -> Any:
+    """A result, as a node's: nor may ``None`` come out of it."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_packed, value))
+    return {"": {}} if value is None else value
+
+
+def _whole(value: Any) -> Any:
+    """The result again."""
+    if type(value) is list or type(value) is tuple:
+        return type(value)([_whole(one) for one in value])
+    return None if type(value) is dict and "" in value else value
 
 
 # ---------------------------------------------------------------- nodes of a graph
@@ -133,11 +155,12 @@ def _run(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         global _refusal
         try:
-            return function(*_shown(args), **_shown(kwargs))
-        except (DistdlError, NotImplementedError) as error:
-            if not _torch.dynamo_runs():
+            with _torch.without_numbers():
+                return _packed(function(*_shown(args), **_shown(kwargs)))
+        except Exception as error:  # of the call, with its own words; run outside of the graph it says so again
+            if not _torch.dynamo_runs() or _torch.of_dynamo(error):
                 raise
-            _refusal = str(error)
+            _refusal = str(error) if isinstance(error, DistdlError) else f"{function.__name__}: {error!r}"
             return {}
 
     run.__name__ = function.__name__
@@ -151,7 +174,7 @@ def _in_graph(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     y = run(*_hidden(args), **_hidden(kwargs))
     if type(y) is dict and not y:
         torch._dynamo.graph_break(msg=_why())
-    return y
+    return _whole(y)
 
 
 _run_map = _run(lambda map, x: map(x))
@@ -186,8 +209,37 @@ for _function in (_prepare, _why):
     vars(_function)["_dynamo_marked_constant"] = True
 
 
+class _Evaluated:
+    """What a function makes of constants, a constant too: Dynamo calls constructors of such classes while it traces."""
+
+    def __new__(cls, number: int, *args: Any, **kwargs: Any) -> Any:
+        return _functions[number](*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+_functions: list[Callable[..., Any]] = []
+
+
+def evaluated(function: Callable[..., Any]) -> None:
+    """Let a call of ``function``, which makes a constant of constants, be evaluated while a graph is traced."""
+    if available:
+        number = len(_functions)
+        _functions.append(function)
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            return _Evaluated(number, *args, **kwargs)
+
+        _torch.opaque(function)
+        _instead(function, traced)
+
+
 def in_graphs(namespace: MutableMapping[str, Any], names: Iterable[str]) -> None:
     """Let the functions of a module, by these names, be nodes of compiled graphs."""
+    constants(_Evaluated)
     for name in names:
-        if name not in _OUTSIDE and not name.endswith("_layout"):
-            node(namespace[name])
+        (evaluated if name.endswith("_layout") else node)(namespace[name])

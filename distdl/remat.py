@@ -396,9 +396,10 @@ def remat(f: Function, *, begin: Callable[..., Any] | None = None) -> Function:
 
     @functools.wraps(f, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _torch.transforms_active():
+        kept = _torch.dispatch_modes() and _torch.compiling()  # in a graph AOTAutograd decides what to work out again
+        if _torch.transforms_active() and not kept:
             return _recomputed(f, begin, args, kwargs)
-        if not torch.is_grad_enabled():
+        if kept or not torch.is_grad_enabled():
             return f(*(args if begin is None else begin(*args)), **kwargs)
         return checkpoint(_anchored(f, begin), *args, use_reentrant=False, **kwargs)
 

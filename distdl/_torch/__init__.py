@@ -20,8 +20,10 @@ from .compiler import as_node as as_node
 from .compiler import compiling as compiling
 from .compiler import dynamo_runs as dynamo_runs
 from .compiler import keep_order as keep_order
+from .compiler import of_dynamo as of_dynamo
 from .compiler import read_while_tracing as read_while_tracing
 from .compiler import register_opaque_type as register_opaque_type
+from .compiler import without_numbers as without_numbers
 from .transforms import Escaped as Escaped
 from .transforms import SingleLevelFunction as SingleLevelFunction
 from .transforms import Transform as Transform
@@ -126,6 +128,15 @@ def checkpointed() -> bool:
     (``use_reentrant=True``) this is the forward of a Function, which has neither grad mode nor forward mode."""
     plain = torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
     return not plain or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def literal(tensor):
+    """A tensor of numbers that were planned, as one of what runs now: in a graph a constant of its own."""
+    if not dispatch_modes() or is_fake(tensor):
+        return tensor
+    with no_modes():
+        numbers = tensor.tolist()
+    return torch.tensor(numbers, dtype=tensor.dtype, device=tensor.device)
 
 
 # A context in which a module has other tensors as its parameters and buffers, by name.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +34,27 @@ def compiling() -> bool:
 def dynamo_runs() -> bool:
     """Whether it is Dynamo that does: then a call may still be left out of the graph."""
     return compiling() and _modes(_keys.FUNCTIONAL) is None and _modes(_keys.PROXY) is None
+
+
+@contextlib.contextmanager
+def without_numbers() -> Iterator[None]:
+    """A context in which Dynamo's tensors give no numbers, not even unknown ones: what needs them raises."""
+    shapes = _under_way().fake_mode.shape_env if dynamo_runs() else None
+    before = None if shapes is None else shapes.settings
+    if before is not None:
+        shapes.settings = dataclasses.replace(before, allow_scalar_outputs=False)
+    try:
+        yield
+    finally:
+        if before is not None:
+            shapes.settings = before
+
+
+def of_dynamo(error: Exception) -> bool:
+    """Whether an error is Dynamo's own."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
 
 
 def as_node(function: Callable[..., Any]) -> None:

@@ -165,8 +165,10 @@ def _kernel(x, sizes, nearest):
 def _apply_taps(x, d, index, weight):
     """One dim: Σ_j weight_j · x[index_j]."""
     if weight is None:
-        same = index.shape[1] == x.shape[d] and torch.equal(index[0], torch.arange(x.shape[d], device="cpu"))
-        return x if same else x.index_select(d, index[0].to(x.device))
+        with _torch.no_modes():
+            same = index.shape[1] == x.shape[d] and torch.equal(index[0], torch.arange(x.shape[d], device="cpu"))
+        return x if same else x.index_select(d, _torch.literal(index)[0].to(x.device))
+    index, weight = _torch.literal(index), _torch.literal(weight)
     weight = weight.to(x.device, x.dtype).reshape(len(weight), -1, *(1,) * (x.dim() - d - 1))
     parts = [w * x.index_select(d, i) for i, w in zip(index.to(x.device), weight)]
     return sum(parts[1:], parts[0])
@@ -249,7 +251,7 @@ def dist_interpolate(
 @lru_cache(maxsize=256)
 def _resampling(L, at, sizes, scales, mode, align, kernel, copied):
     """Windows of x, and for each spatial dim (index in the window, weight) of the outputs at coordinates ``at``."""
-    with torch.inference_mode(False):  # they are kept
+    with torch.inference_mode(False), _torch.no_modes():  # they are kept
         tables = [
             (torch.arange(n, device="cpu")[None], None) if same else _taps(mode, n, m, s, align, kernel)
             for n, m, s, same in zip(L.shape[2:], sizes, scales, copied)
@@ -259,11 +261,13 @@ def _resampling(L, at, sizes, scales, mode, align, kernel, copied):
         if d < 2:
             return o0, o1
         index = tables[d - 2][0]
-        return int(index[:, o0].min()), int(index[:, o1 - 1].max()) + 1
+        with _torch.no_modes():
+            return int(index[:, o0].min()), int(index[:, o1 - 1].max()) + 1
 
     spec = HaloSpec.needs(L, None, (*L.shape[:2], *sizes), need, "none")
     own = []
     for d, (index, weight) in enumerate(tables, 2):
         lo, (o0, o1) = spec.windows[d][at[d]][0], spec.out_layout.blocks(d)[at[d]]
-        own.append((index[:, o0:o1] - lo, None if weight is None else weight[:, o0:o1]))
+        with _torch.no_modes():
+            own.append((index[:, o0:o1] - lo, None if weight is None else weight[:, o0:o1]))
     return spec, own

@@ -188,7 +188,8 @@ def _class_loss(layer, x, target, P, weight, ignore_index, reduction, smoothing)
     else:
         share: Any = mass[0] if weight is not None else 1
         scale = share if len(mass) < 2 else (1 - eps) * share + eps / classes * mass[1]
-        if not _torch.transforms_active() and target.device.type == "cpu" and bool((valid & ~known).any()):
+        seen = not _torch.transforms_active() and target.device.type == "cpu" and not _torch.is_fake(target)
+        if seen and bool((valid & ~known).any()):
             raise ShapeError(
                 "a target is no class",
                 actual=target[valid & ~known][0].item(),

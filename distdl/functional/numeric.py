@@ -27,8 +27,8 @@ def wide(x):
 
 def beyond(idx, n: int) -> int | None:
     """An index that is not one of 0 .. n - 1, where the values can be looked at without waiting for a device. Elsewhere
-    (a batch under vmap, CUDA) the local operation itself fails, as torch's does."""
-    if idx.is_cuda or _torch.levels_of(idx) or not idx.numel():
+    (a batch under vmap, CUDA, compiled code) the local operation itself fails, as torch's does."""
+    if idx.is_cuda or _torch.levels_of(idx) or not idx.numel() or _torch.is_fake(idx):
         return None
     low, high = (int(v) for v in torch.aminmax(idx))
     return low if low < 0 else high if high >= n else None
