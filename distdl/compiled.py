@@ -1,9 +1,9 @@
 """torch.compile: a call of the library is one node of Dynamo's graph, and AOTAutograd traces what is inside it.
 
-Dynamo does not look into a call. It runs it with fake tensors, under whatever transforms of torch.func are active there,
-and AOTAutograd does so again: the same code as in eager, down to the raw movement, ``distdl::move`` (engine/dispatch.py),
-which is all that stays in the graph, forward and adjoint. So the one Function of the library gives the backward graph
-too. Partitions, layouts, halos and maps are constants of a graph, guarded by equality.
+Dynamo does not look into a call. It runs it with fake tensors, under whatever transforms of torch.func are active
+there, and AOTAutograd does so again: the same code as in eager, down to the raw movement, ``distdl::move``
+(engine/operators.py), which is all that stays in the graph, forward and adjoint. So the one Function of the library
+gives the backward graph too. Partitions, layouts, halos and maps are constants of a graph, guarded by equality.
 
 All of it hangs on attributes that Dynamo looks for on functions, and on classes that torch knows to be constants: eager
 calls pass nothing here. Older torch, which knows no such constants, breaks its graph at every call, as at
@@ -12,19 +12,18 @@ calls pass nothing here. Older torch, which knows no such constants, breaks its 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from . import _torch
 from .errors import DistdlError
 
+F = TypeVar("F", bound=Callable[..., Any])
 available = _torch.register_opaque_type is not None  # whether calls stay in the graph
 _nodes: list[Callable[..., Any]] = []  # of which Dynamo has not been told yet
-_ordered: list[None] = []
 _refusal = ""  # what the call said that could not be traced
 
 # ---------------------------------------------------------------- constants of a graph
@@ -99,7 +98,7 @@ def _hidden(value: Any) -> Any:
     if type(value) is dict:
         return {key: _hidden(one) for key, one in value.items()}
     if isinstance(value, FunctionType):
-        return Held(value)
+        torch._dynamo.graph_break(msg="distdl: a function is no argument of a graph's node; call this outside of it")
     return getattr(value, "_held", value)
 
 
@@ -129,24 +128,35 @@ def _whole(value: Any) -> Any:
 # ---------------------------------------------------------------- nodes of a graph
 
 
-def node(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a call of ``function`` be one node of a compiled graph; returns it. Where the graph breaks all the same, Dynamo
-    does not look inside either."""
+def node(function: F) -> F:
+    """Let a call of ``function`` be one node of a compiled graph; returns it. Where the graph breaks all the same,
+    Dynamo does not look inside either."""
+    run = _run(function)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return _in_graph(run, args, kwargs)
+
+    return traced_as(function, traced)
+
+
+def traced_as(function: F, traced: Callable[..., Any]) -> F:
+    """Let Dynamo trace another function in place of ``function``; returns it."""
     _torch.opaque(function)
     if available:
-        run = _run(function)
-
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            return _in_graph(run, args, kwargs)
-
-        _instead(function, traced)
+        vars(function).pop("_torchdynamo_disable")
+        vars(function)["_torchdynamo_inline"] = traced
     return function
 
 
-def _instead(function: Callable[..., Any], traced: Callable[..., Any]) -> None:
-    """Let Dynamo trace another function in its place."""
-    vars(function).pop("_torchdynamo_disable")
-    vars(function)["_torchdynamo_inline"] = traced
+def outside(namespace: Mapping[str, Any], names: Iterable[str], words: str) -> None:
+    """Let a graph break at these functions of a module, with these words where it may not."""
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        torch._dynamo.graph_break(msg=words)
+
+    for name in names:
+        if isinstance(namespace[name], FunctionType):
+            traced_as(namespace[name], traced)
 
 
 def _run(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,6 +165,14 @@ def _run(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         global _refusal
         try:
+            if _torch.in_subgraph():
+                raise DistdlError(
+                    "a movement inside of another construct of the graph",
+                    op=function.__name__,
+                    expected="the compiled function itself, with any transforms of torch.func",
+                    actual="a body of torch.utils.checkpoint, torch.cond or an autograd.Function",
+                    next_step="leave the construct out of the compiled function, or move before and after it",
+                )
             with _torch.without_numbers():
                 return _packed(function(*_shown(args), **_shown(kwargs)))
         except Exception as error:  # of the call, with its own words; run outside of the graph it says so again
@@ -184,12 +202,9 @@ def _map_in_graph(map: Any, x: Any) -> Any:
     return _in_graph(_run_map, (map, x), {})
 
 
-def map_call(function: Callable[..., Any]) -> Callable[..., Any]:
+def map_call(function: F) -> F:
     """The same for the method that calls a map: Dynamo has no name for what a closure of a method holds."""
-    _torch.opaque(function)
-    if available:
-        _instead(function, _map_in_graph)
-    return function
+    return traced_as(function, _map_in_graph)
 
 
 def _why() -> str:
@@ -200,8 +215,7 @@ def _prepare() -> None:
     """Tell Dynamo which functions are nodes; not at import: the compiler takes longer to load than torch."""
     while _nodes:
         _torch.as_node(_nodes.pop())
-    if not _ordered:
-        _ordered.append(_torch.keep_order(torch.ops.distdl))
+    _torch.keep_order(torch.ops.distdl)
 
 
 # Dynamo calls these while it traces, and takes the result as a constant.
@@ -227,19 +241,19 @@ _functions: list[Callable[..., Any]] = []
 
 def evaluated(function: Callable[..., Any]) -> None:
     """Let a call of ``function``, which makes a constant of constants, be evaluated while a graph is traced."""
-    if available:
-        number = len(_functions)
-        _functions.append(function)
+    number = len(_functions)
+    _functions.append(function)
 
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            return _Evaluated(number, *args, **kwargs)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return _Evaluated(number, *args, **kwargs)
 
-        _torch.opaque(function)
-        _instead(function, traced)
+    traced_as(function, traced)
 
 
-def in_graphs(namespace: MutableMapping[str, Any], names: Iterable[str]) -> None:
+def in_graphs(namespace: Mapping[str, Any], names: Iterable[str]) -> None:
     """Let the functions of a module, by these names, be nodes of compiled graphs."""
     constants(_Evaluated)
     for name in names:
+        if "_torchdynamo_inline" in vars(namespace[name]):
+            continue
         (evaluated if name.endswith("_layout") else node)(namespace[name])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import _torch
 from .engine import dispatch
 from .errors import ShapeError
 from .plan import Plan
@@ -84,11 +85,6 @@ class Pair:
         return not self.ranks or self.world.rank in self.ranks
 
     @property
-    def digest(self) -> str:
-        """The shapes: what its name in a graph says besides its function."""
-        return f"{self.in_shape} -> {self.out_shape}"
-
-    @property
     def partitions(self) -> str:
         """Its ranks, for messages."""
         return f"ranks {self.ranks}" if self.ranks else "each rank alone"
@@ -127,8 +123,7 @@ class Pair:
     @staticmethod
     def together(steps: Sequence[Pair], xs: Sequence[torch.Tensor], recorded: bool) -> list[torch.Tensor]:
         """Each step on its tensor, of plain memory."""
-        xs = dispatch.checked(steps, xs)
-        return dispatch.traced(steps, xs) if dispatch.dispatch_modes() else [s.run(x) for s, x in zip(steps, xs)]
+        return [step.run(x) for step, x in zip(steps, dispatch.checked(steps, xs))]
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """The pair's forward on a tensor with any number of leading batch axes."""
@@ -149,7 +144,7 @@ class Pair:
                 partitions=self.partitions,
                 next_step="let the function return out_shape, after the batch axes that it was given",
             )
-        return y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y
+        return y.clone() if _torch.shares_memory(y, x) else y
 
     def __str__(self) -> str:
         return f"linear_map({getattr(self.forward, '__name__', 'forward')})"

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .compiler import as_node as as_node
 from .compiler import compiling as compiling
 from .compiler import dynamo_runs as dynamo_runs
+from .compiler import in_subgraph as in_subgraph
 from .compiler import keep_order as keep_order
 from .compiler import of_dynamo as of_dynamo
 from .compiler import read_while_tracing as read_while_tracing
@@ -44,6 +45,7 @@ from .transforms import of_torch_func as of_torch_func
 from .transforms import outside_all as outside_all
 from .transforms import randomness as randomness
 from .transforms import recorded_beneath as recorded_beneath
+from .transforms import shares_memory as shares_memory
 from .transforms import transform_depth as transform_depth
 from .transforms import transforms_active as transforms_active
 from .transforms import unfollowed as unfollowed
@@ -97,10 +99,10 @@ def reduced_by_ddp() -> tuple[tuple[int, ...], frozenset]:
     return tuple(torch.distributed.get_process_group_ranks(ddp.process_group)), _reduced[ddp]
 
 
-def opaque(function: Function) -> Function:
+def opaque(function: Function, reason: str = "a movement of distdl") -> Function:
     """Mark a function at which torch.compile shall break its graph, without a look inside: what torch.compiler.disable
     does, but without importing the compiler, and without a wrapper."""
-    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="a movement of distdl")
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
     frames = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):  # newer torch: nor are functions that it calls compiled on their own
         skip = frames._FrameAction.SKIP
@@ -121,6 +123,9 @@ def drawn() -> int:
 def in_backward() -> bool:
     """Whether autograd runs a backward pass right here: what is a forward then is run again, by a checkpoint."""
     return torch._C._current_graph_task_id() != -1
+
+
+vars(in_backward)["_torchdynamo_inline"] = lambda: False  # a graph is not run again piece by piece
 
 
 def checkpointed() -> bool:

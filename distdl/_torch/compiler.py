@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +37,15 @@ def dynamo_runs() -> bool:
     return compiling() and _modes(_keys.FUNCTIONAL) is None and _modes(_keys.PROXY) is None
 
 
+def in_subgraph() -> bool:
+    """Whether Dynamo traces the body of a higher-order operator (checkpoint, cond): its graph has no order of messages."""
+    if not dynamo_runs():
+        return False
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return not InstructionTranslator.current_tx().output.is_root_tracer()
+
+
 @contextlib.contextmanager
 def without_numbers() -> Iterator[None]:
     """A context in which Dynamo's tensors give no numbers, not even unknown ones: what needs them raises."""
@@ -66,6 +76,7 @@ def as_node(function: Callable[..., Any]) -> None:
     trace_rules._nonstrict_trace_callable_ids.add(id(function))
 
 
+@functools.cache
 def keep_order(operators: Any) -> None:
     """Calls of ``move`` and ``agree`` keep their order, and are all made: in AOTAutograd's graphs by effect tokens, in
     inductor's code by an argument.
@@ -82,11 +93,12 @@ def keep_order(operators: Any) -> None:
     def lower(operator: Any, ordered: Any, results: int | None) -> None:
         _register_effectful_op(operator, _EffectType.ORDERED)
 
-        @register_lowering(operator, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+        @register_lowering(operator, type_promotion_kind=None)
         def lowered(*args: Any) -> Any:
-            made = ir.FallbackKernel.create(ordered, *args, getattr(V.graph, "distdl_order", None))
+            graph: Any = V.graph
+            made: Any = ir.FallbackKernel.create(ordered, *args, getattr(graph, "distdl_order", None))
             made = [one.wrap_for_lowering() for one in made]
-            V.graph.distdl_order = made[-1]
+            graph.distdl_order = made[-1]
             return made[:results]
 
     lower(operators.move.default, operators.ordered_move.default, -1)

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ..errors import DistdlError
 
-_shares_memory: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+shares_memory: Any = torch._C._is_alias_of  # type: ignore[attr-defined]  # whether two tensors do
 _Kind = _functorch.TransformType
 # True while any torch.func transform (grad, vjp, jvp, vmap, ...) is being evaluated.
 transforms_active = torch._C._are_functorch_transforms_active
@@ -223,7 +223,7 @@ def apart(depth: int, function, args):
                 results[i] = _functorch._unwrap_for_grad(y, opened) if opened else y
             if not opened:
                 return [
-                    y.clone() if any(_shares_memory(y, x) for x in constants) else _spread(y) for y in results
+                    y.clone() if any(shares_memory(y, x) for x in constants) else _spread(y) for y in results
                 ], followed
             opened -= 1
             _functorch._grad_decrement_nesting()

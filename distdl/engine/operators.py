@@ -35,7 +35,7 @@ def _name(text: str, value: Any) -> str:
 
 def traced(steps, xs):
     """Move tensors by steps of one kind while a torch dispatch mode is active: the operator is recorded."""
-    name = _name("; ".join(f"{m} {getattr(m, 'plan', m).digest}" for m in steps), tuple(steps))
+    name = _name("; ".join(f"{m} {m.plan.digest}" for m in steps), tuple(steps))
     observer = traffic.observer
     before = None if observer is None else observer.tracing
     try:
@@ -127,12 +127,13 @@ for _key in ("CPU", "CUDA"):
     _library.impl("ordered_move", lambda xs, movement, after: [*_move(xs, movement), xs[0].new_empty(0)], _key)
     _library.impl("ordered_agree", lambda like, question, after: _agree(like, question), _key)
 _library.impl("move", _move_autograd, "Autograd")
-for _name_of, _fake in {
+_fakes: dict[str, Any] = {
     "move": _move_fake,
     "ordered_move": lambda xs, movement, after: [*_move_fake(xs, movement), xs[0].new_empty(0)],
     "agree": lambda like, question: [like.new_empty(0)],
     "ordered_agree": lambda like, question, after: [like.new_empty(0)],
-}.items():
+}
+for _name_of, _fake in _fakes.items():
     torch.library.register_fake(f"distdl::{_name_of}", _fake, lib=_library)
 torch.library.register_vmap("distdl::move", _move_vmap, lib=_library)
 for _operator in (torch.ops.distdl.move.default, torch.ops.distdl.agree.default):

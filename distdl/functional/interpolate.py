@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from .. import _torch
 from .._arguments import checked
 from .._types import Place, Size
 from ..errors import PartitionError
