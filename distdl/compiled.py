@@ -55,7 +55,12 @@ class _Property:
         self.fget, self.__doc__ = function, function.__doc__
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else self.fget(instance)
+        if instance is None:
+            return self
+        value = self.fget(instance)
+        if self.fget.__name__ in ("ndim", "size"):  # what no world changes is worked out once
+            instance.__dict__[self.fget.__name__] = value
+        return value
 
 
 class _Absent:
@@ -150,13 +155,8 @@ def traced_as(function: F, traced: Callable[..., Any]) -> F:
 
 def outside(namespace: Mapping[str, Any], names: Iterable[str], words: str) -> None:
     """Let a graph break at these functions of a module, with these words where it may not."""
-
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        torch._dynamo.graph_break(msg=words)
-
     for name in names:
-        if isinstance(namespace[name], FunctionType):
-            traced_as(namespace[name], traced)
+        _torch.opaque(namespace[name], words)
 
 
 def _run(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ is all there is to derivatives: :mod:`autograd` has the rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -159,19 +159,15 @@ class LinearMap:
 
     Attributes:
         steps: what runs, in order; a movement of :mod:`distdl.maps` is one :class:`Move`.
-        T: the adjoint: the adjoints of the steps in reverse order.
     """
 
     steps: tuple[Any, ...]  # Move or Pair
-    T: LinearMap = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for a, b in zip(self.steps, self.steps[1:]):
             if a.out_shape != b.in_shape or a.range.kind != b.domain.kind:
                 raise _faults.no_composition(a, b)
-        T = object.__new__(LinearMap)  # both at once: compiled code finds them made
-        T.__dict__.update(steps=tuple(step.T for step in reversed(self.steps)), T=self, _held=Held(T))
-        self.__dict__.update(T=T, _held=Held(self))
+        self.__dict__.update(_held=Held(self), T=self.T)  # compiled code finds both made
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the map to this rank's tensor. Returns fresh memory, unless the map is the identity on every rank.
@@ -184,6 +180,13 @@ class LinearMap:
             if not step.is_identity:
                 x = apply(step.alone, (x,))[0]
         return x
+
+    @cached_property
+    def T(self) -> LinearMap:
+        """The adjoint: the adjoints of the steps in reverse order."""
+        other = object.__new__(LinearMap)
+        other.__dict__.update(steps=tuple(step.T for step in reversed(self.steps)), T=self, _held=Held(other))
+        return other
 
     def __matmul__(self, other: LinearMap) -> LinearMap:
         if not isinstance(other, LinearMap):

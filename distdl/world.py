@@ -16,6 +16,7 @@ from . import _torch, errors
 from .calls import collective_call, single_plan, user_line
 from .engine import transport as _transport
 from .engine.local import LocalTransport
+from .engine.operators import asked_while_traced
 from .engine.side_stream import settle
 from .engine.transport import DeviceEngines, Transport
 from .errors import AgreementError, PartitionError, TransportError
@@ -199,13 +200,7 @@ class World:
         trust each other, so pickles do no harm here. ``purpose`` goes along: ranks that are here for different reasons
         all raise."""
         if _torch.dispatch_modes() and _torch.compiling():
-            raise AgreementError(
-                "compiled code asks no other rank while it is traced",
-                rank=self.rank,
-                expected="a Layout, or shape=, which say what all ranks have",
-                actual=f"an agreement on {purpose}",
-                next_step="pass a Layout, or leave this call out of the compiled function",
-            )
+            raise asked_while_traced(self.rank, purpose)
         _transport.begun += 1
         moving.moves = True
         ranks = tuple(sorted(ranks))

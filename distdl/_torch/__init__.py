@@ -103,8 +103,13 @@ def opaque(function: Function, reason: str = "a movement of distdl") -> Function
     """Mark a function at which torch.compile shall break its graph, without a look inside: what torch.compiler.disable
     does, but without importing the compiler, and without a wrapper."""
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+    return unseen(function)
+
+
+def unseen(function: Function) -> Function:
+    """Let torch.compile not look into a call of the function that is no part of a graph; newer torch only."""
     frames = torch._C._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):  # newer torch: nor are functions that it calls compiled on their own
+    if hasattr(frames, "set_code_exec_strategy"):  # nor into functions that it calls
         skip = frames._FrameAction.SKIP
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function

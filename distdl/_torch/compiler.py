@@ -38,7 +38,7 @@ def dynamo_runs() -> bool:
 
 
 def in_subgraph() -> bool:
-    """Whether Dynamo traces the body of a higher-order operator (checkpoint, cond): its graph has no order of messages."""
+    """Whether Dynamo traces the body of a higher-order operator (checkpoint, cond): there messages have no order."""
     if not dynamo_runs():
         return False
     from torch._dynamo.symbolic_convert import InstructionTranslator

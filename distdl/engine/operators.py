@@ -27,9 +27,10 @@ _known: dict[str, Any] = {}  # by the names in graphs: steps of movements, and q
 def _name(text: str, value: Any) -> str:
     """The name of ``value`` in graphs: the text, and a number where another one has the same text."""
     name, n = text, 1
-    while _known.setdefault(name, value) != value:
+    while name in _known and _known[name] != value:
         n += 1
         name = f"{text} ({n})"
+    _known[name] = value  # an equal one that was made for another world in this process has other ranks
     return name
 
 
@@ -93,6 +94,17 @@ def _move_vmap(info, in_dims, xs, movement):
 
 
 # ---------------------------------------------------------------- what ranks agree on while they run a graph
+
+
+def asked_while_traced(rank: int, purpose: str) -> AgreementError:
+    """Any other agreement: compiled code has none."""
+    return AgreementError(
+        "compiled code asks no other rank while it is traced",
+        rank=rank,
+        expected="a Layout, or shape=, which say what all ranks have",
+        actual=f"an agreement on {purpose}",
+        next_step="pass a Layout, or leave this call out of the compiled function",
+    )
 
 
 def agree(like, where, ranks, mine, step) -> None:

@@ -164,7 +164,7 @@ def bits(box, shape, seed, device, make):
         make: elementwise function of an int64 tensor.
     """
     key = _key(seed, device)
-    if not _torch.dispatch_modes():
+    if not (_torch.dispatch_modes() and _torch.compiling()):
         return _bits(box, shape, key, device, make)
     # One operator of a graph: inductor 2.13 draws other numbers, where products of places wrap.
     starts, stops = zip(*box) if box else ((), ())

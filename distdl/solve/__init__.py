@@ -24,11 +24,11 @@ from .quasi_newton import Descent, lbfgs
 
 __all__ = ["Descent", "Info", "cg", "lanczos", "lbfgs", "lsqr"]
 public({f"solve.{name}": globals()[name] for name in ("cg", "lanczos", "lbfgs", "lsqr")})
+check_functions(globals(), ("cg", "lanczos", "lbfgs", "lsqr"))
 outside(
     globals(),
     ("cg", "lanczos", "lbfgs", "lsqr"),
-    "dd.solve: a solver looks at numbers, and stops; call it outside of compiled functions, on one that is",
+    "dd.solve: a solver looks at numbers, and stops; call it outside of compiled functions, on eager ones",
 )
-check_functions(globals(), ("cg", "lanczos", "lbfgs", "lsqr"))
 __getattr__ = only_public(__name__)
 del check_functions, only_public, outside, public
