@@ -31,7 +31,7 @@ def test_wrapping_integers():
 
 
 def test_the_order_of_effects(monkeypatch):
-    """What a token stands for is noted by a buffer's name, and looked for by an operation's. (There: ``keep_order``.)"""
+    """What a token stands for is noted by a buffer's name, looked for by an operation's. (There: ``keep_order``.)"""
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V

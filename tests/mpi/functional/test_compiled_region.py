@@ -287,9 +287,9 @@ def drawn(seed):
         elif kind == "dropout":
             steps.append(lambda x, a=here, s=draw.randint(0, 99): F.dist_dropout(x, a, 0.3, s))
         elif kind == "roll":
-            steps.append(lambda x, a=here, k=draw.randint(-2, 2): F.roll(x, a, d, k))
+            steps.append(lambda x, a=here, d=d, k=draw.randint(-2, 2): F.roll(x, a, d, k))
         elif kind == "cumsum":
-            steps.append(lambda x, a=here: F.dist_cumsum(x, a, d))
+            steps.append(lambda x, a=here, d=d: F.dist_cumsum(x, a, d))
         else:
             steps.append(lambda x, a=here: x + F.repartition(F.repartition(x, a, start), start, a).exp())
 
