@@ -14,7 +14,10 @@ PYTEST_MPI := -m pytest tests/mpi -p no:cacheprovider -q
 TWO := -n 2 --dist worksteal
 
 .PHONY: demo test test-full test-all refreeze lint unit mpi torch nccl check soak mutation bench docs format clean
+# One thing at a time: of all targets test-all alone may use more cores.
+ifneq ($(MAKECMDGOALS),test-all)
 .NOTPARALLEL:
+endif
 
 # ENGINE=torch: by process groups of torch.distributed, without MPI.
 demo: .venv/ready
@@ -33,14 +36,20 @@ test-full:
 	$(MAKE) nccl
 
 # Slow sweeps too (one at a time: they print what they counted), whole models on 16 ranks, and more ranks than this
-# machine has cores: hours.
-test-all: .venv/ready
-	$(MAKE) lint unit mpi nccl MARKS='-m ""' LIMIT=3000 TWO=
-	$(MAKE) check
+# machine has cores: hours of two cores. `make -j 5 test-all` where there are 32: five launches side by side.
+ALL := lint mpi-8 unit check-3 many mpi-4 mpi-3 check-2 mpi-2 nccl mpi-1 soak
+test-all: $(ALL:%=all-%)
+
+all-many: .venv/ready
 	timeout -k 10 1800 $(PY) -m distdl run -n 16 -m pytest tests/mpi/nn/test_neon_many.py -p no:cacheprovider -q -m ""
 	timeout -k 10 1800 $(PY) -m distdl run -n 20 $(PYTEST_MPI)
 	timeout -k 10 600 $(PY) -m distdl run -n 20 -m pytest tests/mpi/movement/test_many_ranks.py -p no:cacheprovider -q -m ""
+
+all-soak: .venv/ready
 	timeout -k 10 1800 $(PY) -m distdl run -n 4 tests/soak.py 20000
+
+all-%: .venv/ready
+	$(MAKE) $* MARKS='-m ""' LIMIT=3000 TWO=
 
 # 200,000 mixed operations over 5,000 partitions on 4 ranks: hours where the ranks share two cores.
 soak: .venv/ready
@@ -60,9 +69,10 @@ nccl: .venv/ready
 	timeout -k 10 $(LIMIT) $(PY) -m distdl run -n 3 -m pytest $(NCCL_FILES) -p no:cacheprovider -q --engine=fake-nccl
 
 # The MPI suite again, with every movement checked.
-check: .venv/ready
-	DISTDL_CHECK=1 timeout -k 10 3000 $(PY) -m distdl run -n 2 $(PYTEST_MPI)
-	DISTDL_CHECK=1 timeout -k 10 3000 $(PY) -m distdl run -n 3 $(PYTEST_MPI)
+check: check-2 check-3
+
+check-%: .venv/ready
+	DISTDL_CHECK=1 timeout -k 10 3000 $(PY) -m distdl run -n $* $(PYTEST_MPI)
 
 # Names, error texts, messages and Python calls of today become the frozen ones; the difference is printed.
 refreeze: .venv/ready

@@ -23,7 +23,8 @@ def bench_matmul(timed, n, panels):
         "share": lambda: rows @ columns,
     }
     what = f"{n}² over {' x '.join(map(str, P.shape))}, {panels} panels"
-    timed(cases.Case(Result("matmul", what, SIZE, "float32", a.nbytes, limit="share"), calls))
+    result = Result("matmul", what, SIZE, "float32", a.nbytes, limit="share")
+    timed(cases.Case(result, calls, {"a": a, "b": b, "layout": L}))
 
 
 @choose("m, n", [(65536, 16)], [(1048576, 32)])
@@ -61,4 +62,5 @@ def bench_cg(timed, n):
             return dd.solve.cg(lambda x: star(F.halo_exchange(x, spec)), b, L, tol=0, max_iter=10)[0]
 
     calls = {"distdl": solved, "share": lambda: alone(b)}
-    timed(cases.Case(Result("cg", f"{n}², 10 steps", SIZE, "float64", b.nbytes, limit="share"), calls))
+    result = Result("cg", f"{n}², 10 steps", SIZE, "float64", b.nbytes, limit="share")
+    timed(cases.Case(result, calls, {"b": b, "layout": L, "steps": 10}))

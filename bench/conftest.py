@@ -13,7 +13,7 @@ from one_report import OneReport
 import distdl as dd
 from distdl.programs.bench.timing import environment, sample
 
-from . import peers
+from . import peers, peers_dense  # noqa: F401 - each registers its own
 
 COMM = MPI.COMM_WORLD
 

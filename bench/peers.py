@@ -414,7 +414,12 @@ def rows_by_hand(case):
 
 MISSING = {
     name: f"no module {module}: pip install {name}"
-    for name, module in (("pylops-mpi", "pylops_mpi"), ("mpi4py-fft", "mpi4py_fft"))
+    for name, module in (
+        ("pylops-mpi", "pylops_mpi"),
+        ("mpi4py-fft", "mpi4py_fft"),
+        ("Heat", "heat"),
+        ("lucidrains", "ring_attention_pytorch"),
+    )
     if importlib.util.find_spec(module) is None
 }
 MISSING["jaxDecomp"] = "its transforms are from complex to complex only, and its wheel needs JAX"

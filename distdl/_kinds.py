@@ -228,7 +228,7 @@ KINDS: dict[str, Kind] = {
     "d": _NUMBER,
     "type": Kind("1, 2, 3 or 4", lambda v: is_int(v) and 1 <= v <= 4, PartitionError),
     **dict.fromkeys(
-        ("reorder.order", "reorder_layout.order", "positions.order"),
+        ("reorder.order", "reorder_layout.order", "positions.order", "dist_attention.order"),
         Kind('"zigzag", a block size, or ranges of each coordinate', _is(str, int, tuple, list)),
     ),
     **dict.fromkeys(("reorder.dim", "reorder_layout.dim", "positions.dim", "zigzag.dim", "block_cyclic.dim"), _INTEGER),

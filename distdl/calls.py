@@ -140,7 +140,10 @@ def called() -> Called:
             tree = _TENSOR if structure is None else _short(structure.text)
     if outer is None:
         return Called(line)
-    texts = ((name, _plain(value)) for name, value in _arguments(outer))
+    (first, moves), *others = [(name, value) for name, value in _arguments(outer)] or [("", None)]
+    if not isinstance(moves, (tuple, list)) or moves:  # a rank that holds nothing may say so by []
+        others.insert(0, (first, moves))
+    texts = ((name, _plain(value)) for name, value in others)
     return Called(line, _name_of(outer), _short(", ".join(f"{name}={text}" for name, text in texts if text)), tree)
 
 

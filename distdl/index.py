@@ -117,7 +117,8 @@ def _ask(L: Layout, wanted: Any) -> _Asking:
     if len(distinct) and not (int(distinct[0]) >= 0 and int(distinct[-1]) < L.shape[0]):
         low, high = int(distinct[0]), int(distinct[-1])
         return _no_rows(L, f"row {low if low < 0 else high}")
-    stops = torch.tensor(list(accumulate(L.sizes(0))), device=distinct.device)  # not blocks': empty ones lie at the end
+    ends = list(accumulate(L.sizes(0)))  # not blocks': empty ones lie at the end
+    stops = _torch.constant(ends, torch.int64, distinct.device)
     blocks = torch.bucketize(distinct, stops, right=True)
     counts = tuple(torch.bincount(blocks, minlength=len(stops)).tolist())
     bits = wanted.to("cpu", torch.int64).contiguous().numpy().data

@@ -126,7 +126,7 @@ class Places:
         self.positions = F.positions(self.tokens, 1, order)
         if order is not None:
             self.tokens = F.reorder_layout(self.tokens, 1, order)
-        self.reordered = order is not None
+        self.order = order
         self.columns = dd.Partition((*P.shape, 1), P.ranks)  # (batch, seq, out, in): a weight's rows are split
         self.rows = dd.Partition((*P.shape[:2], 1, P.shape[2]), P.ranks)  # its columns are
 
@@ -170,7 +170,7 @@ class Attention(torch.nn.Module):
         self.out = dd.nn.Linear(places.linear(places.rows, w, w, d), w, w, **same | {"y_layout": "invariant"})
         self.head, self.places = d, places
         self.over, self.kv_over = places.heads(n, d), places.heads(kv, d)
-        self.options = options | ({"positions": places.positions} if places.reordered else {})
+        self.options = options | {"order": places.order}
 
     def forward(self, x):
         x = F.mark_varying(x, self.places.columns, 2)  # one value, of which each tensor rank takes its own heads

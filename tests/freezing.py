@@ -20,6 +20,8 @@ from distdl import calls
 from distdl.errors import DistdlError
 
 FOLDER = Path(__file__).parent / "frozen"
+_PINS = FOLDER.parent.parent / "requirements/dev.txt"
+PINNED = f"torch=={torch.__version__.partition('+')[0]}\n" in _PINS.read_text()
 REFREEZE = bool(os.environ.get("DISTDL_REFREEZE"))
 
 

@@ -204,7 +204,7 @@ def in_one_process(file: str, test: str) -> str:
 def on_ranks(file: str, test: str, n: int) -> str:
     """The tier of a test on n ranks: "", "full", or "slow" where it has nothing more to show."""
     if n not in RANKS.get(file, ANY):
-        return "slow" if n in SMALL or file not in RANKS else "never"
+        return "slow" if n in SMALL else "never" if file in RANKS else "full"
     if file in AGAIN:
         return "full"
     mine = file in FOUR and _among(test, FOUR[file]) and not (test and _among(test, BUT.get(file, ())))

@@ -7,6 +7,7 @@ Here modes, streams, memory, and what else of torch runs around us; :mod:`transf
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -187,6 +188,21 @@ def plain(tensor):
 def numbers(tensor) -> list[int]:
     """``tensor.tolist()`` of integers, also inside torch.func, where older torch finds no memory."""
     return [int(n) for n in tensor] if transforms_active() else tensor.tolist()
+
+
+def constant(values, dtype, device) -> torch.Tensor:
+    """A few numbers that nobody writes into, as a tensor. On CUDA devices it is made once: to bring numbers of the host
+    there waits for all that the device has to do."""
+    device = torch.device(device)
+    if device.type != "cuda" or dispatch_modes():
+        return torch.tensor(values, dtype=dtype, device=device)
+    return _constant_on_device(tuple(values), dtype, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _constant_on_device(values: tuple, dtype, device) -> torch.Tensor:
+    with outside_all(), torch.inference_mode(False):  # whoever needs it first, it is everybody's
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 foreach_copy = torch._foreach_copy_  # (targets, sources): on a device one kernel copies many small tensors

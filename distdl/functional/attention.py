@@ -11,23 +11,35 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import _torch
 from .._arguments import checked
 from .._types import Place
 from ..errors import PartitionError
 from ..movement.blocks import repartition
 from ..movement.call import move
 from ..movement.halo import HaloSpec
+from ..movement.reorder import Order
 from ..partition import Layout
 from ..remat import remat
 from ..ties import tie
 from . import attention_kernel as kernels
-from .attention_arguments import all_positions, check_dims, check_layouts, check_mask, enter_all, pattern_of
+from .attention_arguments import (
+    all_positions,
+    check_dims,
+    check_layouts,
+    check_mask,
+    enter_all,
+    pattern_of,
+    runs_in_order,
+)
 from .attention_kernel import KERNELS, Mask, Part, Pattern
 from .attention_plan import FEATURES, HEADS, SEQ, Method, group, needs_spec, resolved, windows, windows_map
 from .enter import outside
 from .numeric import wide
 
 __all__ = ["attention_needs", "dist_attention"]
+
+_MOST_RUNS = 8  # of a rank's queries, each of which is a call of torch's kernel
 
 
 @checked
@@ -68,6 +80,7 @@ def dist_attention(
     documents: Sequence[int] | None = None,
     mask: Mask | None = None,
     positions: torch.Tensor | None = None,
+    order: Order | None = None,
     scale: float | None = None,
     method: Method = "auto",
     kernel: str = "auto",
@@ -90,7 +103,9 @@ def dist_attention(
             such a block. It does not lessen what is moved. A mask with a gradient is one value on all ranks: mark it
             (:func:`mark_varying`).
         positions: integers, the place in the sequence of each of this rank's rows, where they stand in another order
-            (zigzag); of q's and k's rows alike. All rows' are gathered, and all keys come.
+            (that of a permutation of yours); of q's and k's rows alike. All rows' are gathered, and all keys come.
+        order: likewise by name, as :func:`reorder` dealt out the rows of q and k, and nothing need be gathered:
+            "zigzag" is causal attention's balance, of which torch's kernels then leave out what no query sees.
         scale: default 1/√features.
         method: how queries and keys meet. "gather": the keys that a rank's queries see come at once. "ring": one rank's
             keys at a time, none of which are kept: backward moves them again. "heads": every rank works on whole
@@ -107,7 +122,7 @@ def dist_attention(
 
     Messages: of keys and values together, one set for each step (p of them in a ring, of which one is the rank's own),
     to the ranks whose queries see this rank's keys: none to others. "heads": two repartitions more. Backward: the
-    transposes; rings send their forward messages once more. Positions: one all-gather more.
+    transposes; rings send their forward messages once more. ``positions``: one all-gather more.
 
     After Liu et al. (ring attention), arXiv:2310.01889; Jacobs et al. (heads), arXiv:2309.14509; Fang & Zhao (both),
     arXiv:2405.07719. All steps of a ring take keys from their owners directly, so that every gradient is rounded once,
@@ -129,16 +144,27 @@ def dist_attention(
     L_q, L_k, L_v = layouts
     check_layouts(L_q, L_k, L_v, pattern)
     check_mask(mask, L_q, L_k)
-    moving = pattern if positions is None else Pattern()
+    runs = None if order is None else runs_in_order(order, L_q, L_k)
+    if runs is not None and positions is not None:
+        raise PartitionError(
+            "the rows' places are given twice",
+            partitions=P,
+            expected="positions or an order",
+            actual=f"both, order={order!r}",
+            next_step="leave positions out",
+        )
+    moving = pattern if positions is None and runs is None else Pattern()
     u, steps = resolved(method, L_q, L_k, L_v, moving)
     L_o = L_q.with_shape((*L_q.shape[:FEATURES], L_v.shape[FEATURES]))
     if L_q.partition.index() is None:
         return outside(q, k, v, like=L_o)
     fuses = kernels.takes_fused(kernel, steps, q, k, v)
     rows = None if positions is None else all_positions(positions, L_q, L_k)
+    if runs is not None:
+        rows = torch.cat([torch.arange(a, b, device=q.device) for some in runs for a, b in some])
     there = group(L_q, u)
     q = repartition(q, L_q, there)
-    work = _Work(there, L_k, L_v, moving, pattern, mask, rows, scale, steps)
+    work = _Work(there, L_k, L_v, moving, pattern, mask, rows, runs, scale, steps)
     o = work.at_once(q, k, v) if fuses else kernels.result(work.merged(q, k, v), q.dtype)
     return repartition(o, group(L_o, u), L_o)
 
@@ -149,11 +175,13 @@ class _Work:
     Args:
         moving: the pattern by which keys come; ``pattern``: the one of positions.
         rows: the positions of all rows, where they are not in order.
+        runs: likewise the ranges of rows at each coordinate of seq, where they are known.
     """
 
-    def __init__(self, L_q, L_k, L_v, moving, pattern, mask, rows, scale, steps):
+    def __init__(self, L_q, L_k, L_v, moving, pattern, mask, rows, runs, scale, steps):
         self.L_q, self.layouts, self.moving, self.pattern = L_q, (L_k, L_v), moving, pattern
         self.given, self.steps, self.at, self.place = (mask, rows), steps, L_q.partition.index(), L_q.slices()
+        self.runs = runs
         self.scale = L_q.shape[FEATURES] ** -0.5 if scale is None else float(scale)
 
     def _come(self, k, v, step):
@@ -165,7 +193,7 @@ class _Work:
         shared = self.L_q.shape[HEADS] // self.layouts[0].shape[HEADS]
         wanted = [h // shared - first for h in range(self.place[HEADS].start, self.place[HEADS].stop)]
         if wanted != list(range(last - first)):
-            index = torch.tensor(wanted, dtype=torch.int64, device=k.device)
+            index = _torch.constant(wanted, torch.int64, k.device)
             k, v = k.index_select(HEADS, index), v.index_select(HEADS, index)
         return k, v, rows
 
@@ -183,9 +211,38 @@ class _Work:
         k, v, rows = self._come(k, v, 0)
         if rows[0] == rows[1] or not q.numel():
             return tie(q.new_zeros((*q.shape[:-1], v.shape[-1])), q, k, v)
+        own = self._prefixes()
+        if own is not None:
+            k, v = (k, v) if self.runs is None else map(self._in_sequence, (k, v))
+            queries = q.split([stop - start for start, stop in own], SEQ)
+            ends = [(t, (k.narrow(SEQ, 0, stop), v.narrow(SEQ, 0, stop))) for t, (_, stop) in zip(queries, own)]
+            parts = [kernels.causal(t, *seen, self.scale) for t, seen in ends]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, SEQ)
         keep, bias = self._visible(q, rows, self.given)
         blind = self.given[0] is not None or self.place[SEQ].stop > self.layouts[0].shape[SEQ]
         return kernels.fused(q, k, v, keep, bias, self.scale, blind)
+
+    def _prefixes(self):
+        """The (start, stop) of this rank's queries in the sequence, run by run, where each sees all rows up to its own
+        and no others; else ``None``."""
+        mask, rows = self.given
+        alone = mask is None and self.pattern == Pattern(causal=True)
+        if not alone or self.L_q.shape[SEQ] != self.layouts[0].shape[SEQ]:
+            return None
+        if rows is None:
+            return [(self.place[SEQ].start, self.place[SEQ].stop)]
+        if self.runs is None:
+            return None
+        u, c = len(self.runs) // self.L_q.partition.shape[SEQ], self.at[SEQ]
+        own = [(a, b) for some in self.runs[c * u : (c + 1) * u] for a, b in some if a < b]
+        return own if len(own) <= _MOST_RUNS else None
+
+    def _in_sequence(self, t):
+        """All rows of keys, as they stand in the sequence."""
+        sizes = [b - a for some in self.runs for a, b in some]
+        firsts = [a for some in self.runs for a, _ in some]
+        parts = t.split(sizes, SEQ)
+        return torch.cat([parts[i] for i in sorted(range(len(parts)), key=firsts.__getitem__) if sizes[i]], SEQ)
 
     def _part(self, q, k, v, given, step, dtype) -> Part:
         k, v, rows = self._come(k.to(dtype), v.to(dtype), step)

@@ -14,6 +14,7 @@ from ..boxes import is_int
 from ..errors import PartitionError, ShapeError
 from ..movement.gathers import all_gather
 from ..movement.halo import plain
+from ..movement.reorder import Order, Ranges, runs_of
 from ..partition import Layout, Partition, partition_of
 from .attention_kernel import Pattern
 from .attention_plan import FEATURES, HEADS, SEQ
@@ -190,6 +191,21 @@ def enter_all(q, k, v, P: Place, shape: Any, kv_shape: Any):
         for what, x, L in zip(("q", "k", "v"), (q, k, v), layouts):
             check_block(x, L, what)
     return q, k, v, layouts
+
+
+def runs_in_order(order: Order, L_q: Layout, L_k: Layout) -> tuple[Ranges, ...]:
+    """The runs of rows that each coordinate of seq has."""
+    runs = runs_of(L_q, SEQ, order)
+    sizes = tuple(sum(b - a for a, b in some) for some in runs)
+    if not L_q.sizes(SEQ) == L_k.sizes(SEQ) == sizes:
+        raise ShapeError(
+            "rows in this order lie in other blocks",
+            partitions=(L_q, L_k),
+            expected=f"{sizes} rows of queries and of keys",
+            actual=(L_q.sizes(SEQ), L_k.sizes(SEQ)),
+            next_step="pass F.reorder(x, L, 2, order), and F.reorder_layout(L, 2, order) as P",
+        )
+    return runs
 
 
 def all_positions(positions: Any, L_q: Layout, L_k: Layout) -> torch.Tensor:

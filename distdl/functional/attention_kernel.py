@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as tf
+from torch.nn.attention.bias import causal_lower_right
 
 from .. import _torch
 from .._value import Value
@@ -73,7 +74,7 @@ class Pattern(Value):
         if self.window is not None:
             keep = _both(keep, (distance if self.causal else distance.abs()) <= self.window)
         if self.documents is not None:
-            bounds = torch.tensor(self.documents[1:], device=i.device)
+            bounds = _torch.constant(self.documents[1:], torch.int64, i.device)
             keep = _both(keep, torch.bucketize(i, bounds, right=True) == torch.bucketize(j, bounds, right=True))
         return keep
 
@@ -187,11 +188,25 @@ def takes_fused(kernel: str, steps: int, *tensors: torch.Tensor) -> bool:
     return True
 
 
-def fused(q, k, v, keep, bias, scale, blind: bool):
+def causal(q, k, v, scale):
+    """Of the keys' last rows: each sees the rows up to its own. torch's kernels then leave out half of the work."""
+    n, m = q.shape[-2], k.shape[-2]
+    if n == m:
+        return fused(q, k, v, None, None, scale, False, causal=True)
+    keep: torch.Tensor
+    if q.is_cuda and q.dtype != torch.float64 and not _torch.transforms_active():
+        keep = causal_lower_right(n, m)
+    else:
+        keep = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+    return fused(q, k, v, keep, None, scale, False)
+
+
+def fused(q, k, v, keep, bias, scale, blind: bool, causal: bool = False):
     """torch's scaled dot product attention of all keys at once.
 
     Args:
         blind: whether a query may see no key: it then gets 0, as with the mathematics.
+        causal: as torch's is_causal, of as many queries as keys.
     """
     mask, seen = keep, None
     if bias is not None:
@@ -202,7 +217,7 @@ def fused(q, k, v, keep, bias, scale, blind: bool):
     plain = not _torch.transforms_active()
     if plain:
         q, k, v = (t.view_as(t) for t in (q, k, v))  # hooks must not stay on the caller's own tensors
-    o = tf.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    o = tf.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
     if plain and _is_fused(o.grad_fn):
         for t in (q, k, v):
             if t.requires_grad:

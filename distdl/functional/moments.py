@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from .. import maps
+from .. import _torch, maps
 from .numeric import one_each
 
 
@@ -72,7 +72,7 @@ def shares_like(x, L, dims):
     shares, shape = _shares(L, dims)
     if shares[0] and min(shares) == max(shares):
         return None
-    return torch.tensor(shares, dtype=x.dtype, device=x.device).reshape(shape)
+    return _torch.constant(shares, x.dtype, x.device).reshape(shape)
 
 
 def within(L, dims) -> bool:
@@ -124,11 +124,11 @@ def _parts(L, size, at) -> _Parts:
     def held(g, a, b):  # channels of group g among a ... b - 1
         return min((g + 1) * size, b) - max(g * size, a)
 
-    own = [[(start <= c < stop) / held(g, start, stop) for c in range(g * size, (g + 1) * size)] for g in mine]
+    own = [(start <= c < stop) / held(g, start, stop) for g in mine for c in range(g * size, (g + 1) * size)]
     known = [(g, held(g, a, b)) for groups, (a, b) in zip(touched, L.blocks(1)) for g in groups]
     places = [[i for i, (g, _) in enumerate(known) if g == mine_g] for mine_g in mine]
     width = max(map(len, places), default=1)
-    shares = [[known[i][1] / size for i in p] + [0.0] * (width - len(p)) for p in places]
+    shares = [w for p in places for w in (*(known[i][1] / size for i in p), *[0.0] * (width - len(p)))]
     places = [p + p[:1] * (width - len(p)) for p in places]
     return _Parts(
         len(mine),
@@ -151,7 +151,7 @@ def cut_group_moments(x, L, size) -> Moments:
     known = _parts(L, size, L.partition.index()[1])
 
     def constant(values, *shape, dtype=x.dtype):
-        return torch.tensor(values, dtype=dtype, device=x.device).reshape(shape)
+        return _torch.constant(values, dtype, x.device).reshape(shape)
 
     # channels -> parts: channels that other ranks hold are put in with share 0
     own = statistics(x, space)

@@ -129,7 +129,7 @@ def _rows(G: _Grid, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | N
     lead, device = G.of.ndim - G.n, first.device
     block, place, beyond = (torch.zeros(len(first), 1, dtype=torch.int64, device=device) for _ in range(3))
     for d, boundary in enumerate(G.boundary):
-        n, sizes = G.of.shape[lead + d], torch.tensor(G.of.sizes(lead + d), device=device)
+        n, sizes = G.of.shape[lead + d], _torch.constant(G.of.sizes(lead + d), torch.int64, device)
         at = first[:, d, None] + torch.arange(G.order + 1, device=device)
         shown = at.remainder(n) if boundary == "circular" else at.clamp(0, n - 1)
         lost = (at != shown) if boundary == "zeros" else torch.zeros_like(at)
@@ -139,7 +139,7 @@ def _rows(G: _Grid, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | N
         block = _outer(block * len(sizes), owner, torch.add)
         place = _outer(place, sizes[owner], torch.mul) + beside.repeat(1, place.shape[1])
         beyond = _outer(beyond, lost.to(torch.int64), torch.add)
-    rows = torch.tensor([0, *accumulate(G.rows.sizes(0))], device=device)[block] + place
+    rows = _torch.constant([0, *accumulate(G.rows.sizes(0))], torch.int64, device)[block] + place
     if "zeros" not in G.boundary:
         return rows, None
     start, stop = (G.rows.box() or ())[0]

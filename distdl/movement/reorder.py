@@ -89,6 +89,11 @@ def _ordered(where: Layout, dim: int, ranges: tuple[Ranges, ...]) -> Layout:
     return Layout(where.partition, where.shape, tuple(splits))
 
 
+def runs_of(where: Layout, dim: int, order: Order) -> tuple[Ranges, ...]:
+    """The ranges of ``dim`` that the rank at each coordinate has, in their order."""
+    return _asked(where, dim, order)[2]
+
+
 @opaque
 def reorder_layout(L: Layout, dim: int, order: Order) -> Layout:
     """The layout of a tensor of layout ``L`` after :func:`reorder`: other block sizes along ``dim``. Pure.

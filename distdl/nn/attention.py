@@ -105,7 +105,7 @@ class MultiheadAttention(Checked, torch.nn.Module):
         result.
 
         Args:
-            options: more of dist_attention, or others than the constructor was given: ``mask``, ``positions``.
+            options: more of dist_attention, or others than the constructor was given: ``mask``, ``order``.
         """
         x = F.mark_varying(x, self.rows, 2)
         q, k, v = (
@@ -114,20 +114,23 @@ class MultiheadAttention(Checked, torch.nn.Module):
         )
         more = dict(self.options, **options)
         if self.rotary_base is not None:
-            places = self._places(q) if more.get("positions") is None else more["positions"]
+            places = self._places(q, more.get("order")) if more.get("positions") is None else more["positions"]
             q, k = (F.rotary_embedding(t, places, base=self.rotary_base) for t in (q, k))
         if isinstance(self.place, Layout):
             more["kv_shape"] = self.place.with_shape((self.place.shape[0], self.heads[1], *self.place.shape[2:]))
         y = F.dist_attention(q, k, v, self.place, **more)
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
-    def _places(self, q: torch.Tensor) -> torch.Tensor:
+    def _places(self, q: torch.Tensor, order: Any) -> torch.Tensor:
         """The places in the sequence of this rank's rows of q: (batch, heads, seq, features)."""
         at, own = self.rows.index(), torch.arange(q.shape[2], device=q.device)
         if at is None:  # turned by anything: there is nothing
             return own
         L = self.place
         sizes = L.sizes(2) if isinstance(L, Layout) else block_sizes(q.shape[2], self.rows, 1, None)
+        if order is not None:
+            line = Layout(Partition((len(sizes),), world=self.rows.world), (sum(sizes),))
+            return F.positions(line, 0, order, rank=line.partition.ranks[at[1]], device=q.device)
         return own + sum(sizes[: at[1]])
 
 

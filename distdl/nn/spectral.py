@@ -52,11 +52,13 @@ class SpectralConv(Layer):
         if x.is_complex() or self.weight.is_complex():
             raise ShapeError(
                 "the module is of real numbers",
+                op="SpectralConv",
                 expected="a real x",
                 actual=x.dtype,
                 next_step="call F.dist_spectral_conv with a weight of spectral_layout(..., real=False)",
             )
-        w = torch.view_as_complex(self.weight.contiguous())
+        # Strides of its own: those of an empty block may be any, and are contiguous nonetheless.
+        w = torch.view_as_complex(self.weight.contiguous().flatten().view(self.weight.shape))
         return F.dist_spectral_conv(x, w, self.P, self.modes, params="invariant")
 
 

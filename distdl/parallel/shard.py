@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -371,12 +371,14 @@ def _counted_once(powers: torch.Tensor, holders_of: Sequence[Held], line: Partit
                 actual=f"dims {how.split} of {how.grid.shape}",
                 next_step="pass a partition of all ranks of the model, and blockwise parametrizations only",
             )
-    holds = powers.new_tensor([rank in how.grid.ranks for how in holders_of])
-    blocks = powers.new_tensor([how.blocks for how in holders_of])
+    constant = partial(_torch.constant, dtype=powers.dtype, device=powers.device)
+    holds = constant([float(rank in how.grid.ranks) for how in holders_of])
+    blocks = constant([how.blocks for how in holders_of])
     total, squares, count = F.invariant_sum(torch.stack([powers * holds, powers**2 * holds, holds]), line)
     count = count.clamp(min=1)
     differ = (blocks == 1) & (count * squares - total**2 > 1e-8 * total**2)
-    if not _torch.transforms_active() and differ.any():
+    whole = any(how.blocks == 1 for how in holders_of)  # to look at the numbers of a device waits for it
+    if whole and not _torch.transforms_active() and differ.any():
         raise PartitionError(
             "a gradient that should be equal on all ranks differs",
             partitions=line,

@@ -110,6 +110,9 @@ def use(engine):
     if engine in ("nccl", "nccl-messages"):
         calls._known[__file__] = False  # the line below is no user's
         device = torch.device("cuda", dd.world().rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
         transport = dd.World.transport
-        dd.World.transport = lambda self, x, ranks: transport(self, x.to(device), ranks)
+        dd.World.transport = lambda self, x, ranks: transport(
+            self, x if x.device.type != "cpu" else x.to(device), ranks
+        )
         dispatch.Exchange = _OnDevice

@@ -216,6 +216,55 @@ def test_positions(method, n):
     )
 
 
+@pytest.mark.parametrize("n", [16, 13, 3])
+@pytest.mark.parametrize("order", ["zigzag", 2], ids=str)
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_an_order_by_name(method, order, n):
+    """The same as by positions: by every kernel, with other patterns, and no message more than without an order."""
+    rows = [F.positions(over((1, 4, n, 3), (1, 1, N, 1)), 2, order, rank=r) for r in range(N)]
+    whole = torch.cat(rows)
+    L = over((1, 4, n, 3), (1, 1, N, 1), None, (None, None, tuple(map(len, rows)), None))
+    for options in ({"causal": True}, {"causal": True, "window": 2}, {"documents": (0, 2, n)}):
+        keep = keep_of(n, n, **options)[whole][:, whole]
+        check_layer(
+            lambda q, k, v, o=options: F.dist_attention(q, k, v, L, order=order, method=method, **o),
+            serial(keep),
+            inputs(L, L, L),
+            [L, L, L],
+            L,
+            rtol=1e-12,
+        )
+    Q, K, V = inputs(L, L, L)
+    Q, K, V = (t.double() for t in (Q, K, V))
+    leaves = [L.shard(t).clone().requires_grad_() for t in (Q, K, V)]
+    W = randn(1, 4, n, 3, seed=9)
+    with dd.testing.count_messages() as by_name:
+        y = F.dist_attention(*leaves, L, order=order, method=method, causal=True)
+    expected = serial(keep_of(n, n, causal=True)[whole][:, whole])
+    torch.testing.assert_close(y, L.shard(expected(Q, K, V)), rtol=1e-12, atol=1e-14)
+    found = torch.autograd.grad((y * L.shard(W)).sum(), leaves)
+    wished = grad(lambda *t: (expected(*t) * W).sum(), (0, 1, 2))(Q, K, V)
+    for a, b in zip(found, wished):
+        torch.testing.assert_close(a, L.shard(b), rtol=1e-12, atol=1e-14)
+    with dd.testing.count_messages() as without:
+        F.dist_attention(*(t.detach() for t in leaves), L, method=method)
+    assert by_name == without
+
+
+@pytest.mark.mpi(2)
+def test_an_order_that_is_none():
+    L = over((1, 2, 16, 4), (1, 1, N, 1), None, (None, None, (16 - (N - 1), *[1] * (N - 1)), None))
+    q = torch.zeros(L.local_shape())
+    with pytest.raises(dd.errors.ShapeError, match="rows in this order lie in other blocks"):
+        F.dist_attention(q, q, q, L, causal=True, order="zigzag")
+    with pytest.raises(dd.errors.PartitionError, match="not an order of the rows"):
+        F.dist_attention(q, q, q, L, causal=True, order="snake")
+    L = F.reorder_layout(L, 2, "zigzag")
+    q = torch.zeros(L.local_shape())
+    with pytest.raises(dd.errors.PartitionError, match="the rows' places are given twice"):
+        F.dist_attention(q, q, q, L, order="zigzag", positions=F.zigzag_positions(L, 2))
+
+
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_zeros_stay_zeros(method):
     """No logarithm of values: a feature of v that is 0 everywhere gives exactly 0 (a merge by log|o| gives NaN)."""

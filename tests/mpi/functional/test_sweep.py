@@ -158,16 +158,19 @@ def reverse(t):
 
 
 def formats(t):
-    """A channels_last input has the same result, and where torch keeps the format, so does each rank."""
+    """A channels_last input has the same result, and where torch keeps the format, so does each rank (but of a block
+    whose format cannot be seen: of one channel, say)."""
     call = t.call
     last = {4: torch.channels_last, 5: torch.channels_last_3d}
     parts = [p.contiguous(memory_format=last[p.dim()]) if p.dim() in last else p for p in call.parts()]
     kept = lambda x: x.dim() in last and x.is_contiguous(memory_format=last[x.dim()])
+    seen = any(kept(p) and not p.is_contiguous() for p in parts)
     ys, wished = _tuple(call.run(*parts)), call.cut(call.whole(*call.inputs))
     t.results("channels_last", ys, wished)
     serial = call.whole(*[X.contiguous(memory_format=last[X.dim()]) if X.dim() in last else X for X in call.inputs])
     for y, (value, _, _), Y in zip(ys, wished, serial):
-        if value is not None and y.numel() and y.dim() == Y.dim() and y.is_floating_point() and kept(Y) and not kept(y):
+        same = value is not None and y.numel() and y.dim() == Y.dim() and y.is_floating_point()
+        if seen and same and kept(Y) and not kept(y):
             t.fault("channels_last: the result is not")
     if not t.differentiable or not any(p.dim() in last for p in parts):
         return
@@ -252,6 +255,7 @@ REFUSED = {
     "scalar": {"it needs more dims": "; ".join(name for name in BUILDERS if name not in SCALARS)},
     "one": {"one value has no variance": "dist_instance_norm; nn.InstanceNorm; nn.BatchNorm"},
 }
+NOT_OUTSIDE = "dist_spectral_conv"  # refused by the block of its weight, which ranks outside have none of
 
 
 def listed(table, name, what):
@@ -276,6 +280,8 @@ def examine(name, setting, what):
         if what == "value":
             refused(t, what, lambda: t.call.run(*t.call.parts()))
     elif listed(REFUSED, name, what):
+        if name == NOT_OUTSIDE and not t.call.L.active:
+            return t.faults
         refused(t, what, lambda: PROPERTIES[what](t))
     else:
         try:

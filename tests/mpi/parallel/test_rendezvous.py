@@ -73,6 +73,13 @@ def test_process_group_beside_operators():
 LOCK, STATE = threading.Lock(), {}  # rank 0's are used
 
 
+@pytest.fixture
+def on_host():
+    """RPC sends tensors of the host, unless it is told of devices."""
+    with torch.device("cpu"):
+        yield
+
+
 def pull():
     """The weights now."""
     with LOCK:
@@ -88,6 +95,7 @@ def push(gradient):
 
 @pytest.mark.mpi(2)
 @pytest.mark.filterwarnings("ignore:You are using a Backend:UserWarning")  # torch's RPC, of its own call
+@pytest.mark.usefixtures("on_host")
 def test_asynchronous_parameter_server():
     """Workers train softmax regression on their own digits, waiting for nobody; then all ranks meet in operators
     again."""

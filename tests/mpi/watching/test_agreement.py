@@ -309,7 +309,8 @@ def test_order_of_keys(kind):
         "halo": (lambda x: F.halo_exchange(x, dd.HaloSpec(L, 1, boundary="circular")), (2,)),
     }
     for name, (call, shape) in calls.items():
-        values = {k: torch.full(shape, 10.0**i * (r + 1), requires_grad=True) for i, k in enumerate("abcd")}
+        mine = 1 if name == "mark_varying" else r + 1  # it takes equal copies
+        values = {k: torch.full(shape, 10.0**i * mine, requires_grad=True) for i, k in enumerate("abcd")}
         given = container(kind, values, r == 0)
         found = call(given)
         assert type(found) is type(given), name
@@ -318,11 +319,11 @@ def test_order_of_keys(kind):
         ours = container(kind, {k: call(v) for k, v in values.items()}, r == 0)
         pairs = list(zip(tree_leaves(found), tree_leaves(ours), strict=True))
         assert all(torch.equal(a, b) for a, b in pairs), name
-        sum(((i + 1) * a).sum() for i, (a, _) in enumerate(pairs)).backward()
+        sum((a * a).sum() for a, _ in pairs).backward()  # a key's cotangent is the same on all ranks that share it
         grads = {k: v.grad.clone() for k, v in values.items()}
         for v in values.values():
             v.grad = None
-        sum(((i + 1) * b).sum() for i, (_, b) in enumerate(pairs)).backward()
+        sum((b * b).sum() for _, b in pairs).backward()
         assert all(torch.equal(v.grad, grads[k]) for k, v in values.items()), name
 
 
@@ -394,5 +395,5 @@ def test_ranks_in_different_agreements():
     )
     for other, text in zip(others, ("gather_objects", "sizes of a parameter's blocks")):
         call = (lambda: F.repartition(torch.ones(1), P, P.take(0, 0, keepdim=True))) if r == 0 else other
-        with pytest.raises(AgreementError, match=f"rank 0: repartition; ranks? [1, 2-9]+: {text}"):
+        with pytest.raises(AgreementError, match=f"rank 0: repartition; ranks? [0-9, ]+: {text}"):
             call()
