@@ -113,6 +113,8 @@ def _shown(value: Any) -> Any:
         return type(value)(map(_shown, value))
     if type(value) is dict:
         return {key: _shown(one) for key, one in value.items()}
+    if isinstance(value, torch.Tensor) and any(type(n) is not int for n in value.shape):
+        return value.reshape([int(n) for n in value.shape])  # a plan is for sizes that are known
     return None if type(value) is _Absent else value.what if type(value) is Held else value
 
 
