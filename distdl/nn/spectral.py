@@ -53,6 +53,7 @@ class SpectralConv(Layer):
             raise ShapeError(
                 "the module is of real numbers",
                 op="SpectralConv",
+                partitions=self.P,
                 expected="a real x",
                 actual=x.dtype,
                 next_step="call F.dist_spectral_conv with a weight of spectral_layout(..., real=False)",
