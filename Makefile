@@ -109,7 +109,8 @@ bench: .venv/ready
 docs: .venv/docs
 	$(PY) -m pytest tests/test_docs.py -q
 	.venv/bin/jupyter execute notebooks/*.ipynb
-	$(PY) -m mkdocs build --strict --quiet
+	$(PY) -m sphinx -q -W -c docs . site
+	DISTDL_SITE=site $(PY) -m pytest tests/test_site.py -q
 
 format: .venv/ready
 	$(PY) -m ruff check --fix-only .

@@ -9,6 +9,8 @@ from . import checkpoint, errors, func, functional, init, maps, nn, parallel, so
 from ._arguments import check_classes, check_functions
 from ._names import only_public
 from .calls import public
+from .forecast.suggest import suggest, suggest_chain
+from .forecast.trace import trace
 from .index import Index
 from .linear_map import LinearMap, linear_map
 from .movement.halo import HaloSpec
@@ -23,6 +25,7 @@ from .world import World, world
 
 if TYPE_CHECKING:
     from . import interop, viz  # imported when first asked for
+    from .forecast import machines
     from .programs import data
 
 __version__ = "0.1.0"
@@ -56,6 +59,10 @@ __all__ = [
     "launch",
     "checking",
     "timeline",
+    "trace",
+    "suggest",
+    "suggest_chain",
+    "machines",
     "errors",
     "testing",
     "viz",
@@ -64,12 +71,13 @@ public(
     {name: globals()[name] for name in ("Partition", "Layout", "HaloSpec", "Staggered", "Index", "World", "Topology")},
     alike=False,
 )
-check_functions(globals(), ("launch", "linear_map", "remat", "world"))
+check_functions(globals(), ("launch", "linear_map", "remat", "suggest", "suggest_chain", "trace", "world"))
 check_classes(HaloSpec, Index, Layout, Partition, Staggered, World)
 _SUBMODULES = (
     "agree",
     "autograd",
     "engine",
+    "forecast",
     "held",
     "index",
     "movement",
@@ -80,6 +88,8 @@ _SUBMODULES = (
     "watching",
 )
 __getattr__ = only_public(
-    __name__, keep=_SUBMODULES, lazy={"data": "programs.data", "interop": "interop", "viz": "viz"}
+    __name__,
+    keep=_SUBMODULES,
+    lazy={"data": "programs.data", "interop": "interop", "machines": "forecast.machines", "viz": "viz"},
 )
 del TYPE_CHECKING, check_classes, check_functions, only_public, public

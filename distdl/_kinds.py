@@ -38,6 +38,10 @@ def _is_count(value, least: int = 0) -> bool:
     return is_int(value) and least <= index(value) < 2**40
 
 
+def _is_size(value) -> bool:
+    return _is_count(value, 1)
+
+
 def _several(fits) -> Callable[[Any], bool]:
     """Whether a value is a sequence of what fits."""
     return lambda value: isinstance(value, (tuple, list)) and all(map(fits, value))
@@ -264,8 +268,16 @@ KINDS: dict[str, Kind] = {
     "placements": Kind("Shard, Replicate or Partial for each mesh dim", _several(lambda v: hasattr(v, "is_shard"))),
     "block": _TENSOR,
     "device_type": Kind("a kind of device: cpu or cuda", lambda v: isinstance(v, str) and _is_device(v)),
+    # dd.trace, dd.suggest
+    "trace.rank": Kind('a rank, some ranks, or "classes"', lambda v: v == "classes" or _one_or_several(_is_count)(v)),
+    **dict.fromkeys(("trace.size", "suggest.size", "suggest_chain.size"), Kind("a number of ranks", _is_size)),
+    "candidates": Kind("partitions, shapes of grids, or a number of ranks", lambda v: is_int(v) or _is_iterable(v)),
+    "suggest.ndim": Kind("an integer, at least 0", _is_count),
+    "machine": Kind("a dd.machines.Machine", lambda v: hasattr(v, "near_bandwidth")),
+    "suggest_chain.first": _PLACE,
     # dd.viz
     "plan": Kind("a plan, or a map of dd.maps", _has_plan),
+    "titles": Kind("a sequence of texts", _several(_is(str))),
     "what": Kind("a Partition, a Layout, a HaloSpec, a plan or a map", _is_drawn),
     **dict.fromkeys(("count", "growth", "backoff", "scale", "good"), _NUMBER),
     **dict.fromkeys(("stages", "microbatches", "chunks", "interval", "n", "step", "order", "port"), _COUNT),

@@ -15,11 +15,13 @@ Aᵀȳ and Aẋ as inputs: dependence, without a value. A derivative of any orde
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from operator import attrgetter
 
 import torch
 
 from . import _torch
+from .engine import transport as _transport
 from .engine.operators import agree
 from .errors import AgreementError, DistdlError
 
@@ -44,6 +46,7 @@ def apply(steps, xs, ties=(), pending=None, tied=None):
     return (*(steps[0].together(steps, xs, bool(tied)) if pending is None else pending.finish()), None)
 
 
+_here = nullcontext()
 _transforms_active, _grad_enabled = _torch.transforms_active, torch.is_grad_enabled
 _requires_grad = attrgetter("requires_grad")
 _forward_mode_active, _dispatch_modes = _torch.forward_mode_active, _torch.dispatch_modes
@@ -105,6 +108,8 @@ class _Apply(_torch.SingleLevelFunction):
         ctx.set_materialize_grads(False)  # the tie's own would be made every time, for nothing
         ctx.save_for_backward(s)
         ctx.ys_like = [(y.shape, y.dtype, y.device) for y in ys]
+        if _transport.tracer is not None:
+            ctx.line = _transport.tracer.line()
         if _forward_mode_active():
             ctx.save_for_forward(s)
             ctx.xs_like = [(x.shape, x.dtype, x.device) for x in inputs[1 : len(ys) + 1]]
@@ -116,7 +121,8 @@ class _Apply(_torch.SingleLevelFunction):
         ties: tuple = ()
         if _grad_enabled() or _transforms_active() or _forward_mode_active():  # further derivatives may be taken
             ties = (_torch.unwrap_if_dead(ctx.saved_tensors[0]), *(t for t in grads[-1:] if t is not None))
-        *found, tie = apply(steps, gs, ties)
+        with _here if _transport.tracer is None else _transport.tracer.adjoint(ctx):
+            *found, tie = apply(steps, gs, ties)
         return (None, *_placed(found, places, ctx.steps), *(tie,) * (len(ctx.needs_input_grad) - 1 - len(ctx.steps)))
 
     @staticmethod

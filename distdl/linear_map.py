@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import _faults
+from ._value import placed
 from .autograd import apply
 from .compiled import Held, map_call
 from .engine import dispatch
@@ -69,22 +70,22 @@ class Move:
         for plan, transposed in ((self.plan, self.transposed), (self.adjoint, not self.transposed)):
             plan.__dict__.setdefault("name", self.name + (".T" if transposed else ""))
 
-    @cached_property
+    @placed
     def world(self) -> World:
         """The world of the step's ranks."""
         return world(self.plan.held.partition.world)
 
-    @cached_property
+    @placed
     def in_shape(self) -> tuple[int, ...]:
         """Shape of this rank's input."""
         return self.plan.view(self.world.rank).in_shape
 
-    @cached_property
+    @placed
     def out_shape(self) -> tuple[int, ...]:
         """Shape of this rank's output."""
         return self.plan.view(self.world.rank).out_shape
 
-    @cached_property
+    @placed
     def active(self) -> bool:
         """Whether this rank holds some of the input."""
         return self.plan.held.partition.index(self.world.rank) is not None
@@ -94,7 +95,7 @@ class Move:
         """Whether the step and its adjoint leave every rank's tensor as it is."""
         return self.plan.is_identity() and self.adjoint.is_identity()
 
-    @cached_property
+    @placed
     def _fits(self) -> bool:
         held, wanted = self.plan.held.partition, self.plan.wanted.partition
         return held.world == wanted.world and max(self.plan.ranks) < self.world.size
@@ -169,6 +170,7 @@ class LinearMap:
                 raise _faults.no_composition(a, b)
         self.__dict__.update(_held=Held(self), T=self.T)  # compiled code finds both made
 
+    @map_call
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the map to this rank's tensor. Returns fresh memory, unless the map is the identity on every rank.
 
@@ -268,9 +270,6 @@ class LinearMap:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LinearMap, (self.steps,)
-
-
-map_call(LinearMap.__call__)
 
 
 def movement(name: str, held: Side, wanted: Side) -> LinearMap:

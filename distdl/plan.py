@@ -102,6 +102,11 @@ class Side(Value):
         """Each rank has its block."""
         return Side(layout.partition, tuple(split(layout.blocks(d), d) for d in range(layout.ndim)))
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether no rank has several runs of one axis."""
+        return all(len(runs) < 2 for a in self.axes for runs in a.runs)
+
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the local tensor; on a rank outside the grid ``(0, *the first rank's other sizes)``."""
         coords = self.partition.index(rank)
@@ -183,7 +188,7 @@ class Plan(Value):
     def is_identity(self) -> bool:
         """Whether every rank keeps exactly what it has: the same on all ranks, whichever asks."""
         side = self.held
-        if side != self.wanted or any(len(runs) > 1 for a in side.axes for runs in a.runs):
+        if side != self.wanted or not side.is_plain:
             return False
         return alone(side.partition, side.axes) and all(map(full, side.axes))
 
@@ -200,18 +205,16 @@ class Plan(Value):
 
     def _view(self, rank: int) -> View:
         in_shape, out_shape = self.held.local_shape(rank), self.wanted.local_shape(rank)
-        to, _ = self._meetings(rank, sending=True)
         fro, adds = self._meetings(rank, sending=False)
-        sends = [_message(peer, pairs, 0, self.held) for peer, pairs in to if peer != rank]
-        received = [_message(peer, pairs, 1, self.wanted) for peer, pairs in fro]
-        received.sort(key=lambda m: -m.volume)  # stable: grid order among equals
-        kept = next((_message(peer, pairs, 0, self.held) for peer, pairs in to if peer == rank), None)
-        sends.sort(key=lambda m: m.peer)
-        return View(in_shape, out_shape, tuple(sends), tuple(received), kept, adds)
+        sent = received = [*_messages(fro, 1, self.wanted)]
+        if self.held != self.wanted or not self.held.is_plain:  # else what goes is what comes
+            sent = [*_messages(self._meetings(rank, sending=True)[0], 0, self.held)]
+        received = sorted(received, key=lambda m: -m.volume)  # stable: grid order among equals
+        sends = tuple(sorted((m for m in sent if m.peer != rank), key=lambda m: m.peer))
+        return View(in_shape, out_shape, sends, tuple(received), next((m for m in sent if m.peer == rank), None), adds)
 
-    def _meetings(self, rank: int, sending: bool) -> tuple[list[tuple[int, list[Overlaps]]], bool]:
-        """Whose pieces meet this rank's: [(peer, per axis the overlaps)], and whether two of them meet each other
-        here."""
+    def _meetings(self, rank: int, sending: bool) -> tuple[list[tuple[int, dict[int, Overlaps]]], bool]:
+        """Whose pieces meet this rank's: [(peer, per axis the overlaps)]; whether two of them meet each other here."""
         mine, theirs = (self.held, self.wanted) if sending else (self.wanted, self.held)
         runs = mine.runs(rank)
         if runs is None:
@@ -231,24 +234,17 @@ class Plan(Value):
             tied = [i for i, a in enumerate(theirs.axes) if a.dim == d]
             found, near = [], [theirs.axes[i].near(runs[i]) for i in tied]
             for c in sorted(set.intersection(*near)) if near else range(n):
-                per_axis = {}
-                for i in tied:
-                    per_axis[i] = overlaps(i, c)
-                    if not per_axis[i]:
-                        break
-                else:
+                per_axis = {i: overlaps(i, c) for i in tied}
+                if all(per_axis.values()):
                     found.append((c, per_axis))
             candidates.append(found)
             if not sending:
                 boxes = [_arrivals(entry) for _, per_axis in found for entry in product(*per_axis.values())]
                 collides = collides or collide(boxes)
-        meetings = []
-        for combination in product(*candidates):
-            per_axis = dict(fixed)
-            for _, of_coordinate in combination:
-                per_axis.update(of_coordinate)
-            meetings.append((grid.rank_at([c for c, _ in combination]), [per_axis[i] for i in range(len(per_axis))]))
-        return meetings, collides and bool(meetings)
+        places = [(0, fixed)]
+        for n, found in zip(grid.shape, candidates):
+            places = [(p * n + c, {**axes, **of_c} if of_c else axes) for p, axes in places for c, of_c in found]
+        return [(grid.ranks[p], axes) for p, axes in places], collides and bool(places)
 
     def simulate(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run every rank's part in this process: the held blocks in the order of ``held.partition.ranks`` to the wanted
@@ -298,9 +294,15 @@ def _arrivals(overlaps: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]
     return [(w, w + n) for _, w, n in overlaps]
 
 
-def _message(peer: int, per_axis: Sequence[Overlaps], end: int, side: Side) -> Message:
-    """The message of one meeting, with the boxes as they lie at one end (0: the held tensor, 1: the wanted one)."""
-    local = [found for axis, found in zip(side.axes, per_axis) if axis.extents is not None]
-    repeat = math.prod(len(found) for axis, found in zip(side.axes, per_axis) if axis.extents is None)
-    boxes = tuple((tuple(o[end] for o in picked), tuple(o[2] for o in picked)) for picked in product(*local)) * repeat
-    return Message(peer, boxes, sum(math.prod(sizes) for _, sizes in boxes))
+def _messages(meetings: Sequence[tuple[int, dict[int, Overlaps]]], end: int, side: Side) -> Iterable[Message]:
+    """The message of each meeting, with the boxes as they lie at one end (0: the held tensor, 1: the wanted one)."""
+    local, keys = ([i for i, a in enumerate(side.axes) if (a.extents is None) == key] for key in (False, True))
+    made: dict[Any, tuple[tuple[Box, ...], int]] = {}  # in a sum of thousands all are alike
+    for peer, axes in meetings:
+        like = (*map(len, map(axes.get, keys)), *map(id, map(axes.get, local)))
+        if like not in made:
+            picks = product(*(axes[i] for i in local))
+            boxes = tuple((tuple(o[end] for o in picked), tuple(o[2] for o in picked)) for picked in picks)
+            boxes *= math.prod(like[: len(keys)])
+            made[like] = boxes, sum(math.prod(sizes) for _, sizes in boxes)
+        yield Message(peer, *made[like])

@@ -15,7 +15,7 @@ _WIDTH, _LEFT, _LANE, _GAP, _TOP = 1160, 74, 26, 18, 30  # px
 _HUES = 8  # colours, by the movements' total time; what follows is grey
 _MOST = 20_000  # slices and arrows that a picture has; the longest ones
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --faint: #6b7480; --line: #d8dde3; --paper: #ffffff; --lane: #f4f6f8;
   --wait: #00000038; --on: #ffffff; --c0: #4477aa; --c1: #ee8866; --c2: #44bb99; --c3: #ddaa33; --c4: #aa4499;
   --c5: #66aa55; --c6: #bb5566; --c7: #999933; --c8: #9aa3ad; }
@@ -62,7 +62,7 @@ def page(trace: dict[str, Any], title: str = "Movements of a run") -> str:
     about = f"{trace['otherData']['ranks']} ranks, {_time(last)}, {len(arrows)} messages{note}. Hatched: waiting. "
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{escape(title)}</title><style>{_STYLE}</style></head><body>
+<title>{escape(title)}</title><style>{STYLE}</style></head><body>
 <h1>{escape(title)}</h1><p>{about}Hover over a slice or an arrow to see what it is.</p>
 <figure><svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title)}">
 <defs><pattern id="waiting" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">

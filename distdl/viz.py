@@ -1,19 +1,23 @@
 """Pictures of partitions, layouts, halos and plans: for teaching, and to see why a movement sends what it sends.
 
-:func:`draw` and :func:`spy` use matplotlib where it is installed, and print :func:`text` where it is not. Everything is
-worked out in this process, from plans: no message is sent.
+:func:`show` is for notebooks and pages: SVG that stands by itself, and text in a terminal. :func:`draw` and :func:`spy`
+use matplotlib where it is installed, and print :func:`text` where it is not. Everything is worked out in this process,
+from plans: no message is sent.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from . import svg
 from ._arguments import check_functions
 from .calls import public
+from .errors import PartitionError
 from .linear_map import LinearMap
 from .movement.around import Around
 from .movement.boundary import sides, source_of
@@ -21,8 +25,9 @@ from .movement.halo import HaloSpec
 from .partition import Layout, Partition
 from .plan import Plan
 
-__all__ = ["draw", "spy", "text", "matrix", "messages"]
+__all__ = ["draw", "show", "spy", "text", "matrix", "messages"]
 Drawn = Partition | Layout | HaloSpec | Plan | LinearMap
+MOST = 1200  # elements of a movement whose picture says of each where it comes from
 
 
 def _plan(A: Plan | LinearMap) -> Plan:
@@ -106,6 +111,90 @@ def _halo_text(spec: HaloSpec, d: int) -> str:
             row += f"{'[' * (i == b0) + str(shown):>{width}}" + ("]" if i == b1 - 1 else " ")
         rows.append(f"dim {d}, block {c}:{row}".rstrip())
     return "\n".join(rows)
+
+
+def show(*what: Drawn, titles: Sequence[str] = (), adjoint: bool = True) -> svg.Picture:
+    """A picture of some things side by side: who holds what, the messages, and who then has what.
+
+    Args:
+        what: a partition, layout or halo specification, plan or LinearMap each. Elements of a movement are numbered,
+            and what is made of several has all their colours; hover over one to see of which.
+        titles: a heading for each of them; left out, what they are.
+        adjoint: a movement has its adjoint beside it.
+
+    Returns:
+        A Picture: a notebook shows it, a terminal prints :func:`text` of each, and ``save(path)`` writes the SVG.
+        Tensors of more than two dims have their leading ones as rows; layouts of three are drawn as a box, of more as
+        text.
+
+    Raises:
+        PartitionError: something else, nothing, or another number of titles.
+    """
+    if not what or not all(isinstance(one, Drawn) for one in what):
+        raise PartitionError(
+            "there is no picture of this",
+            expected="a Partition, a Layout, a HaloSpec, a plan or a map, one or more",
+            actual=", ".join(type(one).__name__ for one in what) or "nothing",
+            next_step="of a program's values, show their layouts; of an Index, dd.maps.gather_rows(index)",
+        )
+    if titles and len(titles) != len(what):
+        raise PartitionError(
+            "not one title for each thing that is shown",
+            expected=f"{len(what)}, or none",
+            actual=f"{len(titles)}: {titles}",
+            next_step="give titles=[...] one text for each",
+        )
+    parts, words = [], []
+    for i, one in enumerate(what):
+        movement = one.plan() if isinstance(one, HaloSpec) else one
+        head = titles[i] if titles else _kind(one)
+        grids = _grids(one)
+        parts.append((head, _drawing(movement, grids)))
+        words.append(f"{head}\n{text(one)}")
+        if adjoint and isinstance(movement, (Plan, LinearMap)):
+            parts.append((f"adjoint of {head}", _drawing(movement.T, grids and grids[::-1])))
+            words.append(f"adjoint of {head}\n{text(movement.T)}")
+    return svg.picture(parts, "; ".join(head for head, _ in parts), "\n".join(words))
+
+
+def _kind(what: Drawn) -> str:
+    if isinstance(what, LinearMap):
+        return str(what)
+    return what.named[0] if isinstance(what, Plan) else type(what).__name__
+
+
+def _grids(what: Drawn) -> Any:
+    """Of a halo over a grid of two dims: where ranks stand there, before and after."""
+    if not isinstance(what, HaloSpec):
+        return None
+    found = []
+    for P in (what.in_layout.partition, what.out_layout.partition):
+        wide = [d for d, n in enumerate(P.shape) if n > 1]
+        if len(wide) != 2:
+            return None
+        found.append(lambda r, P=P, wide=wide: tuple(P.index(r)[d] for d in wide))
+    return tuple(found)
+
+
+def _drawing(what: Any, grids: Any = None) -> svg.Drawing:
+    if isinstance(what, Partition):
+        what = Layout(what, what.shape)
+    if isinstance(what, Layout):
+        boxes = {r: what.box(r) for r in what.partition.ranks}
+        if what.ndim in (1, 2):
+            return svg.blocks(what.shape, boxes)
+        return svg.cube(what.shape, boxes, str(what.shape)) if what.ndim == 3 else svg.lines(text(what).splitlines())
+    held, wanted = (dict(zip(_plan(A).held.partition.ranks, _held(A))) for A in (what, what.T))
+    words = [f"held{_copies(what, 'domain')}", f"wanted{_copies(what, 'range')}"]
+    small = sum(map(math.prod, held.values())) <= MOST >= sum(map(math.prod, wanted.values()))
+    sources = [[(j, v) for j, v in enumerate(row) if v] for row in matrix(what).tolist()] if small else []
+    return svg.flow(svg.Tensors(words[0], held), svg.Tensors(words[1], wanted), sources, messages(what), grids)
+
+
+def _copies(what: Any, side: str) -> str:
+    """Whether a map's side is one value on many ranks."""
+    space = getattr(what, side, None)
+    return f", {space.kind}" if space is not None and space.copies > 1 else ""
 
 
 def _axes(ax: Any, title: str | None) -> Any:

@@ -19,7 +19,7 @@
 # *untied*: every pixel has its own, so a rank's tile has its own weights too, and **their gradient sends nothing**.
 # Stages are pretrained one after the other, greedily, without labels, on
 #
-# $$ J = \frac1N \Big[ \tfrac12 \|V^\top W x - x\|^2 + \lambda \sum \mathrm{L2pool}(W x) \Big] $$
+# $$ J = \frac1N \Bigl[ \tfrac{1}{2} \|V^\top W x - x\|^2 + \lambda \sum \mathrm{L2pool}(W x) \Bigr] $$
 #
 # with V = W ("tied") or separate, and every row of W of norm 1 after each update. Then a classifier is trained: alone
 # at first, then with all that is below it. The pictures are 25 × 25, so quadrants are 13 and 12 wide: nothing needs to

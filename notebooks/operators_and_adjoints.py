@@ -81,6 +81,13 @@ row(
 print(viz.text(A))
 
 # %% [markdown]
+# Element by element: equal numbers are the same element, in the colour of the rank that it comes from. Hover over one to
+# read where. In a terminal the same call prints the list above.
+
+# %%
+viz.show(A)
+
+# %% [markdown]
 # ## The matrix of a movement
 #
 # Put the blocks of all ranks end to end: that is one vector. A movement is then a matrix of zeros and ones, found by

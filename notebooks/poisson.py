@@ -151,7 +151,7 @@ if __name__ == "__main__":
 # %% [markdown]
 # ## And its derivative is another solve
 #
-# $-\Delta$ is symmetric, and so is its inverse $G$. So the gradient of the energy $\frac12 \langle f, G f\rangle$ is the potential $G f$ itself, by
+# $-\Delta$ is symmetric, and so is its inverse $G$. So the gradient of the energy $\frac{1}{2} \langle f, G f\rangle$ is the potential $G f$ itself, by
 # `torch.func.grad` through transforms and moves; and its Hessian times $v$ is $G v$.
 
 

@@ -132,9 +132,46 @@ def test_reference_renders(monkeypatch):
     assert source.count("\n> ") == source.count("\n::: ")
     page = gen_api.expand(source)
     assert "\n> " not in page
-    missing = [name for name in F.__all__ if f"#### {name}\n" not in page.replace("\\_", "_")]
+    missing = [name for name in F.__all__ if f":: distdl.functional.{name}\n" not in page]
     missing += [f"::: distdl.maps.{name}" for name in dd.maps.__all__ if f"::: distdl.maps.{name}\n" not in source]
     assert not missing, f"give them a line in docs/api.md, then python docs/gen_api.py --summaries: {missing}"
+
+
+def test_names_that_pages_use():
+    """`F.name` and `dd.part.name` of the pages are there: in tables, which nothing runs, too."""
+    import distdl as dd
+    import distdl.functional as F
+
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert not [name for name in re.findall(r"(?<![\w.])F\.(\w+)", text) if not hasattr(F, name)], page.name
+        for name in re.findall(r"(?<![\w./])dd\.([A-Za-z]\w*(?:\.[A-Za-z]\w*)?)", text):
+            first, _, second = name.partition(".")
+            assert hasattr(dd, first), (page.name, name)
+            if isinstance(getattr(dd, first), types.ModuleType) and second:
+                assert hasattr(getattr(dd, first), second), (page.name, name)
+
+
+# Classes of distdl/distdl and microsoft/distdl: every public name of their distdl.nn. {n}: 1, 2 and 3.
+OF_DISTDL = """
+AllGather AllSumReduce Broadcast HaloExchange Interpolate Module ReduceScatter Repartition SumReduce
+DistributedTranspose DistributedUpsample DistributedBatchNorm DistributedEmbedding DistributedEmbeddingZero
+DistributedLayerNorm DistributedLayerNormZero DistributedRMSNormZero
+DistributedLinear DistributedLinearAllGather DistributedLinearAllGatherZero DistributedLinearReduceScatter
+DistributedLinearReduceScatterZero DistributedExpertAllGather DistributedExpertReduceScatter
+DistributedL1Loss DistributedMSELoss DistributedPoissonNLLLoss DistributedBCELoss DistributedBCEWithLogitsLoss
+DistributedKLDivLoss DistributedAvgPool{n}d DistributedMaxPool{n}d
+DistributedConv{n}d DistributedChannelConv{n}d DistributedFeatureConv{n}d DistributedFeatureConvTranspose{n}d
+DistributedGeneralConv{n}d DistributedChannelAllGatherConv{n}d DistributedChannelAllGatherConvTranspose{n}d
+DistributedChannelReduceScatterConv{n}d DistributedChannelReduceScatterConvTranspose{n}d
+"""
+
+
+def test_every_class_of_distdl_has_its_line():
+    text = (ROOT / "docs" / "from_distdl.md").read_text(encoding="utf-8")
+    table = text[text.index("## Every class") : text.index("## ZeRO")]
+    names = {name.format(n=n) for name in OF_DISTDL.split() for n in (1, 2, 3)}
+    assert [name for name in sorted(names) if f"`{name}`" not in table] == []
 
 
 NOTEBOOKS = [

@@ -100,8 +100,8 @@ ORDER = [set(line.split()) for line in """
     func testing
     solve
     nn
-    timeline_page
-    viz checkpoint interop timeline
+    svg timeline_page
+    viz checkpoint interop timeline forecast
     parallel
     programs
     __init__

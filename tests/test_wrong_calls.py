@@ -201,6 +201,7 @@ def written(folder):
         "interop.layout": (dd.interop.layout, (mesh, whole.placements, (2, 3)), {}),
         "interop.from_dtensor": (dd.interop.from_dtensor, (whole,), {}),
         "interop.to_dtensor": (dd.interop.to_dtensor, (X, L, mesh), {"placements": whole.placements}),
+        "viz.show": (viz.show, (L,), {"titles": ["a layout"], "adjoint": False}),
         "viz.text": (viz.text, (L,), {}),
         "viz.matrix": (viz.matrix, (A,), {}),
         "viz.messages": (viz.messages, (A,), {}),
@@ -217,6 +218,13 @@ def written(folder):
         "launch": (dd.launch, (layer,), {"n": 1}),
         "linear_map": (dd.linear_map, (layer, layer, (3,), (3,)), {"ranks": (0,)}),
         "remat": (dd.remat, (loss,), {}),
+        "trace": (dd.trace, (loss, L), {}),
+        "suggest": (dd.suggest, (lambda P: X, [(1, 1)]), {"machine": dd.machines.cluster}),
+        "suggest_chain": (
+            dd.suggest_chain,
+            ([lambda x, L: (x, L)], (2, 3), [(1, 1)]),
+            {"machine": dd.machines.cluster},
+        ),
         "world": (dd.world, ("default",), {}),
     }
 

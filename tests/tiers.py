@@ -10,22 +10,28 @@ from __future__ import annotations
 
 # ---------------------------------------------------------------- in one process
 
-# Of these files the first tier runs only the tests named: most of them start jobs, or go through tables of cases.
+# Of these files the first tier runs only the tests named: others start jobs, go through tables of cases, or trace.
 ONLY = {
     "docs": (
         "test_blocks_run[first pages-4]",
+        "test_every_class_of_distdl_has_its_line",
         "test_every_notebook_has_its_script",
         "test_links_between_pages",
+        "test_names_that_pages_use",
         "test_only_runnable_fences",
         "test_reference_renders",
         "test_tests_that_prove",
     ),
     "faults": ("test_exception_on_one_rank[backward]", "test_killed_rank"),
+    "machines": ("test_collectives", "test_local_work", "test_messages", "test_no_such_machine"),
+    "trace": ("test_a_program_is_a_line_for_each_movement", "test_every_rank_sends_what_its_trace_says[3]"),
     "launch": (
         "test_a_signal_to_any_process_ends_all[run-rank 0-SIGINT]",
         "test_bad_command_line",
         "test_results_come_in_rank_order",
     ),
+    "play": (),  # it needs a browser
+    "site": (),  # it needs what `make docs` installs
     "torch_engine": (
         "test_just_works[without mpi4py and cupy-torchrun]",
         "test_private_names_exist",
@@ -116,12 +122,14 @@ RANKS = {
     "sweep": LAYERS,
     "ties": SMALL,
     "tracing": SMALL,
+    "models": (2, 3, 4),
+    "traced": (1, 2, 3, 4),
     "trigonometric": LAYERS,
     "without_fast": (2,),
 }
 
 # The first tier is 1 and 2 ranks, of all but these, which run everything again, or compile it.
-AGAIN = ("compiled", "compiled_region", "without_fast")
+AGAIN = ("compiled", "compiled_region", "models", "traced", "without_fast")
 # And on 4 ranks it is these files, or of a file the tests named.
 FOUR = {
     "adjoints": None,

@@ -159,6 +159,17 @@ def no_modes():
     return _disable_current_modes() if dispatch_modes() else _here
 
 
+def real(function: Function) -> Function:
+    """The function without __torch_dispatch__ modes around it: what it makes has numbers."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with no_modes():
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
 def is_fake(tensor) -> bool:
     """Whether a tensor has no numbers: on the meta device, or of a class with operators of its own (FakeTensor)."""
     return tensor.is_meta or type(tensor).__torch_dispatch__ is not _ordinary
@@ -176,6 +187,11 @@ def is_plain(tensor) -> bool:
         and not tensor.is_quantized
         and not of_torch_func(tensor)
     )
+
+
+def storage(tensor) -> int:
+    """What tells a tensor's memory from others'; also of one that has no numbers."""
+    return tensor.untyped_storage()._cdata
 
 
 def plain(tensor):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from contextlib import contextmanager, nullcontext
-from operator import index
 
 import torch
 
@@ -38,6 +37,8 @@ class Exchange:
             xs = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(_torch.plain(x)) for x in xs]
         program, xs = program_of(plans, xs, transport)
         self.program, self.xs, self.transport, self.staging = program, xs, transport, None
+        if traffic.log is not None:
+            traffic.log.extend(program.messages())
         if program.strides is None:
             ys = self.ys = [*map(_empty_like, program.likes)]
         else:
@@ -73,12 +74,9 @@ class Exchange:
             receives = [(p, outs[leaf] + at, n) for p, leaf, at, n in program.receives]
             if program.kind:
                 (_, source, nbytes), (_, target, _), dtype = sends[0], receives[0], xs[0].dtype
-                self.handle = _collect(
-                    transport, program.kind, source, target, nbytes // dtype.itemsize, dtype, program.group
-                )
+                count = nbytes // dtype.itemsize
+                self.handle = transport.collective(program.kind, source, target, count, dtype, program.group)
                 return
-            if traffic.log is not None:
-                traffic.log.extend(("send", peer, index(nbytes)) for peer, _, nbytes in sends)
             self.handle = transport.post(sends, receives, program.call, (xs, ys, self.staging))
 
     def finish(self):
@@ -115,12 +113,6 @@ class Exchange:
             self.transport.abandon(self.handle, (self.xs, self.ys, self.staging))
 
 
-def _collect(transport, kind, source, target, count, dtype, group):
-    if traffic.log is not None:
-        traffic.log.append((kind, group, count * dtype.itemsize))
-    return transport.collective(kind, source, target, count, dtype, group)
-
-
 def _sum(transport, xs, ys, group) -> None:
     """All-reduce; leaves of one working dtype go as one message."""
     if len(ys) == 1:
@@ -144,7 +136,7 @@ def _sum_of_one(transport, x, y, group) -> None:
         x = y.copy_(x)
     count = y.numel()
     if count:
-        _collect(transport, "all_reduce", x.data_ptr(), y.data_ptr(), count, y.dtype, group)
+        transport.collective("all_reduce", x.data_ptr(), y.data_ptr(), count, y.dtype, group)
 
 
 class Ranged(Exchange):

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from operator import index
 from typing import Any
 
 import torch
@@ -123,6 +124,19 @@ class Program:
         code = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
         op, partitions = plans[0].named
         self.call = Call(code, peers, op, f"{partitions}, {dtypes[0]}")
+
+    def messages(self) -> list[tuple[str, Any, int]]:
+        """What this rank sends: (kind, peer or ranks, bytes), in order; see ``dd.testing.count_messages``."""
+        if self.kind == "all_reduce":  # leaves of one working dtype go as one
+            sizes: dict[torch.dtype, int] = defaultdict(int)
+            for like in self.likes:
+                sizes[like.dtype] += like.numel() * like.dtype.itemsize
+            return [("all_reduce", self.group, n) for n in sizes.values() if n]
+        if not self.travels:
+            return []
+        if self.kind:  # both ends have a rank's share
+            return [(self.kind, self.group, index(self.sends[0][-1]))]
+        return [("send", peer, index(nbytes)) for peer, *_, nbytes in self.sends]
 
     def take_staging(self, device):
         """Staging memory, with views of it for ``packs`` and for ``late`` (None where nothing is staged)."""

@@ -18,6 +18,7 @@ from ..errors import TransportError
 
 log: list | None = None  # distdl.testing.count_messages puts a list here: (kind, peer or ranks, bytes)
 observer: Any = None  # distdl.watching.observer.Observer while ranks check each other, or are watched
+tracer: Any = None  # distdl.forecast.tracer.Tracer while a program is traced: it notes movements, and none runs
 begun = 0  # movements, and small agreements, of this process
 
 Buffer = tuple[

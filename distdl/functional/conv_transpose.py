@@ -141,11 +141,10 @@ def dist_conv_transpose(
     Args:
         w: (in channels, out channels / groups, *kernel). Where P's channel dim is split, this rank's block of output
             channels: (in, out block, *kernel), and with groups whole ones: (in channels of these groups, out / groups,
-                *kernel).
+            *kernel).
         output_padding: extra size at the end, below stride or dilation.
         x, P, bias, shape, out_channels, x_layout, y_layout, params: as for :func:`dist_conv`; in the general form w is
-        the
-            (in, out) block.
+            the (in, out) block.
 
     Returns:
         This rank's block of the result, of layout :func:`conv_transpose_layout`.

@@ -163,11 +163,15 @@ def _kernel(x, sizes, nearest):
     return torch.float64 if x.dtype == torch.float64 else torch.float32, True, False
 
 
+@_torch.real
+def _counts_up(index):
+    return torch.equal(index[0], torch.arange(index.shape[1], device="cpu"))
+
+
 def _apply_taps(x, d, index, weight):
     """One dim: Σ_j weight_j · x[index_j]."""
     if weight is None:
-        with _torch.no_modes():
-            same = index.shape[1] == x.shape[d] and torch.equal(index[0], torch.arange(x.shape[d], device="cpu"))
+        same = index.shape[1] == x.shape[d] and _counts_up(index)
         return x if same else x.index_select(d, _torch.literal(index)[0].to(x.device))
     index, weight = _torch.literal(index), _torch.literal(weight)
     weight = weight.to(x.device, x.dtype).reshape(len(weight), -1, *(1,) * (x.dim() - d - 1))
@@ -250,25 +254,24 @@ def dist_interpolate(
 
 
 @lru_cache(maxsize=256)
+@torch.inference_mode(False)  # the tables are kept,
+@_torch.real  # and other calls need their numbers
 def _resampling(L, at, sizes, scales, mode, align, kernel, copied):
     """Windows of x, and for each spatial dim (index in the window, weight) of the outputs at coordinates ``at``."""
-    with torch.inference_mode(False), _torch.no_modes():  # they are kept
-        tables = [
-            (torch.arange(n, device="cpu")[None], None) if same else _taps(mode, n, m, s, align, kernel)
-            for n, m, s, same in zip(L.shape[2:], sizes, scales, copied)
-        ]
+    tables = [
+        (torch.arange(n, device="cpu")[None], None) if same else _taps(mode, n, m, s, align, kernel)
+        for n, m, s, same in zip(L.shape[2:], sizes, scales, copied)
+    ]
 
     def need(d, o0, o1):  # indices rise with o
         if d < 2:
             return o0, o1
         index = tables[d - 2][0]
-        with _torch.no_modes():
-            return int(index[:, o0].min()), int(index[:, o1 - 1].max()) + 1
+        return int(index[:, o0].min()), int(index[:, o1 - 1].max()) + 1
 
     spec = HaloSpec.needs(L, None, (*L.shape[:2], *sizes), need, "none")
     own = []
     for d, (index, weight) in enumerate(tables, 2):
         lo, (o0, o1) = spec.windows[d][at[d]][0], spec.out_layout.blocks(d)[at[d]]
-        with _torch.no_modes():
-            own.append((index[:, o0:o1] - lo, None if weight is None else weight[:, o0:o1]))
+        own.append((index[:, o0:o1] - lo, None if weight is None else weight[:, o0:o1]))
     return spec, own

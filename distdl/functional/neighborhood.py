@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from .. import _torch
 from .._arguments import checked
 from .._types import Place, Size
 from ..agree import resolve
@@ -27,7 +28,7 @@ __all__ = ["dist_neighborhood_attention"]
 @lru_cache(maxsize=256)
 def _table(n: int, k: int, d: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """For each of n queries of a dim its k keys, and whether it sees them; both (n, k)."""
-    with torch.inference_mode(False):  # they are kept
+    with torch.inference_mode(False), _torch.no_modes():  # they are kept
         i = torch.arange(n, device="cpu")[:, None]
         place, residue = i // d, i % d
         size = (n - residue + d - 1) // d  # of the dim that has this residue

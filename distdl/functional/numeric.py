@@ -30,7 +30,8 @@ def beyond(idx, n: int) -> int | None:
     (a batch under vmap, CUDA, compiled code) the local operation itself fails, as torch's does."""
     if idx.is_cuda or _torch.levels_of(idx) or not idx.numel() or _torch.is_fake(idx):
         return None
-    low, high = (int(v) for v in torch.aminmax(idx))
+    with _torch.no_modes():
+        low, high = (int(v) for v in torch.aminmax(idx))
     return low if low < 0 else high if high >= n else None
 
 

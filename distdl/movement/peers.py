@@ -49,7 +49,7 @@ def shift_map(
 def shift(x: Tree, P: Place, dim: int, offset: int = 1, *, periodic: bool = True) -> Tree:
     """Pass every rank's tensor to the rank ``offset`` further along partition dim ``dim``. Adjoint: the shift back.
 
-    Place nothing arrives (``periodic=False``) the result is zero, in the shape of this rank's own tensor. Shapes are
+    Where nothing arrives (``periodic=False``) the result is zero, in the shape of this rank's own tensor. Shapes are
     equal along ``dim``, unless a Layout says how they differ. No negotiation.
     """
     return moved(*by_shape(x, P, lambda shape: shift_map(P, dim, offset, periodic, shape)))

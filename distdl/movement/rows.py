@@ -11,6 +11,7 @@ import torch
 
 from .. import _torch
 from .._types import Tree
+from .._value import placed
 from ..errors import PartitionError, ShapeError
 from ..index import Index
 from ..linear_map import LinearMap, Move
@@ -37,12 +38,12 @@ class Rows(Around):
         """A, or its transpose."""
         return (Move(self.name, self.plan, self.adjoint, transposed=self.transposed),)
 
-    @cached_property
+    @placed
     def in_shape(self) -> tuple[int, ...]:
         """Shape of this rank's input: the rows of its block, or those that it wanted."""
         return self._shape(self.adds, self.plan.view(self.world.rank).in_shape)
 
-    @cached_property
+    @placed
     def out_shape(self) -> tuple[int, ...]:
         """Shape of this rank's output."""
         return self._shape(not self.adds, self.plan.view(self.world.rank).out_shape)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._value import placed
 from ..boxes import is_bool
 from ..engine.program import wider
 from ..errors import PartitionError
@@ -64,7 +65,7 @@ class Star(Around):
         """The step as ``rank`` has it."""
         return replace(self, rank=rank)
 
-    @cached_property
+    @placed
     def _places(self) -> tuple[Cut, Cut, dict[int, list[Cut]]] | None:
         """Where the block's part lies in the block and in the window; for each dim where its two strips do, there."""
         spec: Any = self.spec

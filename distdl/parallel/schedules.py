@@ -12,6 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ..errors import PartitionError
+from ..svg import Picture, gantt, picture
 
 __all__ = ["Task", "Timeline", "schedule", "simulate"]
 
@@ -100,6 +101,18 @@ class Timeline(NamedTuple):
             for at in range(int(begin), int(end)):
                 cells[at] = f" {task.kind}{task.micro}".ljust(width) if at == begin else f" {'-' * (width - 1)}"
         return "\n".join("".join(cells).rstrip() for cells in rows)
+
+    def picture(self) -> Picture:
+        """A row for each device, time from left to right; in a terminal the text of ``str``."""
+        n = len(self.live)
+        spans = [(t.stage % n, t.kind, t.micro, begin, end) for t, (begin, end) in self.spans.items()]
+        word = (
+            f"{self.makespan:g} units of time, {self.bubble:.0%} idle; kept at most: {', '.join(map(str, self.live))}"
+        )
+        return picture([("", gantt(spans, n, self.makespan, word))], f"a schedule of {n} devices: {word}", str(self))
+
+    def _repr_html_(self) -> str:
+        return self.picture().svg
 
 
 def needs(task: Task, last: int) -> list[Task]:

@@ -145,7 +145,7 @@ def _gathered_again(layer: Layer, tree: Callable[[Flats], Any], whole: Callable[
         again: Flats = []
         if not any(flat.requires_grad and flat.numel() for flat in flats):
             return layer(tree(flats), x)
-        memory = {(flat.untyped_storage().data_ptr(), flat.dtype): k for k, flat in enumerate(flats) if flat.numel()}
+        memory = {(_torch.storage(flat), flat.dtype): k for k, flat in enumerate(flats) if flat.numel()}
 
         def ask(*_: Any) -> None:
             if not again:
@@ -153,7 +153,7 @@ def _gathered_again(layer: Layer, tree: Callable[[Flats], Any], whole: Callable[
                     again.extend(whole(blocks))
 
         def pack(t: torch.Tensor) -> Any:
-            k = memory.get((t.untyped_storage().data_ptr(), t.dtype))
+            k = memory.get((_torch.storage(t), t.dtype))
             return t if k is None else (k, t.size(), t.stride(), t.storage_offset())
 
         def unpack(kept: Any) -> torch.Tensor:
@@ -378,7 +378,7 @@ def _counted_once(powers: torch.Tensor, holders_of: Sequence[Held], line: Partit
     count = count.clamp(min=1)
     differ = (blocks == 1) & (count * squares - total**2 > 1e-8 * total**2)
     whole = any(how.blocks == 1 for how in holders_of)  # to look at the numbers of a device waits for it
-    if whole and not _torch.transforms_active() and differ.any():
+    if whole and not _torch.transforms_active() and not _torch.is_fake(differ) and differ.any():
         raise PartitionError(
             "a gradient that should be equal on all ranks differs",
             partitions=line,

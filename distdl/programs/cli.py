@@ -1,4 +1,5 @@
-"""Command line: ``python -m distdl run -n 4 script.py`` | ``run -n 4 -m module`` | ``demo`` | ``bench`` | ``info``."""
+"""Command line: ``python -m distdl run -n 4 script.py`` | ``run -n 4 -m module`` | ``demo`` | ``bench`` |
+``measure`` | ``info``."""
 
 from __future__ import annotations
 
@@ -33,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     program.add_argument("script", nargs=argparse.REMAINDER, help="a script and its arguments")
     commands.add_parser("demo", help="train a network split over four ranks beside the sequential one")
     commands.add_parser("bench", help="time operators on your own shapes: bench halo -n 2 --shape 512,512")
+    commands.add_parser("measure", help="fit the model that prices traces to this machine: measure -n 4 --out it.json")
     commands.add_parser("info", help="versions, MPI and devices of this environment")
     return top
 
@@ -91,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     top = parser()
     argv = sys.argv[1:] if argv is None else argv
-    own = argv[:1] in (["demo"], ["bench"])  # these read their options themselves
+    own = argv[:1] in (["demo"], ["bench"], ["measure"])  # these read their options themselves
     options = argparse.Namespace(command=argv[0], args=argv[1:]) if own else top.parse_args(argv)
     try:
         return execute(top, options)
@@ -115,6 +117,11 @@ def execute(top: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
         said = read(options.args)
         return run(said.n, ["-m", "distdl.programs.bench", *options.args], engine=said.engine)
+    if options.command == "measure":
+        from .measure import parser as options_of
+
+        asked = options_of().parse_args(options.args)
+        return run(asked.n, ["-m", "distdl.programs.measure", *options.args])
     program = ["-m", *options.module] if options.module else options.script
     if not program:
         top.error("run: which script, or -m module?")

@@ -62,7 +62,7 @@ def read(path, rows, box, *, sample=(), first: int = 0, dtype=torch.float32, bar
     Args:
         path: a ``.npy`` file of (count, *sample), which is memory-mapped; or a ``.csv`` or ``.csv.gz`` without a
             heading, which is streamed line by line: only this rank's lines are split, and of these only its columns
-                become numbers.
+            become numbers.
         rows: (batches, size): the rows of each batch, see :func:`batches`.
         box: ((start, stop), ...) of this rank in a batch (size, *sample): ``layout.box()``; for labels its first entry
             alone.

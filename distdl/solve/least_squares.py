@@ -31,7 +31,7 @@ def lsqr(
     max_iter: int | None = None,
     order: int = 2,
 ) -> tuple[torch.Tensor, Info]:
-    """The x of least ‖b - A x‖² + ``damp``² ‖x‖², for any linear A between blocks over two partitions.
+    """The x of least ‖b - A x‖² + damp² ‖x‖², for any linear A between blocks over two partitions.
 
     Args:
         A: a LinearMap, or a linear function of this rank's block of x, which has a vjp: its adjoint is worked out with

@@ -62,7 +62,7 @@ KNOWN = {
     "window": ["conv", "pool"],
 }
 COPIED = (
-    *("distdl", "tests", "bench", "docs", "notebooks", "requirements", "pyproject.toml", "mkdocs.yml", "Makefile"),
+    *("distdl", "tests", "bench", "docs", "notebooks", "requirements", "pyproject.toml", "Makefile"),
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
 )
 UNCHANGED = "unchanged"
