@@ -185,7 +185,7 @@ def _bits(box, shape, key, device, make):
             index, place = index + (here + start) * stride, place // size if d else place
         parts.append(make(shift_right(_mix(key + index * _GAMMA), 1)))
     flat = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-    return flat.reshape(*flat.shape[:-1], *local)
+    return flat.reshape((*flat.shape[:-1], *local))
 
 
 # ---------------------------------------------------------------- as a torch operator; keys may be a batch of vmap
@@ -201,7 +201,7 @@ def _bits_real(keys, key, starts, stops, shape, device):
 
 def _bits_fake(keys, key, starts, stops, shape, device):
     local = [stop - start for start, stop in zip(starts, stops)]
-    return torch.empty(*(() if keys is None else keys.shape), *local, dtype=torch.int64, device=device)
+    return torch.empty((*(() if keys is None else keys.shape), *local), dtype=torch.int64, device=device)
 
 
 def _bits_vmap(info, in_dims, keys, *others):
