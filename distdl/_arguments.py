@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import calls
+from . import _torch, calls
 from ._kinds import BESIDE, KINDS, Kind, is_tree, kind_of
 from .errors import DistdlError, PartitionError
 from .partition import Layout, Partition
@@ -47,7 +47,7 @@ def checked(function: _Function) -> _Function:
     code = wrapped.__code__.replace(co_name=function.__name__)  # each its own, for torch.compile and profiles
     wrapped.__code__ = code
     calls.wrappers.add(code)
-    return wrapped
+    return _torch.unseen(wrapped)
 
 
 def _misfit(function, args, kwargs, error) -> DistdlError | None:

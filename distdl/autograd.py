@@ -21,6 +21,7 @@ import torch
 
 from . import _torch
 from .engine import transport as _transport
+from .engine.operators import agree
 from .errors import AgreementError, DistdlError
 
 
@@ -201,6 +202,9 @@ def _agree_on_batches(steps, xs, ties):
         return xs
     seen = _torch.batching_levels((*xs, *ties))
     mine = [(size, level in seen) for level, size in levels]
+    if _dispatch_modes() and _torch.compiling():
+        agree(xs[0], where, ranks, mine, steps[0])
+        return xs
     theirs = list(where.all_gather(mine, ranks, "sizes of vmap").values())
     if theirs.count(mine) == len(theirs):
         return xs

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from . import _faults, _torch
+from . import _faults
 from ._value import placed
 from .autograd import apply
+from .compiled import Held, map_call
 from .engine import dispatch
 from .pair import Pair
 from .plan import Plan, Side
@@ -167,7 +168,9 @@ class LinearMap:
         for a, b in zip(self.steps, self.steps[1:]):
             if a.out_shape != b.in_shape or a.range.kind != b.domain.kind:
                 raise _faults.no_composition(a, b)
+        self.__dict__.update(_held=Held(self), T=self.T)  # compiled code finds both made
 
+    @map_call
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the map to this rank's tensor. Returns fresh memory, unless the map is the identity on every rank.
 
@@ -183,8 +186,8 @@ class LinearMap:
     @cached_property
     def T(self) -> LinearMap:
         """The adjoint: the adjoints of the steps in reverse order."""
-        other = LinearMap(tuple(step.T for step in reversed(self.steps)))
-        other.__dict__["T"] = self
+        other = object.__new__(LinearMap)
+        other.__dict__.update(steps=tuple(step.T for step in reversed(self.steps)), T=self, _held=Held(other))
         return other
 
     def __matmul__(self, other: LinearMap) -> LinearMap:
@@ -265,11 +268,8 @@ class LinearMap:
     def __repr__(self) -> str:
         return f"LinearMap({self}: {self.in_shape} -> {self.out_shape}, {self.domain.kind} -> {self.range.kind})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"steps": self.steps}
-
-
-_torch.opaque(LinearMap.__call__)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LinearMap, (self.steps,)
 
 
 def movement(name: str, held: Side, wanted: Side) -> LinearMap:

@@ -6,6 +6,7 @@ Hewett & Grady, arXiv:2006.03108. Each stands in :mod:`distdl.movement`, above t
 
 from ._arguments import check_functions
 from .calls import public
+from .compiled import outside
 from .movement.blocks import gather_map as gather
 from .movement.blocks import repartition_map as repartition
 from .movement.blocks import roll_map as roll
@@ -58,4 +59,5 @@ __all__ = [
 ]
 public({name: globals()[name] for name in __all__})
 check_functions(globals(), __all__)
-del check_functions, public
+outside(globals(), __all__, "distdl: make maps outside of compiled functions, or call the function of the same name")
+del check_functions, outside, public

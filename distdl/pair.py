@@ -144,7 +144,7 @@ class Pair:
                 partitions=self.partitions,
                 next_step="let the function return out_shape, after the batch axes that it was given",
             )
-        return y.clone() if _torch.storage(y) == _torch.storage(x) else y
+        return y.clone() if _torch.shares_memory(y, x) else y
 
     def __str__(self) -> str:
         return f"linear_map({getattr(self.forward, '__name__', 'forward')})"

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 from . import _torch
 from .autograd import refuse_older_vmap
 from .calls import public
+from .compiled import traced_as
 from .engine import transport
 from .errors import DistdlError
 from .ties import is_smooth, nothing, tie
@@ -394,15 +395,29 @@ def remat(f: Function, *, begin: Callable[..., Any] | None = None) -> Function:
             another way.
     """
 
+    kept = _kept(f, begin=begin)
+
     @functools.wraps(f, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
+        if _torch.dispatch_modes() and _torch.compiling():
+            return kept(*args, **kwargs)
         if _torch.transforms_active():
             return _recomputed(f, begin, args, kwargs)
         if not torch.is_grad_enabled():
             return f(*(args if begin is None else begin(*args)), **kwargs)
         return checkpoint(_anchored(f, begin), *args, use_reentrant=False, **kwargs)
 
-    return cast(Function, call)
+    return cast(Function, traced_as(call, kept))
 
+
+def _kept(f: Callable[..., Any], *, begin: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """In a graph AOTAutograd decides what is worked out again: never a movement."""
+    if begin is None:
+        return f
+    start = begin
+    return lambda *args, **kwargs: f(*start(*args), **kwargs)
+
+
+traced_as(remat, _kept)
 
 public({"remat": remat}, alike=False)

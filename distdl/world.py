@@ -12,10 +12,11 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import errors
+from . import _torch, errors
 from .calls import collective_call, single_plan, user_line
 from .engine import transport as _transport
 from .engine.local import LocalTransport
+from .engine.operators import asked_while_traced
 from .engine.side_stream import settle
 from .engine.transport import DeviceEngines, Transport
 from .errors import AgreementError, PartitionError, TransportError
@@ -198,6 +199,8 @@ class World:
         """{rank: its small, picklable value} over ``ranks``, in rising order; one small all-gather. Ranks of one job
         trust each other, so pickles do no harm here. ``purpose`` goes along: ranks that are here for different reasons
         all raise."""
+        if _torch.dispatch_modes() and _torch.compiling():
+            raise asked_while_traced(self.rank, purpose)
         _transport.begun += 1
         moving.moves = True
         ranks = tuple(sorted(ranks))

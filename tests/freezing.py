@@ -83,7 +83,7 @@ def _of_class(cls):
         if base.__module__.startswith("distdl"):
             for name, member in vars(base).items():
                 member = getattr(member, "__func__", member)
-                if isinstance(member, property) or type(member).__name__ == "cached_property":
+                if hasattr(member, "fget") or type(member).__name__ == "cached_property":
                     text = "property"
                 else:
                     text = signature(member) if callable(member) else None

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from inspect import unwrap
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import registry
@@ -13,6 +14,7 @@ import torch
 
 import distdl as dd
 import distdl.functional as F
+from distdl import compiled
 
 PACKAGE = Path(dd.__file__).parent
 LAUNCHER_VARIABLES = ("OMPI_", "PMI", "PRTE_", "MPI_LOCAL", "HYDRA")
@@ -78,6 +80,7 @@ ORDER = [set(line.split()) for line in """
     _types
     plan
     _torch _distributed
+    compiled
     engine
     signature
     watching
@@ -260,13 +263,12 @@ def test_executor_through_counting_and_null_transports():
     assert LocalTransport().all_gather(b"x", (0,)) == [b"x"]
 
 
-def test_the_compiler_breaks_its_graph_at_every_movement():
-    """And looks into none; layers, which do local work too, it compiles up to their movements."""
-    movements = {name for name in F.__all__ if unwrap(getattr(F, name)).__module__.startswith("distdl.movement.")}
-    assert {"repartition", "roll", "halo_exchange", "wait"} <= movements
-    assert [
-        name for name in (*movements, "nothing", "tie") if not hasattr(getattr(F, name), "_torchdynamo_disable")
-    ] == []
+def test_the_compiler_looks_into_no_call():
+    """Each public function is a node of a compiled graph or evaluated while it is traced; in older torch a break."""
+    attribute = "_torchdynamo_inline" if compiled.available else "_torchdynamo_disable"
+    functions = {name: getattr(F, name) for name in F.__all__ if isinstance(getattr(F, name), FunctionType)}
+    assert {"repartition", "roll", "halo_exchange", "wait", "dist_conv", "conv_layout"} <= functions.keys()
+    assert [name for name, function in functions.items() if not hasattr(function, attribute)] == []
 
 
 def test_every_movement_has_cases():

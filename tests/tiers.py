@@ -43,6 +43,7 @@ ONLY = {
 # Of all others it leaves out the tests named, which start jobs too.
 LATER = {
     "bench": ("test_one_operator_on_two_ranks", "test_plots"),
+    "compiler_bugs": ("test_the_order_of_effects", "test_wrapping_integers"),
     "nodes": ("test_torchrun_on_two_nodes",),
     "files": ("test_a_save_that_nobody_waits_for", "test_hyperparameters_come_back", "test_killed_while_saving"),
     "frozen": ("test_python_calls",),
@@ -66,6 +67,8 @@ RANKS = {
     "checkpoint": (2, 4),
     "others": (1, 2, 4),
     "c10d": (2, 3, 4),
+    "compiled": (2, 3),
+    "compiled_region": (2, 3),
     "conv": ODD,
     "convert": LAYERS,
     "differing_ranks": SMALL,
@@ -126,8 +129,8 @@ RANKS = {
     "without_fast": (2,),
 }
 
-# The first tier is 1 and 2 ranks, of all but these, which run everything again.
-AGAIN = ("models", "traced", "without_fast")
+# The first tier is 1 and 2 ranks, of all but these, which run everything again, or compile it.
+AGAIN = ("compiled", "compiled_region", "models", "traced", "without_fast")
 # And on 4 ranks it is these files, or of a file the tests named.
 FOUR = {
     "adjoints": None,

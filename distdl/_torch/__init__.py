@@ -17,6 +17,15 @@ from torch._C import _functorch
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .compiler import as_node as as_node
+from .compiler import compiling as compiling
+from .compiler import dynamo_runs as dynamo_runs
+from .compiler import in_subgraph as in_subgraph
+from .compiler import keep_order as keep_order
+from .compiler import of_dynamo as of_dynamo
+from .compiler import read_while_tracing as read_while_tracing
+from .compiler import register_opaque_type as register_opaque_type
+from .compiler import without_numbers as without_numbers
 from .transforms import Escaped as Escaped
 from .transforms import SingleLevelFunction as SingleLevelFunction
 from .transforms import Transform as Transform
@@ -29,6 +38,7 @@ from .transforms import examples as examples
 from .transforms import forward_mode_active as forward_mode_active
 from .transforms import grad_levels as grad_levels
 from .transforms import has_tangent as has_tangent
+from .transforms import inside as inside
 from .transforms import levels_of as levels_of
 from .transforms import numbers_of as numbers_of
 from .transforms import of_older_vmap as of_older_vmap
@@ -36,6 +46,7 @@ from .transforms import of_torch_func as of_torch_func
 from .transforms import outside_all as outside_all
 from .transforms import randomness as randomness
 from .transforms import recorded_beneath as recorded_beneath
+from .transforms import shares_memory as shares_memory
 from .transforms import transform_depth as transform_depth
 from .transforms import transforms_active as transforms_active
 from .transforms import unfollowed as unfollowed
@@ -89,12 +100,17 @@ def reduced_by_ddp() -> tuple[tuple[int, ...], frozenset]:
     return tuple(torch.distributed.get_process_group_ranks(ddp.process_group)), _reduced[ddp]
 
 
-def opaque(function: Function) -> Function:
+def opaque(function: Function, reason: str = "a movement of distdl") -> Function:
     """Mark a function at which torch.compile shall break its graph, without a look inside: what torch.compiler.disable
     does, but without importing the compiler, and without a wrapper."""
-    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="a movement of distdl")
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+    return unseen(function)
+
+
+def unseen(function: Function) -> Function:
+    """Let torch.compile not look into a call of the function that is no part of a graph; newer torch only."""
     frames = torch._C._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):  # newer torch: nor are functions that it calls compiled on their own
+    if hasattr(frames, "set_code_exec_strategy"):  # nor into functions that it calls
         skip = frames._FrameAction.SKIP
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
@@ -115,11 +131,23 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+vars(in_backward)["_torchdynamo_inline"] = lambda: False  # a graph is not run again piece by piece
+
+
 def checkpointed() -> bool:
     """Whether torch's checkpoint may run again what runs now: there are hooks on what is saved, or
     (``use_reentrant=True``) this is the forward of a Function, which has neither grad mode nor forward mode."""
     plain = torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
     return not plain or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def literal(tensor):
+    """A tensor of numbers that were planned, as one of what runs now: in a graph a constant of its own."""
+    if not dispatch_modes() or is_fake(tensor):
+        return tensor
+    with no_modes():
+        numbers = tensor.tolist()
+    return torch.tensor(numbers, dtype=tensor.dtype, device=tensor.device)
 
 
 # A context in which a module has other tensors as its parameters and buffers, by name.

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ..errors import DistdlError
 
-_shares_memory: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+shares_memory: Any = torch._C._is_alias_of  # type: ignore[attr-defined]  # whether two tensors do
 _Kind = _functorch.TransformType
 # True while any torch.func transform (grad, vjp, jvp, vmap, ...) is being evaluated.
 transforms_active = torch._C._are_functorch_transforms_active
@@ -20,16 +20,21 @@ unwrap_if_dead = _functorch.unwrap_if_dead
 of_torch_func = _functorch.is_functorch_wrapped_tensor  # whether a tensor belongs to a transform, active or ended
 
 
+inside = _functorch.get_unwrapped  # what is in a tensor of a transform
+_traced: Any = torch._C._len_torch_dispatch_stack
+
+
 def forward_mode_active() -> bool:
-    """Whether a forward-mode level (torch.autograd.forward_ad) is open."""
-    return forward_ad._current_level >= 0
+    """Whether a forward-mode level (torch.autograd.forward_ad) is open. While something is traced it may be: Dynamo
+    opens levels without telling Python."""
+    return forward_ad._current_level >= 0 or _traced() > 0
 
 
 def has_tangent(tensor) -> bool:
     """Whether forward mode is differentiating with respect to ``tensor`` right here (not inside a Function's
     forward)."""
-    level = forward_ad._current_level
-    return level >= 0 and torch._C._is_fwd_grad_enabled() and torch._VF._unpack_dual(tensor, level=level)[1] is not None
+    level = max(forward_ad._current_level, _traced() - 1)  # torch has the level 0 only
+    return level >= 0 and torch._C._is_fwd_grad_enabled() and torch._VF._unpack_dual(tensor, level=0)[1] is not None
 
 
 # A Function for one level of autograd alone: ``apply`` makes the node without binding a signature on every call (17 µs
@@ -169,12 +174,12 @@ class Transform:
 
     def unpack(self, tensor):
         """(What is inside, and inside its tangent or ``None``), for a jvp."""
-        value, tangent = forward_ad.unpack_dual(self.lift(tensor))
+        value, tangent = forward_ad.unpack_dual(self.lift(tensor), level=0)
         return self.unwrap(value), None if tangent is None else self.unwrap(self.lift(tangent))
 
     def dual(self, value, tangent):
         """A tensor and its tangent from outside as one of this jvp."""
-        return forward_ad.make_dual(self.wrap(value), self.wrap(tangent))
+        return forward_ad.make_dual(self.wrap(value), self.wrap(tangent), level=0)
 
     def differentiates(self, tensors) -> bool:
         """Whether grad, vjp or jvp follows any of these :meth:`lift` ed tensors."""
@@ -218,7 +223,7 @@ def apart(depth: int, function, args):
                 results[i] = _functorch._unwrap_for_grad(y, opened) if opened else y
             if not opened:
                 return [
-                    y.clone() if any(_shares_memory(y, x) for x in constants) else _spread(y) for y in results
+                    y.clone() if any(shares_memory(y, x) for x in constants) else _spread(y) for y in results
                 ], followed
             opened -= 1
             _functorch._grad_decrement_nesting()

@@ -7,10 +7,11 @@ from contextlib import nullcontext
 import torch
 
 from .. import _torch
-from ..errors import AgreementError, ShapeError
+from ..errors import ShapeError
 from . import transport as traffic
 from .exchange import Aside, Exchange
 from .exchange import begin as begin_exchange
+from .operators import traced
 from .ranges import ranged
 
 
@@ -107,78 +108,3 @@ def begin(steps, xs):
     engine.pause()
     # On a side stream the gradient is joined where the node's inputs are, after what stands in between.
     return moving, [x.view_as(x) for x in xs] if isinstance(moving, Aside) else xs
-
-
-# ---------------------------------------------------------------- as a torch operator
-
-_library = torch.library.Library("distdl", "DEF")
-_library.define("move(Tensor[] xs, str movement) -> Tensor[]")
-_traced: dict[str, tuple] = {}
-
-
-def traced(steps, xs):
-    """The same while a torch dispatch mode is active: make_fx and linearize then record the operator."""
-    name = "; ".join(f"{m} {m.plan.digest}" for m in steps)
-    _traced[name] = tuple(steps)
-    observer = traffic.observer
-    before = None if observer is None else observer.tracing
-    try:
-        if observer is not None:
-            observer.tracing = True
-        return torch.ops.distdl.move(list(xs), name)
-    except (NotImplementedError, TypeError) as error:
-        if all(map(_torch.is_plain, xs)):
-            raise
-        raise ShapeError(
-            "a tensor of a class with operators of its own, which does not know movements",
-            op=str(steps[0]),
-            partitions=steps[0].partitions,
-            rank=steps[0].world.rank,
-            expected="a plain tensor",
-            actual=", ".join(type(x).__name__ for x in xs),
-            next_step="pass its local part: x.to_local()",
-        ) from error
-    finally:
-        if observer is not None:
-            observer.tracing = before
-
-
-def _move_real(xs, movement):
-    traffic.begun += 1  # in a graph that was traced the operator stands alone
-    steps = _traced[movement]
-    ys = _seen(steps, xs, engine_for(steps, xs, False))
-    return [y.contiguous() for y in ys]  # as the tracer was told
-
-
-def _move_fake(xs, movement):
-    steps = _traced[movement]
-    return [x.new_empty((*x.shape[: x.dim() - len(m.in_shape)], *m.out_shape)) for m, x in zip(steps, xs)]
-
-
-def _move_autograd(xs, movement):
-    # Alone the operator would have gradient zero and tangent zero, silently: only linear_map's Function may call it.
-    if (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or any(_torch.has_tangent(x) for x in xs):
-        raise AgreementError(
-            "distdl::move has no derivative of its own",
-            op="move",
-            actual=movement,
-            next_step="call the map (or the function in distdl.functional) instead",
-            expected="a tensor without gradient and tangent",
-        )
-    with _torch.below_autograd():
-        return torch.ops.distdl.move(xs, movement)
-
-
-def _move_vmap(info, in_dims, xs, movement):
-    # A pullback of linearize, or any trace, under vmap: the batch is one more leading axis of the plans.
-    given = [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[0])]
-    ys = torch.ops.distdl.move(given, movement)
-    return ys, [0] * len(ys)
-
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("move", _move_real, _key)
-_library.impl("move", _move_autograd, "Autograd")
-torch.library.register_fake("distdl::move", _move_fake, lib=_library)
-torch.library.register_vmap("distdl::move", _move_vmap, lib=_library)
-torch.fx.node.has_side_effect(torch.ops.distdl.move.default)  # its messages count, also where its output is not used

@@ -10,14 +10,17 @@ negotiates, AgreementError on every rank.
 from .._arguments import check_functions
 from .._names import only_public
 from ..calls import public
+from ..compiled import constants, in_graphs
+from ..index import Index
 from ..movement.blocks import gather, repartition, roll, scatter
 from ..movement.copies import all_sum_reduce, broadcast, invariant_sum, mark_varying, sum_reduce
 from ..movement.gathers import all_gather, reduce_scatter
-from ..movement.halo import halo_exchange
+from ..movement.halo import HaloSpec, halo_exchange
 from ..movement.peers import permute, shift
 from ..movement.reorder import block_cyclic, positions, reorder, reorder_layout, zigzag, zigzag_positions
 from ..movement.rows import gather_rows, scatter_add_rows
 from ..movement.split_phase import start, wait
+from ..partition import Layout, Partition
 from ..ties import nothing, tie
 from .attention import attention_needs, dist_attention
 from .conv import conv_layout, dist_conv
@@ -216,6 +219,8 @@ __all__ = [
     "dist_feature_dropout",
 ]
 public({name: globals()[name] for name in __all__})
+constants(Partition, Layout, HaloSpec, Index)
+in_graphs(globals(), __all__)
 check_functions(globals(), __all__)
 __getattr__ = only_public(__name__)
-del check_functions, only_public, public
+del HaloSpec, Index, Layout, Partition, check_functions, constants, in_graphs, only_public, public

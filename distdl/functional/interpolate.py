@@ -172,7 +172,8 @@ def _apply_taps(x, d, index, weight):
     """One dim: Σ_j weight_j · x[index_j]."""
     if weight is None:
         same = index.shape[1] == x.shape[d] and _counts_up(index)
-        return x if same else x.index_select(d, index[0].to(x.device))
+        return x if same else x.index_select(d, _torch.literal(index)[0].to(x.device))
+    index, weight = _torch.literal(index), _torch.literal(weight)
     weight = weight.to(x.device, x.dtype).reshape(len(weight), -1, *(1,) * (x.dim() - d - 1))
     parts = [w * x.index_select(d, i) for i, w in zip(index.to(x.device), weight)]
     return sum(parts[1:], parts[0])

@@ -163,9 +163,20 @@ def bits(box, shape, seed, device, make):
         shape: the global shape.
         make: elementwise function of an int64 tensor.
     """
+    key = _key(seed, device)
+    if not (_torch.dispatch_modes() and _torch.compiling()):
+        return _bits(box, shape, key, device, make)
+    # One operator of a graph: inductor 2.13 draws other numbers, where products of places wrap.
+    starts, stops = zip(*box) if box else ((), ())
+    number, tensor = (0, key) if isinstance(key, torch.Tensor) else (key, None)
+    return make(torch.ops.distdl.bits(tensor, number, starts, stops, shape, device or torch.get_default_device()))
+
+
+def _bits(box, shape, key, device, make):
     local = tuple(stop - start for start, stop in box)
-    dims, key = _merged(box, shape), _key(seed, device)
-    parts = []
+    dims, parts = _merged(box, shape), []
+    if isinstance(key, torch.Tensor):
+        key = key.unsqueeze(-1)
     for at in range(0, max(math.prod(local), 1), _CHUNK):
         place = torch.arange(at, min(at + _CHUNK, math.prod(local)), device=device)
         index = 0 if dims else place  # one number has no dims, and place 0
@@ -173,8 +184,33 @@ def bits(box, shape, seed, device, make):
             here = place % size if d else place
             index, place = index + (here + start) * stride, place // size if d else place
         parts.append(make(shift_right(_mix(key + index * _GAMMA), 1)))
-    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return flat.reshape(local)
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return flat.reshape((*flat.shape[:-1], *local))
+
+
+# ---------------------------------------------------------------- as a torch operator; keys may be a batch of vmap
+
+_library = torch.library.Library("distdl", "FRAGMENT")
+_library.define("bits(Tensor? keys, int key, int[] starts, int[] stops, int[] shape, Device device) -> Tensor")
+
+
+def _bits_real(keys, key, starts, stops, shape, device):
+    with _torch.no_modes():
+        return _bits(tuple(zip(starts, stops)), shape, key if keys is None else keys, device, lambda h: h)
+
+
+def _bits_fake(keys, key, starts, stops, shape, device):
+    local = [stop - start for start, stop in zip(starts, stops)]
+    return torch.empty((*(() if keys is None else keys.shape), *local), dtype=torch.int64, device=device)
+
+
+def _bits_vmap(info, in_dims, keys, *others):
+    return torch.ops.distdl.bits(keys.movedim(in_dims[0], 0), *others), 0
+
+
+_library.impl("bits", _bits_real, "CompositeExplicitAutograd")
+torch.library.register_fake("distdl::bits", _bits_fake, lib=_library)
+torch.library.register_vmap("distdl::bits", _bits_vmap, lib=_library)
 
 
 def _block(layout):

@@ -10,6 +10,7 @@ import torch
 
 from .. import _torch
 from ..engine import dispatch
+from ..engine.operators import traced
 from ..linear_map import Move
 from ..plan import Plan
 
@@ -63,7 +64,10 @@ class Around(Move):
     @staticmethod
     def together(steps: Sequence[Around], xs: Sequence[torch.Tensor], recorded: bool) -> list[torch.Tensor]:
         """Each step on its tensor, of plain memory; all parts of all of them as one set of messages."""
-        xs = [_torch.plain(x) for x in dispatch.checked(steps, xs)]
+        xs = dispatch.checked(steps, xs)
+        if dispatch.dispatch_modes():
+            return traced(steps, xs)
+        xs = [_torch.plain(x) for x in xs]
         parts = [part for step, x in zip(steps, xs) for part in step.before(x)]
         moves = [move for step in steps for move in step.moves]
         if not all(move.is_identity for move in moves):

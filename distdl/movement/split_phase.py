@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import _torch
+import torch
+
 from ..autograd import apply
+from ..compiled import node, traced_as
 from ..engine import dispatch
 from ..engine import transport as traffic
 from ..errors import PartitionError, ShapeError
@@ -20,7 +22,25 @@ class _Pending:
         self.map, self.xs, self.moving = A, xs, moving
 
 
-@_torch.opaque
+class _Moved:
+    """The same in compiled code: the whole movement happens in :func:`start`."""
+
+    def __init__(self, ys: Any) -> None:
+        self.ys = ys
+
+
+def _at_once(A: LinearMap | tuple[LinearMap, ...], x: Any) -> Any:
+    if isinstance(A, tuple):
+        return _all_of(A, [m.operand(one) for m, one in zip(A, x)])
+    return A(x)
+
+
+def _all_of(maps: tuple[LinearMap, ...], xs: list[Any]) -> list[Any]:
+    if all(len(m.steps) == 1 and isinstance(m.steps[0], Move) for m in maps):
+        return move(xs, maps)
+    return [m(x) for m, x in zip(maps, xs)]
+
+
 def start(A: LinearMap | tuple[LinearMap, ...], x: Any) -> _Pending:
     """Begin ``y = A(x)``; messages travel until :func:`wait`.
 
@@ -28,9 +48,9 @@ def start(A: LinearMap | tuple[LinearMap, ...], x: Any) -> _Pending:
         A: a map; or a tuple of maps of one kind over the same ranks, which go as one set of messages.
         x: this rank's tensor; or as many. Do not change them in between.
 
-    Under torch.func, and for maps that are not a single plan, the whole movement happens in ``wait``. Every rank must
-    start and wait in the same order. On CUDA the adjoint overlaps too: in ``.backward()`` it runs beside what stands
-    between the two calls.
+    Under torch.func, and for maps that are not a single plan, the whole movement happens in ``wait``; in compiled code
+    in ``start``. Every rank must start and wait in the same order. On CUDA the adjoint overlaps too: in ``.backward()``
+    it runs beside what stands between the two calls.
     """
     maps, given = (A, tuple(x)) if isinstance(A, tuple) else ((A,), (x,))
     if not maps or len(given) != len(maps) or not all(isinstance(m, LinearMap) for m in maps):
@@ -46,9 +66,10 @@ def start(A: LinearMap | tuple[LinearMap, ...], x: Any) -> _Pending:
     return _Pending(A, xs, moving)
 
 
-@_torch.opaque
 def wait(pending: _Pending) -> Any:
     """Finish what :func:`start` began, and return y; of a tuple of maps a list. Once only."""
+    if isinstance(pending, _Moved):
+        return pending.ys
     if not isinstance(pending, _Pending):
         raise ShapeError(
             "not a movement under way",
@@ -70,8 +91,23 @@ def wait(pending: _Pending) -> Any:
         traffic.begun += 1
         with moving.joining():
             ys = apply([m.steps[0] for m in maps], pending.xs, pending=moving)[: len(maps)]
-    elif all(len(m.steps) == 1 and isinstance(m.steps[0], Move) for m in maps):
-        ys = move(pending.xs, maps)
     else:
-        ys = [m(x) for m, x in zip(maps, pending.xs)]
+        ys = _all_of(maps, pending.xs)
     return ys if several else ys[0]
+
+
+_move = node(_at_once)
+
+
+def _start_in_graph(A: Any, x: Any) -> _Moved:
+    return _Moved(_move(A, x))
+
+
+def _wait_in_graph(pending: Any) -> Any:
+    if not isinstance(pending, _Moved):
+        torch._dynamo.graph_break(msg="F.wait: this movement was not started in the same compiled function")
+    return pending.ys
+
+
+traced_as(start, _start_in_graph)
+traced_as(wait, _wait_in_graph)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from .. import _torch
 from .. import functional as F
 from .._arguments import Checked
 from .._types import Place
@@ -71,3 +72,4 @@ class FeatureDropout(Dropout):
 
 
 public({"": Dropout._number}, alike=False)
+_torch.opaque(Dropout._number, "distdl: a mask for each call; in compiled code use F.dist_dropout, and give it a seed")

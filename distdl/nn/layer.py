@@ -15,6 +15,7 @@ from .. import functional as F
 from .._arguments import Checked
 from .._types import Device, Place
 from ..calls import public
+from ..compiled import traced_as
 from ..errors import PartitionError
 from ..held import complete, held, hold, mark_of, unmarked_dims
 from ..movement.halo import plain
@@ -42,7 +43,6 @@ def agreed_seed(P: Place) -> int:
     return seed
 
 
-@_torch.opaque
 def _enter(layer: Layer) -> None:
     """What a layer does before its forward: whatever tensors stand for its parameters now, functional_call's too, are
     marked."""
@@ -51,6 +51,10 @@ def _enter(layer: Layer) -> None:
     ranks, reduced = _torch.reduced_by_ddp()
     if ranks:
         _check_ignored(layer, ranks, reduced)
+
+
+# A graph is traced once: its parameters were marked when they were registered.
+traced_as(_enter, lambda layer: None)
 
 
 def _check_ignored(layer: Layer, ranks: tuple[int, ...], reduced: frozenset[int]) -> None:

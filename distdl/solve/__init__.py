@@ -15,6 +15,7 @@ cg and lsqr are differentiable in b and in all that A uses, by the equation that
 from .._arguments import check_functions
 from .._names import only_public
 from ..calls import public
+from ..compiled import outside
 from .conjugate import cg
 from .krylov import lanczos
 from .least_squares import lsqr
@@ -24,5 +25,10 @@ from .quasi_newton import Descent, lbfgs
 __all__ = ["Descent", "Info", "cg", "lanczos", "lbfgs", "lsqr"]
 public({f"solve.{name}": globals()[name] for name in ("cg", "lanczos", "lbfgs", "lsqr")})
 check_functions(globals(), ("cg", "lanczos", "lbfgs", "lsqr"))
+outside(
+    globals(),
+    ("cg", "lanczos", "lbfgs", "lsqr"),
+    "dd.solve: a solver looks at numbers, and stops; call it outside of compiled functions, on eager ones",
+)
 __getattr__ = only_public(__name__)
-del check_functions, only_public, public
+del check_functions, only_public, outside, public

@@ -37,8 +37,6 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
             "1 -> 2": "what reads it asks whether it has changed, not how",
             "Add -> Sub (2)": "what reads it asks whether it has changed, not how",
             "1 -> 2 (2)": "what reads it asks whether it has changed, not how",
-            "Add -> Sub (3)": "what reads it asks whether it has changed, not how",
-            "1 -> 2 (3)": "what reads it asks whether it has changed, not how",
         },
         "if len(steps) > 1 or not is_plain(x):": {
             "Gt -> GtE": "one plain tensor passes the check, which takes its time"

@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import distdl as dd
 import distdl.functional as F
+from distdl import compiled
 from distdl.errors import AgreementError
 from distdl.testing import count_messages
 
@@ -104,8 +105,26 @@ def test_raw_operator_is_silent_only_where_nothing_is_differentiated():
         move(torch.ones(2, requires_grad=True))
 
 
+@pytest.mark.mpi(2)
+@pytest.mark.skipif(not compiled.available, reason="this torch breaks its graph at every movement")
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_compiled_gradient():
+    """More of it in test_compiled.py."""
+    P = dd.Layout(dd.Partition((2, 1)), (4, 3)), dd.Layout(dd.Partition((1, 2)), (4, 3))
+    f = grad(lambda x: (F.repartition(x.sin(), *P) ** 3).sum())
+    x = P[0].shard(randn((4, 3), 1))
+    with count_messages() as direct:
+        wanted = f(x)
+    compiled_f = torch.compile(f, backend="aot_eager", fullgraph=True)
+    compiled_f(x)
+    with count_messages() as sent:
+        assert torch.equal(compiled_f(x), wanted)
+    assert sent == direct
+
+
 @pytest.mark.skipif(
-    not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"), reason="older torch warns, looking inside"
+    compiled.available or not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
+    reason="movements stay in the graph (test_compiled.py); older torch warns, looking inside",
 )
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
