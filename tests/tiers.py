@@ -48,7 +48,7 @@ LATER = {
     "files": ("test_a_save_that_nobody_waits_for", "test_hyperparameters_come_back", "test_killed_while_saving"),
     "frozen": ("test_python_calls",),
     "plan": ("test_digest_is_equal_in_every_process",),
-    "structure": ("test_modules_are_imported_when_first_asked_for", "test_one_rank_without_mpi4py"),
+    "structure": ("test_one_rank_without_mpi4py",),
     "typing": ("test_a_typed_program",),
     "wrong_calls": ("test_wrong_arguments",),
     "security": ("test_no_rank_listens_on_a_network", "test_words_are_not_expanded"),

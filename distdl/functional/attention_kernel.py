@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as tf
-from torch.nn.attention.bias import causal_lower_right
 
 from .. import _torch
 from .._value import Value
@@ -195,6 +194,8 @@ def causal(q, k, v, scale):
         return fused(q, k, v, None, None, scale, False, causal=True)
     keep: torch.Tensor
     if q.is_cuda and q.dtype != torch.float64 and not _torch.transforms_active():
+        from torch.nn.attention.bias import causal_lower_right  # which imports torch's compiler
+
         keep = causal_lower_right(n, m)
     else:
         keep = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
