@@ -16,7 +16,20 @@ read_while_tracing: Any = None  # how a member of such a class is looked up
 try:
     from torch._library import opaque_object as _constants
 
+    class _Constant:
+        """Tells whether torch takes any class: 2.11 wants one of its own bases."""
+
+        def __eq__(self, other: object) -> bool:
+            return type(other) is type(self)
+
+        def __hash__(self) -> int:
+            return 0
+
+        def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+            return "", {}
+
     if "hoist" in _constants.register_opaque_type.__kwdefaults__:
+        _constants.register_opaque_type(_Constant, typ="value")
         register_opaque_type = _constants.register_opaque_type
         read_while_tracing = _constants.MemberType.USE_REAL
 except (ImportError, AttributeError, TypeError):

@@ -58,7 +58,7 @@ def test_pickles_are_read_where_their_writer_is_known():
     """The files of a launch, in a folder of its own, and messages between ranks of one job. Nowhere else."""
     readers = {file for file, name, _ in calls() if name in ("pickle.load", "pickle.loads", "pickle.Unpickler")}
     readers |= {file for file, name, node in calls() if name == "map" and ast.unparse(node.args[0]) == "pickle.loads"}
-    messages = {"signature.py", "watching/lookout.py", "watching/observer.py"}
+    messages = {"signature.py", "watching/lookout.py", "watching/observer.py", "forecast/tracer.py"}
     assert readers == {"programs/launch.py", "programs/_rank.py", "world.py", *messages}
     imported = {path.name for path in PACKAGE.rglob("*.py") if "socket" in path.read_text()}
     assert imported == {"rendezvous.py", "_ranks.py"}, (
