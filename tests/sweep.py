@@ -1811,6 +1811,16 @@ _module(
     lambda L: (L, F.conv_layout(L, 3, 3, padding=1)),
     channel=2,
 )  # it keeps channels whole
+_converted = BUILDERS["nn.convert"]
+
+
+@builder("nn.convert")
+def _over_a_partition(s):
+    call = _converted(s)
+    call.known = False  # a twin keeps its partition, and a rank outside hears of no layout
+    return call
+
+
 BUILDERS["nn.layouts"] = BUILDERS["nn.convert"]  # where its parameters lie
 BUILDERS["nn.Loss"] = BUILDERS["nn.MSELoss"]  # the base
 BUILDERS["nn.declare"] = BUILDERS["nn.Layer"]  # what its parameters are declared by

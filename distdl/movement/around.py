@@ -10,6 +10,7 @@ import torch
 
 from .. import _torch
 from ..engine import dispatch
+from ..engine import transport as traffic
 from ..engine.operators import traced
 from ..linear_map import Move
 from ..plan import Plan
@@ -65,7 +66,7 @@ class Around(Move):
     def together(steps: Sequence[Around], xs: Sequence[torch.Tensor], recorded: bool) -> list[torch.Tensor]:
         """Each step on its tensor, of plain memory; all parts of all of them as one set of messages."""
         xs = dispatch.checked(steps, xs)
-        if dispatch.dispatch_modes() and dispatch.traffic.tracer is None:  # dd.trace lists what travels inside
+        if dispatch.dispatch_modes() and traffic.tracer is None:  # dd.trace lists what travels inside
             return traced(steps, xs)
         xs = [_torch.plain(x) for x in xs]
         parts = [part for step, x in zip(steps, xs) for part in step.before(x)]

@@ -255,7 +255,10 @@ REFUSED = {
     "scalar": {"it needs more dims": "; ".join(name for name in BUILDERS if name not in SCALARS)},
     "one": {"one value has no variance": "dist_instance_norm; nn.InstanceNorm; nn.BatchNorm"},
 }
-NOT_OUTSIDE = "dist_spectral_conv"  # refused by the block of its weight, which ranks outside have none of
+NOT_OUTSIDE = ("dist_spectral_conv", "spectral_layout")  # refused by its weight, of which ranks outside have none
+    "dist_spectral_conv",
+    "spectral_layout",
+)  # refused by the block of its weight, which ranks outside have none of
 
 
 def listed(table, name, what):
@@ -280,7 +283,7 @@ def examine(name, setting, what):
         if what == "value":
             refused(t, what, lambda: t.call.run(*t.call.parts()))
     elif listed(REFUSED, name, what):
-        if name == NOT_OUTSIDE and not t.call.L.active:
+        if name in NOT_OUTSIDE and not t.call.L.active:
             return t.faults
         refused(t, what, lambda: PROPERTIES[what](t))
     else:
