@@ -256,9 +256,6 @@ REFUSED = {
     "one": {"one value has no variance": "dist_instance_norm; nn.InstanceNorm; nn.BatchNorm"},
 }
 NOT_OUTSIDE = ("dist_spectral_conv", "spectral_layout")  # refused by its weight, of which ranks outside have none
-    "dist_spectral_conv",
-    "spectral_layout",
-)  # refused by the block of its weight, which ranks outside have none of
 
 
 def listed(table, name, what):
