@@ -115,4 +115,4 @@ def use(engine):
         dd.World.transport = lambda self, x, ranks: transport(
             self, x if x.device.type != "cpu" else x.to(device), ranks
         )
-        dispatch.Exchange = _OnDevice
+        dispatch.Exchange = dispatch.begin_exchange = _OnDevice
