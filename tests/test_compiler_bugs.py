@@ -1,6 +1,9 @@
 """Two faults of torch's inductor that compiled code goes round, each in a few lines: asserted of the torch that is
 pinned, looked for in others."""
 
+import os
+import shutil
+
 import pytest
 import torch
 
@@ -8,6 +11,10 @@ from distdl import compiled
 
 PINNED = torch.__version__.startswith("2.13.")
 pytestmark = [
+    pytest.mark.skipif(
+        not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")),
+        reason="inductor needs a C++ compiler",
+    ),
     pytest.mark.skipif(not compiled.available, reason="this torch's graphs have no movements"),
     pytest.mark.filterwarnings("ignore"),
 ]

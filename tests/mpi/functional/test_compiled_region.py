@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from compiling import BACKENDS, MARKS, RANK, D, M, N, block, check, found, fresh  # noqa: F401
+from compiling import BACKENDS, MARKS, RANK, D, M, N, block, check, found, fresh, needs_cpp  # noqa: F401
 from fuzzing import seed_of
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -240,6 +240,7 @@ def test_words_of_a_refusal():
 
 def test_checking_around():
     """dd.checking() compares what compiled code sends, too."""
+    needs_cpp()
     f = torch.compile(lambda x: back(there(x.sin()).exp()), backend="inductor", fullgraph=True)
     with dd.checking():
         check(f, block())
