@@ -67,7 +67,7 @@ RANKS = {
     "checkpoint": (2, 4),
     "others": (1, 2, 4),
     "c10d": (2, 3, 4),
-    "compiled": (2, 3),
+    "compiled": (2,),
     "compiled_region": (2, 3),
     "conv": ODD,
     "convert": LAYERS,

@@ -35,29 +35,25 @@ def test_every_function(name):
     check(call.run, *inputs, exact=not rounded, messages=not rounded)
 
 
+QUICK = ("dist_conv", "dist_dropout", "dist_fftn", "dist_interpolate/nearest", "halo_exchange")
 SOME = (
     "all_gather",
     "dist_attention/ring",
     "dist_avg_pool",
     "dist_batch_norm",
-    "dist_conv",
     "dist_cross_entropy",
-    "dist_dropout",
-    "dist_fftn",
-    "dist_interpolate/nearest",
     "dist_linear",
     "dist_matmul",
     "dist_scan",
     "dist_spmv",
     "dist_tsqr",
     "gather_rows",
-    "halo_exchange",
     "normal",
     "repartition",
 )
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SOME)])
 def test_in_inductors_code(name):
     call = BUILDERS[name](Setting("last"))
     check(call.run, *call.parts(), backend="inductor", messages=not name.startswith(ROUNDED))
