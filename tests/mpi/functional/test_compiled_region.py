@@ -243,7 +243,7 @@ def test_checking_around():
     needs_cpp()
     f = torch.compile(lambda x: back(there(x.sin()).exp()), backend="inductor", fullgraph=True)
     with dd.checking():
-        check(f, block())
+        check(f, block(), exact=False)
 
 
 def test_gradient_sync_around():
