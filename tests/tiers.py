@@ -68,7 +68,7 @@ RANKS = {
     "others": (1, 2, 4),
     "c10d": (2, 3, 4),
     "compiled": (2,),
-    "compiled_region": (2, 3),
+    "compiled_region": (2,),
     "conv": ODD,
     "convert": LAYERS,
     "differing_ranks": SMALL,
