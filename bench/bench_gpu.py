@@ -424,6 +424,13 @@ def timeline():
                 yield spans_row(case, f"{how}, {name}: other streams", working, travelling)
 
 
+def start_nccl() -> None:
+    """torch's process group, of one device for each rank."""
+    torch.cuda.set_device(COMM.rank % torch.cuda.device_count())
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533", RANK=str(COMM.rank), WORLD_SIZE=str(COMM.size))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+
+
 def main(argv=None) -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser("bench_gpu")
@@ -435,9 +442,7 @@ def main(argv=None) -> None:
     options = parser.parse_args(argv)
     if options.half_sums != "float32":
         dd.World(half_sums=options.half_sums)
-    torch.cuda.set_device(COMM.rank % torch.cuda.device_count())
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533", RANK=str(COMM.rank), WORLD_SIZE=str(COMM.size))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    start_nccl()
     hand = Hand()
     parts = {
         "halos": lambda: halos(hand),

@@ -9,7 +9,6 @@ sequence, divided by the number of devices: what nothing can be faster than that
 from __future__ import annotations
 
 import argparse
-import os
 from functools import partial
 
 import torch
@@ -20,7 +19,8 @@ import distdl as dd
 import distdl.functional as F
 from distdl.programs.bench.table import report
 
-from .bench_gpu import COMM, measure, rows_of
+from .bench_gpu import COMM, measure, rows_of, start_nccl
+from .peers import both_parts
 
 HEADS, KEY_HEADS, FEATURES = 32, 8, 128
 
@@ -45,12 +45,7 @@ def ring(q, k, v):
         if source <= me:
             wide = here.repeat_interleave(shared, 2)
             part, logs, *_ = kernel(q, *wide, 0.0, source == me)
-            if o is None:
-                o, total = part.float(), logs
-            else:
-                both = torch.logaddexp(total, logs)
-                o = o * (total - both).exp()[..., None] + part * (logs - both).exp()[..., None]
-                total = both
+            o, total = both_parts(o, total, part.float(), logs)
         for work in works:
             work.wait()
         here = coming
@@ -127,9 +122,7 @@ def main() -> None:
     parser.add_argument("--json", default=None, help="a directory for the results")
     parser.add_argument("--rows", type=int, nargs="*", default=[2048, 8192], help="rows for each device")
     options = parser.parse_args()
-    torch.cuda.set_device(COMM.rank % torch.cuda.device_count())
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29534", RANK=str(COMM.rank), WORLD_SIZE=str(COMM.size))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    start_nccl()
     found = [row for rows in options.rows for row in table(rows)]
     if COMM.rank == 0:
         card = torch.cuda.get_device_name()

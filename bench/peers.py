@@ -354,6 +354,14 @@ def by_all_to_all(case):
     return call
 
 
+def both_parts(o, total, part, logs):
+    """Attention to the keys of two parts, and the logarithms of its sums; the first part may be ``None``: no keys."""
+    if o is None:
+        return part, logs
+    both = torch.logaddexp(total, logs)
+    return o * (total - both).exp()[..., None] + part * (logs - both).exp()[..., None], both
+
+
 @peer("gloo ring", "attention")
 def ring_of_neighbours(case):
     """Keys go from neighbour to neighbour while torch's kernel works on those that are there; its logarithms of sums
@@ -372,12 +380,7 @@ def ring_of_neighbours(case):
             if of <= me:
                 wide = here.repeat_interleave(share, 2) if share > 1 else here
                 part, logs = kernel(q, *wide, is_causal=of == me)
-                if o is None:
-                    o, total = part, logs
-                else:
-                    both = torch.logaddexp(total, logs)
-                    o = o * (total - both).exp()[..., None] + part * (logs - both).exp()[..., None]
-                    total = both
+                o, total = both_parts(o, total, part, logs)
             for work in works:
                 work.wait()
             here = coming
