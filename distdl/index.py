@@ -44,9 +44,10 @@ class Selection:
         """Rows of ``x``, which lie along ``dim``."""
         if self.rows is None:
             return x
+        rows = _torch.literal(self.rows)
         if x.dtype in NO_SUMS:  # torch does not select these either, in one dim: their bits as integers
-            return x.view(_BITS[x.dtype.itemsize]).index_select(dim, self.rows).view(x.dtype)
-        return x.index_select(dim, _torch.literal(self.rows))
+            return x.view(_BITS[x.dtype.itemsize]).index_select(dim, rows).view(x.dtype)
+        return x.index_select(dim, rows)
 
     def add(self, y: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The transpose: x[i] = Σ y[k] over all k with rows[k] = i, in rising order of k on every device. Narrow dtypes
@@ -58,7 +59,7 @@ class Selection:
         if y.is_cuda and (y.is_floating_point() or y.is_complex()):  # index_add has no fixed order there
             return self._add_in_order(y, dim).to(dtype)
         zeros = y.new_zeros((*y.shape[:dim], self.n, *y.shape[dim + 1 :]))
-        return zeros.index_add(dim, _torch.literal(self.rows), y).to(dtype)
+        return zeros.index_add_(dim, _torch.literal(self.rows), y).to(dtype)
 
     def _add_in_order(self, y: torch.Tensor, dim: int) -> torch.Tensor:
         if y.is_complex():

@@ -212,7 +212,13 @@ def constant(values, dtype, device) -> torch.Tensor:
     device = torch.device(device)
     if device.type != "cuda" or dispatch_modes():
         return torch.tensor(values, dtype=dtype, device=device)
-    return _constant_on_device(tuple(values), dtype, device)
+    found = _constant_on_device(tuple(values), dtype, device)
+    if capturing():
+        _of_graphs[id(found)] = found
+    return found
+
+
+_of_graphs: dict[int, torch.Tensor] = {}  # constants whose addresses captured graphs hold: these stay
 
 
 @functools.lru_cache(maxsize=4096)

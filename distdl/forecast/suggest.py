@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,28 +178,17 @@ def _size(size: int | None, P: Partition) -> int:
 
 def _candidates(given: int | Iterable[Any], ndim: int) -> list[Partition]:
     several: Any = given
-    if is_int(several):
-        several = grids(several, ndim)
-    found = [P if isinstance(P, Partition) else Partition(P) for P in _iterated(several)]
+    several = grids(several, ndim) if is_int(several) else several
+    listed = isinstance(several, Iterable)
+    found = [P if isinstance(P, Partition) else Partition(P) for P in several] if listed else []
     if not found:
         raise PartitionError(
-            "nothing to choose from",
+            "nothing to choose from" if listed else "no candidates",
             expected="partitions, shapes of grids, or a number of ranks",
             actual=given,
             next_step="suggest(f, 4), or suggest(f, [(4, 1), (2, 2), (1, 4)])",
         )
     return found
-
-
-def _iterated(several: Any) -> Iterator[Any]:
-    if not isinstance(several, Iterable):
-        raise PartitionError(
-            "no candidates",
-            expected="partitions, shapes of grids, or a number of ranks",
-            actual=several,
-            next_step="suggest(f, 4), or suggest(f, [(4, 1), (2, 2), (1, 4)])",
-        )
-    return iter(several)
 
 
 public({"suggest": suggest, "suggest_chain": suggest_chain}, alike=False)

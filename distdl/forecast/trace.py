@@ -76,7 +76,7 @@ def trace(
                 return _program(f, args, most, rank, backward, grows=True)
             except _Larger as larger:
                 most = larger.size
-    if not is_int(size) or isinstance(size, bool) or size < 1:
+    if not is_int(size) or size < 1:
         raise PartitionError(
             "no size of a world", expected="at least 1", actual=size, next_step="give the number of ranks"
         )
@@ -112,7 +112,7 @@ def _several(rank: Any) -> tuple[Any, ...]:
 
 def _ranks(rank: Any, size: int) -> tuple[int, ...]:
     several = (0,) if rank == "classes" else rank if isinstance(rank, tuple) else ()
-    if not several or any(not is_int(r) or isinstance(r, bool) or not 0 <= r < size for r in several):
+    if not several or any(not is_int(r) or not 0 <= r < size for r in several):
         raise PartitionError(
             "no rank of the world",
             expected=f'0 .. {size - 1}, some of these, or "classes"',

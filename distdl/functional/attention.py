@@ -160,8 +160,6 @@ def dist_attention(
         return outside(q, k, v, like=L_o)
     fuses = kernels.takes_fused(kernel, steps, q, k, v)
     rows = None if positions is None else all_positions(positions, L_q, L_k)
-    if runs is not None:
-        rows = torch.cat([torch.arange(a, b, device=q.device) for some in runs for a, b in some])
     there = group(L_q, u)
     q = repartition(q, L_q, there)
     work = _Work(there, L_k, L_v, moving, pattern, mask, rows, runs, scale, steps)
@@ -174,8 +172,8 @@ class _Work:
 
     Args:
         moving: the pattern by which keys come; ``pattern``: the one of positions.
-        rows: the positions of all rows, where they are not in order.
-        runs: likewise the ranges of rows at each coordinate of seq, where they are known.
+        rows: the positions of all rows, where they are not in order,
+        runs: or the ranges of rows at each coordinate of seq.
     """
 
     def __init__(self, L_q, L_k, L_v, moving, pattern, mask, rows, runs, scale, steps):
@@ -201,6 +199,8 @@ class _Work:
         mask, every = given
         if self.pattern.everything and mask is None:
             return None, None
+        if self.runs is not None:
+            every = torch.cat([torch.arange(a, b, device=q.device) for some in self.runs for a, b in some])
         own = self.place[SEQ]
         ranges = ((own.start, own.stop), rows)
         i, j = (torch.arange(a, b, device=q.device) if every is None else every[a:b] for a, b in ranges)
@@ -227,12 +227,10 @@ class _Work:
         and no others; else ``None``."""
         mask, rows = self.given
         alone = mask is None and self.pattern == Pattern(causal=True)
-        if not alone or self.L_q.shape[SEQ] != self.layouts[0].shape[SEQ]:
+        if not alone or rows is not None or self.L_q.shape[SEQ] != self.layouts[0].shape[SEQ]:
             return None
-        if rows is None:
-            return [(self.place[SEQ].start, self.place[SEQ].stop)]
         if self.runs is None:
-            return None
+            return [(self.place[SEQ].start, self.place[SEQ].stop)]
         u, c = len(self.runs) // self.L_q.partition.shape[SEQ], self.at[SEQ]
         own = [(a, b) for some in self.runs[c * u : (c + 1) * u] for a, b in some if a < b]
         return own if len(own) <= _MOST_RUNS else None
