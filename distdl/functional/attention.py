@@ -104,7 +104,7 @@ def dist_attention(
             (:func:`mark_varying`).
         positions: integers, the place in the sequence of each of this rank's rows, where they stand in another order
             (that of a permutation of yours); of q's and k's rows alike. All rows' are gathered, and all keys come.
-        order: likewise by name, as :func:`reorder` dealt out the rows of q and k, and nothing need be gathered:
+        order: likewise by name, as :func:`reorder` dealt out the rows of q and k, as many of each; nothing is gathered:
             "zigzag" is causal attention's balance, of which torch's kernels then leave out what no query sees.
         scale: default 1/√features.
         method: how queries and keys meet. "gather": the keys that a rank's queries see come at once. "ring": one rank's
