@@ -552,6 +552,20 @@ def _reorder_layout(s):
     )
 
 
+def _asked_for(x, L, P):
+    """A loop through the layout that x is found to have."""
+    found = F.layout_of(x, P)
+    assert found == (L if L.active or P is L else None)
+    return F.repartition(x, found or P, P)
+
+
+builder("layout_of", scalar=True)(
+    lambda s: (
+        lambda L: Call(L, lambda x: _asked_for(x, L, s.given(L)), lambda x: x + 0, [randn(*L.shape, seed=1)], [L])
+    )(s.lay(3, "c", 5))
+)
+
+
 @builder("zigzag_positions")
 def _zigzag_positions(s):
     """Rows in zigzag times the places that they come from."""

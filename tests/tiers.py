@@ -85,6 +85,7 @@ RANKS = {
     "interop": (2, 4),
     "inversion": LAYERS,
     "interpolate": LAYERS,
+    "layout_of": SMALL,
     "linear": ODD,
     "local": LAYERS,
     "loss": ODD,

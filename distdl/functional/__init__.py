@@ -10,7 +10,7 @@ negotiates, AgreementError on every rank.
 from .._arguments import check_functions
 from .._names import only_public
 from ..calls import public
-from ..compiled import constants, in_graphs
+from ..compiled import constants, in_graphs, outside
 from ..index import Index
 from ..movement.blocks import gather, repartition, roll, scatter
 from ..movement.copies import all_sum_reduce, broadcast, invariant_sum, mark_varying, sum_reduce
@@ -27,7 +27,7 @@ from .conv import conv_layout, dist_conv
 from .conv_transpose import conv_transpose_layout, dist_conv_transpose
 from .dropout import dist_dropout, dist_feature_dropout
 from .embedding import dist_embedding
-from .enter import check_bias, replicated
+from .enter import check_bias, layout_of, replicated
 from .expert import dist_expert_linear, expert_parallel
 from .fft import (
     dist_fftfreq,
@@ -128,6 +128,8 @@ __all__ = [
     "dist_embedding",
     "dist_expert_linear",
     "expert_parallel",
+    # for layers of your own
+    "layout_of",
     "check_bias",
     "replicated",
     # dense linear algebra
@@ -220,7 +222,8 @@ __all__ = [
 ]
 public({name: globals()[name] for name in __all__})
 constants(Partition, Layout, HaloSpec, Index)
-in_graphs(globals(), __all__)
+in_graphs(globals(), set(__all__) - {"layout_of"})
+outside(globals(), ("layout_of",), "distdl: ask for layouts outside of compiled functions")
 check_functions(globals(), __all__)
 __getattr__ = only_public(__name__)
-del HaloSpec, Index, Layout, Partition, check_functions, constants, in_graphs, only_public, public
+del HaloSpec, Index, Layout, Partition, check_functions, constants, in_graphs, only_public, outside, public

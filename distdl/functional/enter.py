@@ -31,7 +31,7 @@ from ..partition import Layout, partition_of
 from ..ties import nothing
 from .autocast import autocast
 
-__all__ = ["check_bias", "replicated"]
+__all__ = ["check_bias", "layout_of", "replicated"]
 
 ANY, SMOOTH, FLOATING, REAL = "any dtype", "a floating or complex dtype", "a floating dtype", "a real dtype"
 
@@ -128,6 +128,37 @@ def check_block(x, P, what="x") -> None:
             actual=tuple(x.shape),
             next_step="give the partition one dim for each dim of the tensor (1: not split)",
         )
+
+
+def layout_of(x: torch.Tensor, P: Place, *others: Place) -> Layout | None:
+    """The layout of a tensor of which every rank knows its own block: what :func:`distdl.functional` functions ask for
+    at each call with a bare partition, asked once.
+
+    Args:
+        x: this rank's block over ``P``, any dtype; blocks may be uneven and empty. Of a rank outside anything.
+        P: the partition of x; a Layout is checked against x here, and returned.
+        others: partitions whose ranks shall know it too: where x is to go, say.
+
+    Returns:
+        The same Layout on all ranks of P and of the others; ``None`` on ranks that are in none of them.
+
+    Messages: one small all-gather among these ranks; of a Layout none. Nothing of x moves, and nothing is
+    differentiated: under torch.compile, call it outside of the compiled function.
+
+    Raises:
+        AgreementError: on every rank, where a block does not fit, or dtypes, device kinds or numbers of dims differ.
+        ShapeError: x is not this rank's block of a Layout.
+        PartitionError: P or another is no partition.
+
+    Example:
+        >>> F.layout_of(torch.zeros(3, 4), dd.Partition((1, 1)))
+        Layout(Partition((1, 1)), (3, 4))
+    """
+    partitions = tuple(partition_of(other) for other in others)
+    _, layouts = resolve([x], P, None, partitions)
+    if isinstance(P, Layout) and P.active:
+        check_block(x, P)
+    return layouts and layouts[0]
 
 
 def check_kind(x, kinds) -> None:

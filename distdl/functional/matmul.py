@@ -24,7 +24,7 @@ from ..boxes import balanced, is_int
 from ..errors import PartitionError, ShapeError
 from ..linear_map import LinearMap, movement
 from ..movement.call import laid_out, move, rule
-from ..partition import Layout, layout_of, partition_of
+from ..partition import Layout, as_layout, partition_of
 from ..plan import Axis, Side
 from ..remat import remat
 from .autocast import autocast
@@ -108,7 +108,7 @@ def _layouts(a, b, P, shapes):
     """((a, b), the layouts of A and of B); no layouts on a rank that takes no part and has not heard of them."""
     grid = partition_of(P)
     if shapes is not None:
-        places = [s if isinstance(s, Layout) else layout_of(grid, s) for s in shapes]
+        places = [s if isinstance(s, Layout) else as_layout(grid, s) for s in shapes]
         if len(places) != 2 or any(L.partition != grid for L in places):
             raise ShapeError(
                 "shapes are not those of A and B",
@@ -116,7 +116,7 @@ def _layouts(a, b, P, shapes):
                 actual=shapes,
                 next_step="shapes=(A.shape, B.shape)",
             )
-        return (a, b), places if not isinstance(P, Layout) else [layout_of(P, places[0].shape), places[1]]
+        return (a, b), places if not isinstance(P, Layout) else [as_layout(P, places[0].shape), places[1]]
     if isinstance(P, Layout):
         (b,), of_b = resolve([b], grid)
         if of_b is None:

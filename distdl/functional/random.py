@@ -275,10 +275,15 @@ def trunc_normal(
 ) -> torch.Tensor:
     """Normal numbers between ``a`` and ``b``: the inverse of the distribution function, so no draw is rejected."""
     dtype = dtype or torch.get_default_dtype()
+    return normal_box(_block(layout), layout.shape, seed, dtype, device, mean, std, a, b)
+
+
+def normal_box(box, shape, seed, dtype, device, mean=0.0, std=1.0, a=-math.inf, b=math.inf):
+    """The same for any box of a global ``shape``."""
     low, high = (math.erf((v - mean) / (std * math.sqrt(2))) if std else (1 if v > mean else -1) for v in (a, b))
 
     def make(h):
         z = mean + std * math.sqrt(2) * torch.erfinv(low + (high - low) * _open_unit(h))
         return z.clamp(a, b).to(dtype)
 
-    return bits(_block(layout), layout.shape, seed, device, make)
+    return bits(box, shape, seed, device, make)

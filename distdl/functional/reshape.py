@@ -21,7 +21,7 @@ from ..boxes import joined, row_major
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
 from ..movement.halo import HaloSpec, halo_exchange, sizes_of
-from ..partition import Layout, Partition, layout_of, partition_of
+from ..partition import Layout, Partition, as_layout, partition_of
 from ..plan import Axis, Side
 from ..ties import nothing
 from .enter import at_least, check_block, enter, outside, supposed
@@ -92,7 +92,7 @@ def _flat_layout(P, shape) -> Layout:
             actual=partition_of(P).ndim,
             next_step="give the result a partition with one dim for each of its own",
         )
-    return layout_of(P, shape)
+    return as_layout(P, shape)
 
 
 def _in_between(L, flat):
@@ -165,7 +165,7 @@ def dist_unflatten(
 
     Messages: those of the flattening's adjoint.
     """
-    L = layout_of(P_out, tuple(shape))
+    L = as_layout(P_out, tuple(shape))
     flat = _flat_layout(P_in, _flat_shape(L, start_dim))
     between = _in_between(L, flat)
     A = _flattening(L, flat).T if between is None else maps.repartition(between, L)
@@ -348,7 +348,7 @@ def _enter(xs, P, dim, shapes):
             next_step="give as many layouts (or shapes) as tensors, and at least one tensor",
         )
     if shapes is not None:
-        layouts = [layout_of(Q, tuple(shape)) for Q, shape in zip(layouts, shapes)]
+        layouts = [as_layout(Q, tuple(shape)) for Q, shape in zip(layouts, shapes)]
     if not all(isinstance(Q, Layout) for Q in layouts):
         if any(layouts[0] != Q for Q in layouts):
             raise PartitionError(

@@ -10,7 +10,7 @@ from .._types import Place, Tree
 from ..boxes import is_int
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
-from ..partition import Layout, layout_of, partition_of
+from ..partition import Layout, as_layout, partition_of
 from ..plan import Axis, Run, Side
 from .call import by_layout, by_map, laid_out, moved, on_one_rank, rule
 
@@ -35,7 +35,7 @@ def repartition_map(where: Layout, P_out: Place) -> LinearMap:
             actual=P_out.shape,
             next_step="use layouts of one global shape",
         )
-    return movement("repartition", Side.of(where), Side.of(layout_of(P_out, where.shape)))
+    return movement("repartition", Side.of(where), Side.of(as_layout(P_out, where.shape)))
 
 
 @opaque
@@ -71,7 +71,7 @@ def scatter(x: Tree, P: Place, *, root: int = 0, shape: Sequence[int] | None = N
     """
     where = partition_of(P)
     if where is not P or shape is not None:
-        return moved(*by_map(x, scatter_map(layout_of(P, shape), root)))
+        return moved(*by_map(x, scatter_map(as_layout(P, shape), root)))
     one = on_one_rank(root, where.ndim, where.world)
     return moved(*by_layout(x, one, None, lambda L: scatter_map(Layout(where, L.shape), root), to=where))
 

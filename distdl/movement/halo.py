@@ -19,7 +19,7 @@ from .._value import Value
 from ..boxes import is_bool, is_int
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
-from ..partition import Layout, layout_of
+from ..partition import Layout, as_layout
 from ..plan import Axis, Plan, Run, Side
 from .around import Whole
 from .boundary import Boundaries, Boundary, check_reach, clipped, runs_of, settled, without_zeros
@@ -143,7 +143,7 @@ class HaloSpec(Value):
                     next_step="HaloSpec(layout, left, right), or HaloSpec(partition, shape, left, right)",
                 )
             left, right, shape = shape, left, None
-        layout = layout_of(P, shape)
+        layout = as_layout(P, shape)
         try:
             lefts = tuple(as_int(n) for n in per_dim(left, layout.ndim, "left"))
             rights = tuple(as_int(n) for n in per_dim(left if right is None else right, layout.ndim, "right"))
@@ -206,7 +206,7 @@ class HaloSpec(Value):
             PartitionError: an output of another number of dims or in another world, or ``need`` gives no range; and as
                 :class:`HaloSpec`.
         """
-        in_layout = layout_of(P, shape)
+        in_layout = as_layout(P, shape)
         out_layout = out_shape if isinstance(out_shape, Layout) else in_layout.with_shape(out_shape)
         world = in_layout.partition.world
         if (out_layout.ndim, out_layout.partition.world) != (in_layout.ndim, world):
@@ -245,7 +245,7 @@ class HaloSpec(Value):
         Raises:
             PartitionError: sizes that torch would refuse, or a kernel larger than the padded input.
         """
-        in_layout = layout_of(P, shape)
+        in_layout = as_layout(P, shape)
         k = plain(kernel, "kernel")
         k = k if isinstance(k, tuple) else (k,) * max(in_layout.ndim - 2, 1)
         first, n = in_layout.ndim - len(k), len(k)
