@@ -106,6 +106,7 @@ RANKS = {
     "rows": SMALL,
     "shallow_water": LAYERS,
     "shard": LONG,
+    "sharded": LAYERS,
     "simplify": SMALL,
     "dense": LAYERS,
     "solve": LAYERS,

@@ -23,7 +23,7 @@ from ..plan import Axis, Side, whole
 from ..ties import nothing
 from ..world import world
 from .autocast import autocast
-from .enter import outside
+from .enter import outside, present
 
 __all__ = ["dist_expert_linear", "expert_parallel"]
 
@@ -128,7 +128,7 @@ def _parallel(f, x, expert, P, num_experts, features=None, parameters=()):
             next_step="let f return the same on all ranks",
         )
     width, dtype = kinds.pop()
-    y = nothing((0, width), arrived, dtype=dtype) if y is None else y
+    y = nothing((0, width), arrived, *present(*parameters), dtype=dtype) if y is None else y
     back = _dispatch(grid, counts, width, "dispatch").T(y)
     return back.index_select(0, torch.argsort(order))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -10,11 +11,11 @@ import torch
 from .. import functional as F
 from .. import init
 from .._types import Device, Place
-from ..movement.halo import plain
+from ..movement.halo import per_dim, plain
 from ..partition import Layout, partition_of
 from .layer import Layer, bias_of, weight
 
-__all__ = ["Embedding", "Linear"]
+__all__ = ["Embedding", "ExpertLinear", "Linear"]
 
 
 class Linear(Layer):
@@ -42,6 +43,45 @@ class Linear(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y = x Wᵀ + b."""
         return F.dist_linear(x, self.weight, self.P, self.bias, params="invariant", **self.options)
+
+
+class ExpertLinear(Layer):
+    """:func:`distdl.functional.dist_expert_linear`: one linear layer for each expert, which lie in balanced blocks over
+    ``P``, of one dim; each begins as a torch.nn.Linear does.
+
+    Args:
+        num_experts: in all; some ranks have none where ranks outnumber them.
+        in_features, out_features, bias: of each expert.
+
+    Attributes:
+        weight: (this rank's experts, out, in).
+        bias: (this rank's experts, out).
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        P: Place,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        sizes = per_dim((num_experts, out_features, in_features), 3, "a number of experts or features")
+        super().__init__(P, device, dtype)
+        self.num_experts = sizes[0]
+        bound = 1 / math.sqrt(sizes[2]) if sizes[2] else 0.0
+        draw = functools.partial(init.uniform, low=-bound, high=bound)
+        self._parameter("weight", sizes, (0, None, None), draw)
+        self._parameter("bias", sizes[:2], (0, None), draw, bias)
+
+    def forward(self, x: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        """Each token, a row of x, by the expert of its number in ``expert``."""
+        return F.dist_expert_linear(x, self.weight, self.P, expert, self.bias, num_experts=self.num_experts)
 
 
 class Embedding(Layer):
