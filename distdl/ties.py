@@ -55,7 +55,8 @@ def nothing(shape: Sequence[int], *tensors: torch.Tensor, dtype: torch.dtype | N
     Raises:
         ShapeError: the shape has elements.
     """
-    if not isinstance(shape, (tuple, list)) or 0 not in shape:
+    sizes = tuple(shape) if hasattr(shape, "__iter__") else ()
+    if 0 not in sizes:
         raise ShapeError(
             "this shape has elements",
             expected="a size 0",
@@ -72,7 +73,7 @@ def nothing(shape: Sequence[int], *tensors: torch.Tensor, dtype: torch.dtype | N
     _check(tensors)
     first, *others = tensors
     empty = tie(_flat(first)[:0], *others)
-    return (empty if dtype is None else empty.to(dtype)).reshape(shape)
+    return (empty if dtype is None else empty.to(dtype)).reshape(sizes)
 
 
 @opaque

@@ -36,7 +36,7 @@ __all__ = [
 def _enter(layer, x, P, dim, kinds=ANY):
     """(x, its layout or partition, the partition and the reduced dims, this rank's coordinates)."""
     grid = partition_of(P)
-    dims = grid.dims(None if dim == () else dim)  # (): all, as in torch
+    dims = grid.dims(None if type(dim) is tuple and not dim else dim)  # (): all, as in torch
     x, L, at = enter(x, P, layer=layer, kinds=kinds, agreed=False)
     return x, L, grid, dims, at
 

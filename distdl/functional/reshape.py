@@ -274,7 +274,7 @@ def dist_pad(
 
 def dist_unpad(x: torch.Tensor, P: Place, pad: Sequence[int], *, shape: Sequence[int] | None = None) -> torch.Tensor:
     """Cut ``pad`` elements off, given as for :func:`dist_pad`, whose inverse this is; same layout rule and messages."""
-    return dist_pad(x, P, [-n for n in pad], shape=shape)
+    return dist_pad(x, P, [-n for n in sizes_of(pad, "pad")], shape=shape)
 
 
 # ---------------------------------------------------------------- concatenate and stack

@@ -13,6 +13,7 @@ from typing import Any
 from .. import _torch
 from .._types import Dims, Place, Tree
 from ..agree import negotiate, outside
+from ..boxes import is_int
 from ..errors import PartitionError
 from ..held import name_when_checking, tag
 from ..linear_map import LinearMap, Move, Space, movement
@@ -198,7 +199,7 @@ def _grid_dims(dims: Any) -> Any:
             actual=dims,
             next_step="name the partition dims to sum over; tensor dims stay as they are",
         )
-    return tuple(dims) if isinstance(dims, (list, set)) else dims
+    return tuple(dims) if hasattr(dims, "__iter__") and not is_int(dims) else dims  # hashable: arrays are not
 
 
 @rule
@@ -238,7 +239,7 @@ def mark_varying(x: Tree, P: Place, dims: Dims = None) -> Tree:
     name_when_checking(x)
     along = _grid_dims(dims)
     y = moved(*by_shape(x, P, lambda shape: mark_varying_map(P, shape, along)))
-    tag(y, x, P, dims)
+    tag(y, x, P, along)
     return y
 
 

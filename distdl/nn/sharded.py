@@ -31,8 +31,8 @@ class Sharded(Layer):
         layer: a layer with parameters; it is taken over, and has none of its own any more.
         dims: the partition dims of the layer's P to cut along, where a parameter is a copy along them; ``None``: all.
 
-    Messages, beside the layer's: one all-gather of all parameters forward, one reduce-scatter backward. Backward keeps
-    what was gathered; ``dd.remat(lambda x: sharded(x))`` gathers again.
+    Messages, beside the layer's: one all-gather forward of all parameters that are copies along the same dims, one
+    reduce-scatter backward. Backward keeps what was gathered; ``dd.remat(lambda x: sharded(x))`` gathers again.
 
     Raises:
         PartitionError: no layer of ``dd.nn``, one of several layers, or a dim that P does not have.
@@ -83,13 +83,17 @@ class Sharded(Layer):
         return torch.nn.Parameter(there.shard(whole.detach()).clone(), whole.requires_grad)
 
     def _whole(self) -> dict[str, torch.Tensor]:
-        """The layer's parameters, by one set of messages, and marked: their gradients are summed on the way back."""
+        """The layer's parameters, and marked: their gradients are summed on the way back. Those that lie along the same
+        dims come in one set of messages."""
         own: dict[str, torch.Tensor] = {name: getattr(self, name) for name in self._marks}
-        gathers = {name: maps.all_gather(there, 0) for name, (there, _, _) in self._gathered.items()}
-        for name, y in zip(gathers, move([own[name] for name in gathers], list(gathers.values()))):
-            _, how, over = self._gathered[name]
-            tag(y, own[name], how.grid, over)
-            own[name] = y
+        sets: dict[tuple[int, ...], list[str]] = {}
+        for name, (_, _, over) in self._gathered.items():
+            sets.setdefault(over, []).append(name)
+        for over, names in sets.items():
+            gathers = [maps.all_gather(self._gathered[name][0], 0) for name in names]
+            for name, y in zip(names, move([own[name] for name in names], gathers)):
+                tag(y, own[name], self._gathered[name][1].grid, over)
+                own[name] = y
         return own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
