@@ -147,7 +147,7 @@ class Checked:
         def construct(self, *args, **kwargs):
             constructor(self, *map(own_numbers, args), **{name: own_numbers(v) for name, v in kwargs.items()})
 
-        cls.__init__ = checked(construct)  # type: ignore[misc]
+        cls.__init__ = checked(construct)  # type: ignore[method-assign]
 
 
 def check_classes(*classes: type) -> None:
