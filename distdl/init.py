@@ -58,6 +58,10 @@ def parameter_layout(P: Place, shape: Sequence[int], dims: Sequence[int | None])
 
     Raises:
         PartitionError: a dim twice, or another number of them.
+
+    Example:
+        >>> dd.init.parameter_layout(dd.Partition((2, 3)), (5, 7), (1, None)).sizes(0)  # rows lie along dim 1
+        (2, 2, 1)
     """
     grid = partition_of(P)
     used = [d for d in dims if d is not None]
@@ -78,7 +82,12 @@ def parameter_layout(P: Place, shape: Sequence[int], dims: Sequence[int | None])
 
 
 def fans(shape: Sequence[int]) -> tuple[int, int]:
-    """(fan in, fan out) of a weight of global ``shape`` (out, in, *kernel), as torch counts them."""
+    """(fan in, fan out) of a weight of global ``shape`` (out, in, *kernel), as torch counts them.
+
+    Example:
+        >>> dd.init.fans((8, 4, 3, 3))
+        (36, 72)
+    """
     if len(shape) < 2:
         raise PartitionError(
             "a fan needs two dims",
@@ -117,7 +126,13 @@ def uniform(
     dtype: torch.dtype | None = None,
     device: Device = None,
 ) -> torch.Tensor:
-    """Uniform in [low, high)."""
+    """Uniform in [low, high).
+
+    Example:
+        >>> L, half = (dd.Layout(dd.Partition((p, 1)), (2, 3)) for p in (1, 2))
+        >>> torch.equal(dd.init.uniform(half, 7), half.shard(dd.init.uniform(L, 7)))
+        True
+    """
     return random.uniform(layout, seed, dtype, device, low, high)
 
 
@@ -131,7 +146,13 @@ def normal(
     dtype: torch.dtype | None = None,
     device: Device = None,
 ) -> torch.Tensor:
-    """Normal."""
+    """Normal.
+
+    Example:
+        >>> L, half = (dd.Layout(dd.Partition((p, 1)), (2, 3)) for p in (1, 2))
+        >>> torch.equal(dd.init.normal(half, 7), half.shard(dd.init.normal(L, 7)))
+        True
+    """
     return random.normal(layout, seed, dtype, device, mean, std)
 
 
@@ -147,19 +168,39 @@ def trunc_normal(
     dtype: torch.dtype | None = None,
     device: Device = None,
 ) -> torch.Tensor:
-    """Normal, restricted to [a, b]."""
+    """Normal, restricted to [a, b].
+
+    Example:
+        >>> L, half = (dd.Layout(dd.Partition((p, 1)), (2, 3)) for p in (1, 2))
+        >>> torch.equal(dd.init.trunc_normal(half, 7), half.shard(dd.init.trunc_normal(L, 7)))
+        True
+    """
     return random.trunc_normal(layout, seed, dtype, device, mean, std, a, b)
 
 
 @checked
 def zeros(layout: Layout, *, dtype: torch.dtype | None = None, device: Device = None) -> torch.Tensor:
-    """Zeros."""
+    """Zeros.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1, 1)), (2, 3))
+        >>> dd.init.zeros(L)
+        tensor([[0., 0., 0.],
+                [0., 0., 0.]])
+    """
     return torch.zeros(layout.local_shape(), dtype=dtype, device=device)
 
 
 @checked
 def ones(layout: Layout, *, dtype: torch.dtype | None = None, device: Device = None) -> torch.Tensor:
-    """Ones."""
+    """Ones.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1, 1)), (2, 3))
+        >>> dd.init.ones(L)
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+    """
     return torch.ones(layout.local_shape(), dtype=dtype, device=device)
 
 
@@ -181,6 +222,12 @@ def eye(layout: Layout, *, dtype: torch.dtype | None = None, device: Device = No
 
     Raises:
         PartitionError: another number of dims.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1, 1)), (2, 3))
+        >>> dd.init.eye(L)
+        tensor([[1., 0., 0.],
+                [0., 1., 0.]])
     """
     if layout.ndim != 2:
         raise PartitionError(
@@ -205,6 +252,14 @@ def dirac(layout: Layout, *, groups: int = 1, dtype: torch.dtype | None = None, 
 
     Raises:
         PartitionError: another number of dims, or groups that do not divide the channels out.
+
+    Example:
+        >>> dd.init.dirac(dd.Layout(dd.Partition((1, 1, 1)), (2, 2, 3)))
+        tensor([[[0., 1., 0.],
+                 [0., 0., 0.]],
+
+                [[0., 0., 0.],
+                 [0., 1., 0.]]])
     """
     if not 3 <= layout.ndim <= 5 or groups < 1 or layout.shape[0] % groups:
         raise PartitionError(
@@ -237,6 +292,11 @@ def orthogonal(
 
     Raises:
         PartitionError: fewer than two dims.
+
+    Example:
+        >>> q = dd.init.orthogonal(dd.Layout(dd.Partition((1, 1)), (3, 2)), 7)
+        >>> torch.allclose(q.T @ q, torch.eye(2), atol=1e-6)
+        True
     """
     if layout.ndim < 2:
         raise PartitionError(
@@ -288,6 +348,11 @@ def kaiming_uniform(
     Args:
         a: the slope of a leaky ReLU.
         fan: "in" or "out".
+
+    Example:
+        >>> L, half = (dd.Layout(dd.Partition((p, 1)), (2, 3)) for p in (1, 2))
+        >>> torch.equal(dd.init.kaiming_uniform(half, 7), half.shard(dd.init.kaiming_uniform(L, 7)))
+        True
     """
     bound = math.sqrt(3) * _kaiming_std(layout, a, fan, nonlinearity)
     return uniform(layout, seed, low=-bound, high=bound, dtype=dtype, device=device)
@@ -304,7 +369,13 @@ def kaiming_normal(
     dtype: torch.dtype | None = None,
     device: Device = None,
 ) -> torch.Tensor:
-    """Normal with standard deviation gain / √fan; see :func:`kaiming_uniform`."""
+    """Normal with standard deviation gain / √fan; see :func:`kaiming_uniform`.
+
+    Example:
+        >>> L, half = (dd.Layout(dd.Partition((p, 1)), (2, 3)) for p in (1, 2))
+        >>> torch.equal(dd.init.kaiming_normal(half, 7), half.shard(dd.init.kaiming_normal(L, 7)))
+        True
+    """
     return normal(layout, seed, std=_kaiming_std(layout, a, fan, nonlinearity), dtype=dtype, device=device)
 
 
@@ -312,7 +383,13 @@ def kaiming_normal(
 def xavier_uniform(
     layout: Layout, seed: Seed, *, gain: float = 1.0, dtype: torch.dtype | None = None, device: Device = None
 ) -> torch.Tensor:
-    """Uniform in ±gain·√(6 / (fan in + fan out)) (Glorot & Bengio, AISTATS 2010)."""
+    """Uniform in ±gain·√(6 / (fan in + fan out)) (Glorot & Bengio, AISTATS 2010).
+
+    Example:
+        >>> L, half = (dd.Layout(dd.Partition((p, 1)), (2, 3)) for p in (1, 2))
+        >>> torch.equal(dd.init.xavier_uniform(half, 7), half.shard(dd.init.xavier_uniform(L, 7)))
+        True
+    """
     bound = math.sqrt(3) * _xavier_std(layout, gain)
     return uniform(layout, seed, low=-bound, high=bound, dtype=dtype, device=device)
 
@@ -321,7 +398,13 @@ def xavier_uniform(
 def xavier_normal(
     layout: Layout, seed: Seed, *, gain: float = 1.0, dtype: torch.dtype | None = None, device: Device = None
 ) -> torch.Tensor:
-    """Normal with standard deviation gain·√(2 / (fan in + fan out))."""
+    """Normal with standard deviation gain·√(2 / (fan in + fan out)).
+
+    Example:
+        >>> L, half = (dd.Layout(dd.Partition((p, 1)), (2, 3)) for p in (1, 2))
+        >>> torch.equal(dd.init.xavier_normal(half, 7), half.shard(dd.init.xavier_normal(L, 7)))
+        True
+    """
     return normal(layout, seed, std=_xavier_std(layout, gain), dtype=dtype, device=device)
 
 
@@ -329,7 +412,13 @@ def xavier_normal(
 def bias_uniform(
     layout: Layout, seed: Seed, weight_shape: Sequence[int], *, dtype: torch.dtype | None = None, device: Device = None
 ) -> torch.Tensor:
-    """Uniform in ±1/√(fan in) of the weight's *global* shape: the bias of torch.nn.Linear and Conv."""
+    """Uniform in ±1/√(fan in) of the weight's *global* shape: the bias of torch.nn.Linear and Conv.
+
+    Example:
+        >>> b = dd.init.bias_uniform(dd.Layout(dd.Partition((1,)), (4,)), 7, weight_shape=(4, 100))
+        >>> bool(b.abs().max() <= 0.1)
+        True
+    """
     fan_in = fans(weight_shape)[0]
     bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
     return uniform(layout, seed, low=-bound, high=bound, dtype=dtype, device=device)

@@ -54,6 +54,12 @@ def nothing(shape: Sequence[int], *tensors: torch.Tensor, dtype: torch.dtype | N
 
     Raises:
         ShapeError: the shape has elements.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> F.nothing((0,), x).sum().backward()  # a rank's connected zero loss
+        >>> x.grad
+        tensor([0., 0.])
     """
     sizes = tuple(shape) if hasattr(shape, "__iter__") else ()
     if 0 not in sizes:
@@ -82,6 +88,11 @@ def tie(value: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
 
     For outputs that this rank, or only some ranks, do not use: the peers of an operator whose output is dropped wait
     for a backward that never comes. ``F.tie(loss, unused)`` makes it come, with cotangent zero.
+
+    Example:
+        >>> unused = torch.tensor(float("nan"), requires_grad=True)
+        >>> F.tie(torch.tensor(3.0), unused).item()
+        3.0
     """
     _check((value, *tensors))
     hooks = [h.to(value.device, value.dtype) for h in _hooks(tensors)]

@@ -60,6 +60,11 @@ def attention_needs(
 
     Raises:
         PartitionError, ShapeError: layouts that do not fit together, a negative window, documents that do not rise.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1, 1, 4, 1)), (1, 2, 64, 8))
+        >>> F.attention_needs(L, L, causal=True).windows[2]  # the keys that come to each rank
+        ((0, 16), (0, 32), (0, 48), (0, 64))
     """
     for L in (L_q, L_kv):
         check_dims(L)
@@ -132,6 +137,13 @@ def dist_attention(
         ShapeError: tensors, heads or a mask that do not fit together.
         PartitionError: a window below 0, documents that do not rise or cover the sequence, no such method or kernel, or
             one that the partition or the derivative does not allow.
+
+    Example:
+        >>> q = k = v = torch.ones(1, 1, 3, 2)  # (batch, heads, seq, features)
+        >>> F.dist_attention(q, k, v, dd.Partition((1, 1, 1, 1)), causal=True)[0, 0]
+        tensor([[1., 1.],
+                [1., 1.],
+                [1., 1.]])
     """
     pattern = pattern_of(P, causal, window, documents)
     if kernel not in KERNELS:

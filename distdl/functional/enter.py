@@ -220,7 +220,11 @@ def present(*tensors):
 
 def check_bias(op: str, P: Place, bias: torch.Tensor | None, features: int) -> None:
     """Raise unless ``bias`` has one number for each of this rank's output features: nothing is broadcast, or left
-    out."""
+    out.
+
+    Example:
+        >>> F.check_bias("my_layer", dd.Partition((1,)), torch.zeros(3), 3)  # says nothing: it fits
+    """
     if bias is not None and tuple(getattr(bias, "shape", ())) != (features,):
         raise ShapeError(
             "bias is not this rank's block",
@@ -249,6 +253,11 @@ def replicated(
 
     Raises:
         PartitionError: another value of ``params``.
+
+    Example:
+        >>> w, bias = F.replicated("invariant", dd.Partition((1, 1)), 0, torch.ones(2), None)
+        >>> w, bias
+        (tensor([1., 1.]), None)
     """
     if params == "varying":
         return tensors

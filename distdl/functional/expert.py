@@ -73,6 +73,12 @@ def expert_parallel(
     Raises:
         AgreementError: experts return different numbers of features, or dtypes.
         PartitionError, ShapeError: P has other than one dim; shapes that do not fit; an expert that does not exist.
+
+    Example:
+        >>> x, expert = torch.ones(2, 1), torch.tensor([1, 0])
+        >>> F.expert_parallel(lambda k, tokens: (k + 1) * tokens, x, expert, dd.Partition((1,)), 2)
+        tensor([[2.],
+                [1.]])
     """
     return _parallel(f, x, expert, P, num_experts)
 
@@ -151,6 +157,12 @@ def dist_expert_linear(
 
     Returns:
         (tokens, out). Messages as for :func:`expert_parallel`; the gradients of w and bias send nothing.
+
+    Example:
+        >>> x, w, expert = torch.ones(2, 1), torch.tensor([[[1.0]], [[5.0]]]), torch.tensor([1, 0])
+        >>> F.dist_expert_linear(x, w, dd.Partition((1,)), expert, num_experts=2)
+        tensor([[5.],
+                [1.]])
     """
     if bias is not None and bias.shape != w.shape[:2]:
         raise ShapeError(

@@ -104,6 +104,10 @@ def dist_cross_entropy(
     Messages, for n targets on this rank. Class dim split: one all-gather of n elements, and one all-reduce of 2n (3n
     with weights, 4n with weights and smoothing, 3n with probabilities). Other dims split: one all-reduce of 2 elements
     (1 for ``"sum"``, 0 for ``"none"``). None backward. A bare partition is negotiated if the class dim is split.
+
+    Example:
+        >>> F.dist_cross_entropy(torch.tensor([[2.0, 2.0]]), torch.tensor([1]), dd.Partition((1, 1)))
+        tensor(0.6931)
     """
     return _class_loss("dist_cross_entropy", logits, target, P, weight, ignore_index, reduction, label_smoothing)
 
@@ -122,6 +126,10 @@ def dist_nll_loss(
 
     Messages, for n targets on this rank. Class dim split: one all-reduce of n elements (2n with weights). Other dims
     split: one all-reduce of 2 elements (1 for ``"sum"``, 0 for ``"none"``). None backward.
+
+    Example:
+        >>> F.dist_nll_loss(torch.tensor([[-1.0, -2.0]]), torch.tensor([1]), dd.Partition((1, 1)))
+        tensor(2.)
     """
     return _class_loss("dist_nll_loss", log_probs, target, P, weight, ignore_index, reduction, None)
 

@@ -59,6 +59,11 @@ def dist_matmul(
     Raises:
         ShapeError: blocks that are not P's, another dtype of b, sizes that do not fit, or no number of panels.
         PartitionError: P has fewer than two dims.
+
+    Example:
+        >>> P, a = dd.Partition((1, 1)), torch.tensor([[1.0, 2.0]])
+        >>> F.dist_matmul(a, a.T, P)
+        tensor([[5.]])
     """
     grid = partition_of(P)
     if grid.ndim < 2:
@@ -160,6 +165,11 @@ def matmul_layout(L_a: Layout, L_b: Layout) -> Layout:
 
     Raises:
         ShapeError: A and B cannot be multiplied where they lie.
+
+    Example:
+        >>> P = dd.Partition((2, 1))
+        >>> F.matmul_layout(dd.Layout(P, (4, 3)), dd.Layout(P, (3, 5))).shape
+        (4, 5)
     """
     fault = _fit(laid_out(L_a), laid_out(L_b))
     if fault is not None:

@@ -100,6 +100,11 @@ def dist_neighborhood_attention(
     Raises:
         PartitionError: sizes below 1, a window larger than a dim, or features that are split.
         ShapeError: tensors that are not alike.
+
+    Example:
+        >>> q = torch.ones(1, 1, 4, 2)
+        >>> F.dist_neighborhood_attention(q, q, q, dd.Partition((1, 1, 1, 1)), 3).shape
+        torch.Size([1, 1, 4, 2])
     """
     ndim = partition_of(P).ndim
     n = ndim - 3

@@ -132,6 +132,10 @@ def dist_flatten(
 
     Raises:
         PartitionError: partitions that do not fit the shapes.
+
+    Example:
+        >>> F.dist_flatten(torch.ones(2, 3, 4), dd.Partition((1, 1, 1)), dd.Partition((1, 1))).shape
+        torch.Size([2, 12])
     """
     grid = partition_of(P_out)
     (x,), layouts = resolve([x], P_in, shape, (grid,))
@@ -164,6 +168,10 @@ def dist_unflatten(
         shape: the *global* shape of the result, so nothing is negotiated.
 
     Messages: those of the flattening's adjoint.
+
+    Example:
+        >>> F.dist_unflatten(torch.ones(2, 12), dd.Partition((1, 1)), dd.Partition((1, 1, 1)), (2, 3, 4)).shape
+        torch.Size([2, 3, 4])
     """
     L = as_layout(P_out, tuple(shape))
     flat = _flat_layout(P_in, _flat_shape(L, start_dim))

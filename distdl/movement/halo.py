@@ -113,6 +113,10 @@ class HaloSpec(Value):
     Raises:
         PartitionError: negative widths, an unknown boundary, a circular side opposite another, or a reflection that
             reaches beyond the tensor.
+
+    Example:
+        >>> dd.HaloSpec(dd.Partition((3,)), (10,), 1).windows
+        (((0, 5), (3, 8), (6, 10)),)
     """
 
     in_layout: Layout
@@ -398,6 +402,11 @@ def halo_exchange(x: Tree, spec: HaloSpec | tuple[Any, ...] | list[Any] | dict[A
     Raises:
         PartitionError: not a HaloSpec, not one for each field, or fields of other ranks. ShapeError: x is not this
             rank's block.
+
+    Example:
+        >>> spec = dd.HaloSpec(dd.Partition((1,)), (3,), 1, boundary="circular")
+        >>> F.halo_exchange(torch.tensor([1, 2, 3]), spec)
+        tensor([3, 1, 2, 3, 1])
     """
     if isinstance(spec, (tuple, list, dict)):
         return moved(*_by_specs(x, spec))

@@ -23,6 +23,10 @@ def shift_map(
     """Every rank's tensor -> the rank ``offset`` further along ``dim``; where nothing arrives, zeros of the own shape.
 
     With a Layout, blocks may differ in size. Adjoint: the shift by ``-offset``.
+
+    Example:
+        >>> dd.maps.shift(dd.Partition((1,)), 0, shape=(2,))(torch.ones(2))
+        tensor([1., 1.])
     """
     P, held = tensor_axes(where, shape)
     (dim,) = P.dims(dim)
@@ -51,6 +55,10 @@ def shift(x: Tree, P: Place, dim: int, offset: int = 1, *, periodic: bool = True
 
     Where nothing arrives (``periodic=False``) the result is zero, in the shape of this rank's own tensor. Shapes are
     equal along ``dim``, unless a Layout says how they differ. No negotiation.
+
+    Example:
+        >>> F.shift(torch.tensor([1.0]), dd.Partition((1,)), 0)  # from the rank before; of one rank, its own
+        tensor([1.])
     """
     return moved(*by_shape(x, P, lambda shape: shift_map(P, dim, offset, periodic, shape)))
 
@@ -82,6 +90,10 @@ def permute_map(
     """Tensors from source to destination ranks, ``pairs`` of (source, destination); zeros where nothing arrives.
 
     ``shape`` is the local shape, or a list with one for each rank of ``P``. Adjoint: the reversed pairs.
+
+    Example:
+        >>> dd.maps.permute(dd.Partition((1,)), ((0, 0),), (2,))(torch.ones(2))
+        tensor([1., 1.])
     """
     P = partition_of(P)
     places = {r: i for i, r in enumerate(P.ranks)}
@@ -107,6 +119,10 @@ def permute(x: Tree, P: Place, pairs: Iterable[tuple[int, int]]) -> Tree:
 
     A source may have several destinations (the adjoint then sums), a destination one source. Shapes may differ by rank,
     and are negotiated (not with a Layout). Place nothing arrives the result is zero, in this rank's own shape.
+
+    Example:
+        >>> F.permute(torch.tensor([1.0]), dd.Partition((1,)), [(0, 0)])
+        tensor([1.])
     """
     where = partition_of(P)
     try:

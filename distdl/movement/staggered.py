@@ -36,6 +36,10 @@ class Staggered(Value):
 
     Raises:
         PartitionError: L is no Layout, or has no such dims.
+
+    Example:
+        >>> dd.Staggered(dd.Layout(dd.Partition((1,)), (4,)), 0).layout.shape  # faces between four cells
+        (5,)
     """
 
     cells: Layout

@@ -78,6 +78,11 @@ class Layer(Checked, torch.nn.Module):
         P: the partition (or Layout) that its function takes.
         layouts: the global layout of every parameter and buffer, by name (:func:`distdl.nn.layouts` asks a whole
             model).
+
+    Example:
+        >>> layer = dd.nn.Layer(dd.Partition((1,)))
+        >>> layer.layouts
+        {}
     """
 
     P: Place

@@ -19,7 +19,13 @@ __all__ = ["Embedding", "ExpertLinear", "Linear"]
 
 
 class Linear(Layer):
-    """:func:`distdl.functional.dist_linear`; ``P`` is (*batch, out, in). Takes its ``x_layout`` and so on."""
+    """:func:`distdl.functional.dist_linear`; ``P`` is (*batch, out, in). Takes its ``x_layout`` and so on.
+
+    Example:
+        >>> layer = dd.nn.Linear(dd.Partition((1, 1, 1)), 3, 5)
+        >>> layer(torch.ones(2, 3)).shape
+        torch.Size([2, 5])
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -56,6 +62,11 @@ class ExpertLinear(Layer):
     Attributes:
         weight: (this rank's experts, out, in).
         bias: (this rank's experts, out).
+
+    Example:
+        >>> layer = dd.nn.ExpertLinear(dd.Partition((1,)), 2, 3, 4)
+        >>> layer(torch.ones(5, 3), torch.tensor([0, 1, 1, 0, 1])).shape
+        torch.Size([5, 4])
     """
 
     weight: torch.Tensor
@@ -86,7 +97,13 @@ class ExpertLinear(Layer):
 
 class Embedding(Layer):
     """:func:`distdl.functional.dist_embedding`: ``P`` is (*dims of idx, vocabulary, embedding); takes its keyword
-    arguments."""
+    arguments.
+
+    Example:
+        >>> layer = dd.nn.Embedding(dd.Partition((1, 1, 1)), 7, 4)
+        >>> layer(torch.tensor([1, 2])).shape
+        torch.Size([2, 4])
+    """
 
     weight: torch.Tensor
 

@@ -36,6 +36,11 @@ class Sharded(Layer):
 
     Raises:
         PartitionError: no layer of ``dd.nn``, one of several layers, or a dim that P does not have.
+
+    Example:
+        >>> layer = dd.nn.Sharded(dd.nn.Linear(dd.Partition((1, 1, 1)), 3, 5))
+        >>> layer(torch.ones(2, 3)).shape
+        torch.Size([2, 5])
     """
 
     layer: Layer

@@ -43,6 +43,11 @@ class Precision:
         reduce: in which gradients are summed over the ranks; not narrower than ``param`` (for that, see
             ``hooks.cast``).
         output: of the function's results.
+
+    Example:
+        >>> policy = dd.parallel.Precision(param=torch.bfloat16)
+        >>> policy.replicate([torch.ones(2)], dd.Partition((1,)))
+        [tensor([1., 1.], dtype=torch.bfloat16)]
     """
 
     param: torch.dtype | None = None
@@ -95,6 +100,10 @@ class LossScale:
         good: finite steps since it last changed; beside a tensor ``scale`` an integer tensor after the first step.
         growth, backoff, interval: times ``growth`` after ``interval`` finite steps in a row, as long as float32 holds
             it, times ``backoff`` after any other.
+
+    Example:
+        >>> dd.parallel.LossScale(scale=8.0).scale
+        8.0
     """
 
     scale: float | torch.Tensor = 2.0**16
@@ -135,7 +144,12 @@ class LossScale:
 
 
 def select(condition: torch.Tensor, yes: Tree, no: Tree) -> Tree:
-    """``yes`` where ``condition`` (a bool tensor) holds, else ``no``: pytrees of one structure."""
+    """``yes`` where ``condition`` (a bool tensor) holds, else ``no``: pytrees of one structure.
+
+    Example:
+        >>> dd.parallel.select(torch.tensor(False), [torch.ones(2)], [torch.zeros(2)])
+        [tensor([0., 0.])]
+    """
     ours, tree = _torch.flatten(yes)
     theirs, _ = _torch.flatten(no)
 
@@ -154,6 +168,10 @@ def spread_overflow(grads: Tree, P: Place, dims: Dims = None) -> Tree:
     that were summed over the ranks have spread their infinities already; blocks of sharded ones have not.)
 
     Messages: one all-reduce of 4 bytes.
+
+    Example:
+        >>> dd.parallel.spread_overflow([torch.tensor([1.0])], dd.Partition((1,)))
+        [tensor([1.])]
     """
     leaves, tree = _torch.flatten(grads)
     finite = F.invariant_sum(_overflow(leaves), along(P, dims)) == 0

@@ -48,6 +48,13 @@ class Sharding:
         structure, shapes: the pytree of the whole parameters.
         layout: the flat vector's balanced blocks over the ranks of this fibre; some are empty where ranks outnumber
             elements.
+
+    Example:
+        >>> w = [torch.ones(2, 2), torch.zeros(2)]
+        >>> sharding = dd.parallel.Sharding.of(w, dd.Partition((1,)))
+        >>> block = sharding.block(w)
+        >>> block, [p.shape for p in sharding.gather(block)]
+        (tensor([1., 1., 1., 1., 0., 0.]), [torch.Size([2, 2]), torch.Size([2])])
     """
 
     structure: Any
@@ -320,6 +327,10 @@ def global_norm(grads: Any, P: Place, dims: Dims = None, *, of: Any = None, norm
         ShapeError: no tensor at all, which has neither dtype nor device: pass a zero on a rank that has no gradients.
         PartitionError: without ``of``, some gradients know what they are and others do not; blocks on ranks that are
             not in ``P``; a gradient that should be equal on all ranks is not.
+
+    Example:
+        >>> dd.parallel.global_norm([torch.tensor([3.0, 4.0])], dd.Partition((1,)))
+        tensor(5.)
     """
     leaves, _ = _torch.flatten(grads)
     if not leaves:

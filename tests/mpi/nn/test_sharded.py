@@ -182,7 +182,7 @@ def test_remat_gathers_again():
     with dd.testing.count_messages() as backward:
         found = torch.autograd.grad(y.square().sum(), [x, *net.parameters()])
     agree(all(torch.equal(a, b) for a, b in zip(found, expected)), "other gradients")
-    assert N == 1 or len(backward) == 2 * len(once)  # gathered again, and reduce-scattered
+    assert list(backward)[: len(once)] == list(once) and (N == 1 or len(backward) > len(once))  # and reduce-scattered
 
 
 def test_states_copies_and_files(tmp_path_factory):
