@@ -144,6 +144,11 @@ def hessian(
 
     ``L`` is the layout of x.
 
+    Messages: those of the functions that it calls, each batch in one set; of ``inner`` one all-reduce.
+
+    Raises:
+        PartitionError, ShapeError: a layout that is not x's, or trees of tensors that do not fit together.
+
     Example:
         >>> L = dd.Layout(dd.Partition((1,)), (2,))
         >>> dd.func.hessian(lambda x: F.dist_sum(x**3, L), L)(torch.tensor([1.0, 2.0]))
@@ -156,6 +161,11 @@ def hessian(
 def hvp(loss: Callable[..., torch.Tensor], x: Tree, v: Tree) -> Tree:
     """This rank's block of the Hessian of ``loss`` at ``x``, times ``v`` (blocks of one layout): forward over
     reverse.
+
+    Messages: those of the functions that it calls, each batch in one set; of ``inner`` one all-reduce.
+
+    Raises:
+        PartitionError, ShapeError: a layout that is not x's, or trees of tensors that do not fit together.
 
     Example:
         >>> P, x = dd.Partition((1,)), torch.tensor([1.0, 2.0])
@@ -170,6 +180,11 @@ def inner(x: Any, y: Any, P: Place, dims: Dims = None) -> torch.Tensor:
 
     For two invariant tensors the inner product is the local one: ``dims=()``. x and y may be pytrees, whose leaves add
     up.
+
+    Messages: those of the functions that it calls, each batch in one set; of ``inner`` one all-reduce.
+
+    Raises:
+        PartitionError, ShapeError: a layout that is not x's, or trees of tensors that do not fit together.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0])
@@ -198,6 +213,11 @@ def inner(x: Any, y: Any, P: Place, dims: Dims = None) -> torch.Tensor:
 
 def linear_transpose(f: Callable[..., Any], x: Any) -> Callable[[Any], Any]:
     """The transpose of a linear ``f`` as a function; ``x`` only gives shape, dtype and device.
+
+    Messages: those of the functions that it calls, each batch in one set; of ``inner`` one all-reduce.
+
+    Raises:
+        PartitionError, ShapeError: a layout that is not x's, or trees of tensors that do not fit together.
 
     Example:
         >>> dd.func.linear_transpose(lambda x: x.cumsum(0), torch.zeros(3))(torch.tensor([1.0, 0.0, 2.0]))

@@ -254,12 +254,9 @@ def dirac(layout: Layout, *, groups: int = 1, dtype: torch.dtype | None = None, 
         PartitionError: another number of dims, or groups that do not divide the channels out.
 
     Example:
-        >>> dd.init.dirac(dd.Layout(dd.Partition((1, 1, 1)), (2, 2, 3)))
-        tensor([[[0., 1., 0.],
-                 [0., 0., 0.]],
-
-                [[0., 0., 0.],
-                 [0., 1., 0.]]])
+        >>> dd.init.dirac(dd.Layout(dd.Partition((1, 1, 1)), (2, 2, 3)))[:, :, 1]
+        tensor([[1., 0.],
+                [0., 1.]])
     """
     if not 3 <= layout.ndim <= 5 or groups < 1 or layout.shape[0] % groups:
         raise PartitionError(

@@ -26,6 +26,11 @@ class Topology:
         devices: CUDA devices of this process.
         nodes: the ranks of each node, in rising order.
 
+    Pure but for its discovery: no messages.
+
+    Raises:
+        PartitionError: of :meth:`place`, too few devices.
+
     Example:
         >>> dd.Topology.place(("a", "a", "b", "b"))[3].local_rank
         1

@@ -55,6 +55,7 @@ class Messages(list[tuple[str, Any, int]]):
 @contextmanager
 def count_messages() -> Iterator[Messages]:
     """Count and list what this rank sends inside the block: ``with count_messages() as sent: ...; sent.sends``.
+    It sends nothing itself, and no error is its own.
 
     Example:
         >>> A = dd.maps.roll(dd.Layout(dd.Partition((1,)), (3,)), 0, 1)
@@ -77,6 +78,11 @@ def count_messages() -> Iterator[Messages]:
 def gather_objects(value: Any, ranks: Sequence[int] | None = None, world_name: str = "default") -> list[Any]:
     """Every rank's (picklable) value, in the order of ``ranks`` (sorted; default: the whole world).
 
+    Messages: one small all-gather of the pickled values; numbers, texts, small tensors of any shape.
+
+    Raises:
+        ShapeError: ranks that are not of the world.
+
     Example:
         >>> dd.testing.gather_objects("of this rank")
         ['of this rank']
@@ -95,6 +101,11 @@ def gather_objects(value: Any, ranks: Sequence[int] | None = None, world_name: s
 
 def collective_assert(condition: object, message: object = "", ranks: Sequence[int] | None = None) -> None:
     """Assert on all ranks together: when one fails, every rank raises, and the error says which and why.
+
+    Messages: one small all-gather of a truth value and a text, of any shape of condition.
+
+    Raises:
+        AssertionError: on all of the ranks, where it is false on one of them.
 
     Example:
         >>> dd.testing.collective_assert(1 + 1 == 2, "every rank hears of it")
@@ -115,6 +126,8 @@ def assert_copies(tensors: Any, P: Place, dims: Dims = None) -> None:
     Raises:
         InvariantError: on every rank: copies differ, or have other shapes or dtypes; or ranks have tensors of other
             names.
+
+    Messages: one small all-gather of checksums.
 
     Example:
         >>> dd.testing.assert_copies(torch.ones(2), dd.Partition((1,)))
@@ -176,6 +189,11 @@ def dot_test(A: LinearMap, *, dtype: torch.dtype = torch.float64, seed: int = 0,
     Returns the relative error. Raises AssertionError, on every rank, where it exceeds ``tol`` (default 1e-13 in float64
     and complex128, 1e-5 below).
 
+    Messages: those of A and of A.T, and a small all-gather of the result.
+
+    Raises:
+        AssertionError: on every rank, where a rule is wrong.
+
     Example:
         >>> A = dd.maps.roll(dd.Layout(dd.Partition((1,)), (3,)), 0, 1)
         >>> dd.testing.dot_test(A) < 1e-12
@@ -207,6 +225,11 @@ def check_map(A: LinearMap, *, dtype: torch.dtype = torch.float64, seed: int = 0
     """Everything that holds for a linear map, on every rank: shapes, linearity, the dot test, jvp and vjp, vmap equal
     to the loop, strided inputs, inputs left as they were, ``A.T.T == A``, and as many messages for a batch as for
     one.
+
+    Messages: those of A and of A.T, and a small all-gather of the result.
+
+    Raises:
+        AssertionError: on every rank, where a rule is wrong.
 
     Example:
         >>> A = dd.maps.roll(dd.Layout(dd.Partition((1,)), (3,)), 0, 1)
@@ -274,6 +297,11 @@ def check_grads(
         out_weight, in_weight: weight of this rank's copy in the inner products: 1, or 1/k for an invariant value on k
             ranks.
         step, tol: of the differences (relative to the largest entry).
+
+    No messages but those of f; x of any shape.
+
+    Raises:
+        AssertionError: a derivative is wrong.
 
     Example:
         >>> dd.testing.check_grads(torch.sin, torch.ones(2, dtype=torch.float64))

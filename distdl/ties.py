@@ -55,6 +55,8 @@ def nothing(shape: Sequence[int], *tensors: torch.Tensor, dtype: torch.dtype | N
     Raises:
         ShapeError: the shape has elements.
 
+    No messages.
+
     Example:
         >>> x = torch.ones(2, requires_grad=True)
         >>> F.nothing((0,), x).sum().backward()  # a rank's connected zero loss
@@ -88,6 +90,9 @@ def tie(value: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
 
     For outputs that this rank, or only some ranks, do not use: the peers of an operator whose output is dropped wait
     for a backward that never comes. ``F.tie(loss, unused)`` makes it come, with cotangent zero.
+
+    Raises:
+        ShapeError: one of them is no tensor. No messages, forward or backward.
 
     Example:
         >>> unused = torch.tensor(float("nan"), requires_grad=True)

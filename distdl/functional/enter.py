@@ -222,6 +222,11 @@ def check_bias(op: str, P: Place, bias: torch.Tensor | None, features: int) -> N
     """Raise unless ``bias`` has one number for each of this rank's output features: nothing is broadcast, or left
     out.
 
+    No messages.
+
+    Raises:
+        ShapeError: it has not.
+
     Example:
         >>> F.check_bias("my_layer", dd.Partition((1,)), torch.zeros(3), 3)  # says nothing: it fits
     """

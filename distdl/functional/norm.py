@@ -257,6 +257,9 @@ def dist_layer_norm(
     Messages, with N sets of statistics on this rank (its leading sizes), where trailing dims are split: one all-gather
     of 2N; backward one reduce-scatter.
 
+    Raises:
+        ShapeError, PartitionError: sizes that are not x's, weights that are not this rank's, or no floating x.
+
     Example:
         >>> F.dist_layer_norm(torch.tensor([[1.0, 3.0]]), dd.Partition((1, 1)), (2,), eps=0.0)
         tensor([[-1.,  1.]])
@@ -297,6 +300,9 @@ def dist_rms_norm(
     Messages, with N sets on this rank (its leading sizes), where trailing dims are split: one all-reduce of N; backward
     another.
 
+    Raises:
+        ShapeError, PartitionError: sizes that are not x's, weights that are not this rank's, or no floating x.
+
     Example:
         >>> F.dist_rms_norm(torch.tensor([[3.0, 3.0]]), dd.Partition((1, 1)), (2,), eps=0.0)
         tensor([[1., 1.]])
@@ -331,6 +337,9 @@ def dist_group_norm(
 
     Messages, with b examples on this rank, whose channels touch G groups, where space is split, or channels amid a
     group: one all-gather of 2bG; backward one reduce-scatter.
+
+    Raises:
+        ShapeError, PartitionError: sizes that are not x's, weights that are not this rank's, or no floating x.
 
     Example:
         >>> F.dist_group_norm(torch.tensor([[1.0, 3.0]]), dd.Partition((1, 1)), 1, eps=0.0)

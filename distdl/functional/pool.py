@@ -91,6 +91,11 @@ def pool_layout(
 ) -> Layout:
     """The layout of a pooling's result for an x of layout ``L``.
 
+    Pure: no messages.
+
+    Raises:
+        PartitionError: a window that is larger than the padded input, or sizes that torch would refuse.
+
     Example:
         >>> F.pool_layout(dd.Layout(dd.Partition((1, 1, 2)), (8, 3, 32)), 2).shape
         (8, 3, 16)

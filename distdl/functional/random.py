@@ -83,6 +83,9 @@ def fold_in(seed: int | torch.Tensor, *numbers: int | torch.Tensor) -> int | tor
 
     Order matters. Returns an int, or a tensor where ``seed`` or a number is one.
 
+    Raises:
+        ShapeError: a seed or number that is no integer.
+
     Example:
         >>> F.fold_in(7, 1)  # the seed of layer 1
         -4196405110082178282

@@ -57,6 +57,9 @@ def dist_sum(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool =
 
     Messages: one all-reduce of N elements; none backward.
 
+    Raises:
+        ShapeError, PartitionError: an x that is not this rank's block or of such a dtype, or dims that P does not have.
+
     Example:
         >>> P, x = dd.Partition((1, 1)), torch.tensor([[1.0, 5.0], [3.0, 3.0]])
         >>> F.dist_sum(x, P, 0)
@@ -73,6 +76,9 @@ def dist_mean(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool 
     """The mean over ``dim``: sum by count, exact on uneven blocks. NaN where there is nothing to average.
 
     Messages: one all-reduce of N + 1 elements (the count goes along), N with a Layout; none backward.
+
+    Raises:
+        ShapeError, PartitionError: an x that is not this rank's block or of such a dtype, or dims that P does not have.
 
     Example:
         >>> P, x = dd.Partition((1, 1)), torch.tensor([[1.0, 5.0], [3.0, 3.0]])
@@ -94,6 +100,9 @@ def dist_var(
 
     Messages: two all-reduces, of N + 1 elements (N with a Layout) and of N; backward one of N, for the mean.
 
+    Raises:
+        ShapeError, PartitionError: an x that is not this rank's block or of such a dtype, or dims that P does not have.
+
     Example:
         >>> P, x = dd.Partition((1, 1)), torch.tensor([[1.0, 5.0], [3.0, 3.0]])
         >>> F.dist_var(x, P, 0)
@@ -112,6 +121,9 @@ def dist_logsumexp(x: torch.Tensor, P: Place, dim: Dims, keepdim: bool = False) 
     """log Σ exp(x) over ``dim``, one or several, relative to the largest x of all ranks.
 
     Messages: one all-gather and one all-reduce, of N elements each; none backward.
+
+    Raises:
+        ShapeError, PartitionError: an x that is not this rank's block or of such a dtype, or dims that P does not have.
 
     Example:
         >>> P, x = dd.Partition((1, 1)), torch.tensor([[1.0, 5.0], [3.0, 3.0]])
@@ -137,6 +149,9 @@ def dist_max(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool =
 
     Messages: one all-gather of 2N elements and one all-reduce of N (integers: an all-gather of N); none backward.
 
+    Raises:
+        ShapeError, PartitionError: an x that is not this rank's block or of such a dtype, or dims that P does not have.
+
     Example:
         >>> P, x = dd.Partition((1, 1)), torch.tensor([[1.0, 5.0], [3.0, 3.0]])
         >>> F.dist_max(x, P, 1)
@@ -147,6 +162,9 @@ def dist_max(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool =
 
 def dist_min(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool = False) -> torch.Tensor:
     """The smallest element over ``dim``; as :func:`dist_max`.
+
+    Raises:
+        ShapeError, PartitionError: an x that is not this rank's block or of such a dtype, or dims that P does not have.
 
     Example:
         >>> P, x = dd.Partition((1, 1)), torch.tensor([[1.0, 5.0], [3.0, 3.0]])
@@ -210,6 +228,9 @@ def dist_norm(
         ord: any number; ``inf`` and ``-inf`` are the largest and the smallest |x|, and 0 counts what is not 0.
 
     Messages: one all-reduce of N elements (``inf``: as :func:`dist_max`); none backward.
+
+    Raises:
+        ShapeError, PartitionError: an x that is not this rank's block or of such a dtype, or dims that P does not have.
 
     Example:
         >>> P, x = dd.Partition((1, 1)), torch.tensor([[1.0, 5.0], [3.0, 3.0]])

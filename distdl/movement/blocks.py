@@ -19,6 +19,9 @@ from .call import by_layout, by_map, laid_out, moved, on_one_rank, rule
 def repartition_map(where: Layout, P_out: Place) -> LinearMap:
     """Blocks of one layout -> blocks of another, of the same global shape (an all-to-all in general).
 
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
     Example:
         >>> A = dd.maps.repartition(dd.Layout(dd.Partition((2, 1)), (4, 4)), dd.Partition((1, 2)))
         >>> dd.viz.messages(A)  # (from, to, elements)
@@ -56,6 +59,10 @@ def repartition(x: Tree, P_in: Place, P_out: Place, *, shape: Sequence[int] | No
     Returns:
         This rank's block over ``P_out``. Adjoint: the repartition back.
 
+    Raises:
+        PartitionError, ShapeError: partitions that do not fit x, or an x that is not this rank's block.
+        AgreementError: on every rank of a bare partition, where blocks or calls disagree.
+
     Example:
         >>> rows, columns = dd.Partition((1, 1)), dd.Partition((1, 1))
         >>> F.repartition(torch.eye(2), rows, columns)  # blocks of rows to blocks of columns
@@ -68,6 +75,11 @@ def repartition(x: Tree, P_in: Place, P_out: Place, *, shape: Sequence[int] | No
 @rule
 def scatter_map(where: Layout, root: int = 0) -> LinearMap:
     """The whole tensor on rank ``root`` -> the blocks of ``where``. Adjoint: gather.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
 
     Example:
         >>> L = dd.Layout(dd.Partition((1,)), (3,))
@@ -88,6 +100,10 @@ def scatter(x: Tree, P: Place, *, root: int = 0, shape: Sequence[int] | None = N
         x: the global tensor on ``root``, ignored elsewhere.
         shape: its shape; left out (and without a Layout), it is negotiated.
 
+    Raises:
+        PartitionError, ShapeError: partitions that do not fit x, or an x that is not this rank's block.
+        AgreementError: on every rank of a bare partition, where blocks or calls disagree.
+
     Example:
         >>> F.scatter(torch.arange(3), dd.Partition((1,)))  # each rank its block of root's tensor
         tensor([0, 1, 2])
@@ -102,6 +118,11 @@ def scatter(x: Tree, P: Place, *, root: int = 0, shape: Sequence[int] | None = N
 @rule
 def gather_map(where: Layout, root: int = 0) -> LinearMap:
     """Blocks -> the whole tensor on rank ``root``. Adjoint: scatter.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
 
     Example:
         >>> L = dd.Layout(dd.Partition((1,)), (3,))
@@ -118,6 +139,12 @@ def gather_map(where: Layout, root: int = 0) -> LinearMap:
 def gather(x: Tree, P: Place, *, root: int = 0, shape: Sequence[int] | None = None) -> Tree:
     """Collect the blocks of ``x`` over ``P`` as one tensor on rank ``root``. Adjoint: scatter.
 
+    Messages: one from each rank with a block to ``root``.
+
+    Raises:
+        PartitionError, ShapeError: partitions that do not fit x, or an x that is not this rank's block.
+        AgreementError: on every rank of a bare partition, where blocks or calls disagree.
+
     Example:
         >>> F.gather(torch.arange(3), dd.Partition((1,)))
         tensor([0, 1, 2])
@@ -130,6 +157,11 @@ def gather(x: Tree, P: Place, *, root: int = 0, shape: Sequence[int] | None = No
 @rule
 def roll_map(where: Layout, dim: int, by: int) -> LinearMap:
     """Blocks -> the same blocks of ``torch.roll(x, by, dim)`` of the *global* tensor. Adjoint: the roll by ``-by``.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
 
     Example:
         >>> L = dd.Layout(dd.Partition((1,)), (3,))
@@ -166,6 +198,10 @@ def roll(x: Tree, P: Place, dim: int, by: int, *, shape: Sequence[int] | None = 
         x: this rank's block over ``P``, any dtype; blocks may be uneven or empty.
         dim, by: a dim, and by how many elements of it, negative ones towards its beginning.
         shape: the global shape; left out (and without a Layout), block sizes are negotiated.
+
+    Raises:
+        PartitionError, ShapeError: partitions that do not fit x, or an x that is not this rank's block.
+        AgreementError: on every rank of a bare partition, where blocks or calls disagree.
 
     Example:
         >>> F.roll(torch.arange(4), dd.Partition((1,)), 0, 1)

@@ -32,6 +32,11 @@ def broadcast_map(P_src: Place, P_dst: Partition, shape: Sequence[int] | None = 
 
     ``P_src`` may be a Layout (then blocks may differ in size); otherwise ``shape`` is the copied tensor's own shape.
 
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
     Example:
         >>> P, shape = dd.Partition((1,)), (2,)
         >>> dd.maps.broadcast(P, P, shape)(torch.ones(2))
@@ -61,6 +66,10 @@ def broadcast(x: Tree, P_src: Place, P_dst: Place, *, shape: Sequence[int] | Non
         P_src, P_dst: like numpy shapes: ``P_src`` is padded with 1s on the left, and each dim is equal or 1.
         shape: the copied tensor's own shape, when it is the same on all ranks; left out, shapes are negotiated.
 
+    Raises:
+        PartitionError: partitions whose dims are neither equal nor 1 where they should be.
+        AgreementError: on every rank, where shapes, dtypes or calls disagree.
+
     Example:
         >>> P = dd.Partition((1,))
         >>> F.broadcast(torch.tensor([1.0, 2.0]), P, P)  # of P_src = Partition((1,)) to any P_dst
@@ -74,6 +83,11 @@ def sum_reduce_map(P_src: Partition, P_dst: Place, shape: Sequence[int] | None =
     """Tensors of ``P_src`` -> their sums on the smaller ``P_dst``: broadcast's transpose, with its arguments
     swapped.
 
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
     Example:
         >>> P, shape = dd.Partition((1,)), (2,)
         >>> dd.maps.sum_reduce(P, P, shape)(torch.ones(2))
@@ -85,6 +99,12 @@ def sum_reduce_map(P_src: Partition, P_dst: Place, shape: Sequence[int] | None =
 @_torch.opaque
 def sum_reduce(x: Tree, P_src: Place, P_dst: Place, *, shape: Sequence[int] | None = None) -> Tree:
     """Sum the tensors of ``P_src`` along the dims in which ``P_dst`` is 1. Adjoint: broadcast.
+
+    Raises:
+        PartitionError: partitions whose dims are neither equal nor 1 where they should be.
+        AgreementError: on every rank, where shapes, dtypes or calls disagree.
+
+    Messages: one from each rank to that which has its sum; or the engine's own reduction.
 
     Example:
         >>> P = dd.Partition((1,))
@@ -228,6 +248,11 @@ def _grid_dims(dims: Any) -> Any:
 def all_sum_reduce_map(where: Place, shape: Sequence[int] | None = None, dims: Dims = None) -> LinearMap:
     """Every rank gets the sum over its fibre along ``dims``: sum_reduce, then broadcast. Its own adjoint.
 
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
     Example:
         >>> A = dd.maps.all_sum_reduce(dd.Partition((1,)), (2,))
         >>> A(torch.ones(2)), A.T(torch.ones(2))
@@ -242,6 +267,10 @@ def all_sum_reduce(x: Tree, P: Place, dims: Dims = None) -> Tree:
     """The sum over partition dims ``dims`` (None: all), on every rank: k varying copies. Its own adjoint. No
     negotiation.
 
+    Raises:
+        PartitionError: no such dims of P, or ranks beyond the world.
+        ShapeError: x is no tensor, and no pytree of tensors.
+
     Example:
         >>> F.all_sum_reduce(torch.tensor([1.0, 2.0]), dd.Partition((1,)))  # on k ranks: k times that
         tensor([1., 2.])
@@ -253,6 +282,9 @@ def all_sum_reduce(x: Tree, P: Place, dims: Dims = None) -> Tree:
 @rule
 def mark_varying_map(where: Place, shape: Sequence[int] | None = None, dims: Dims = None) -> LinearMap:
     """Invariant -> varying along ``dims``: the identity, whose adjoint is the all-reduce. Megatron's f, JAX's pvary.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
 
     Example:
         >>> A = dd.maps.mark_varying(dd.Partition((1,)), (2,))
@@ -270,6 +302,10 @@ def mark_varying(x: Tree, P: Place, dims: Dims = None) -> Tree:
     Data parallelism is ``w = F.mark_varying(w, P)``: every rank uses its copy, and the gradient is their sum. A layer
     with ``params="invariant"`` that gets the result itself does not sum over these ranks again. It changes no shape: a
     rank outside ``P`` gets back what it passed.
+
+    Raises:
+        PartitionError: no such dims of P, or ranks beyond the world.
+        ShapeError: x is no tensor, and no pytree of tensors.
 
     Example:
         >>> w = F.mark_varying(torch.tensor(2.0, requires_grad=True), dd.Partition((1,)))
@@ -291,6 +327,9 @@ def mark_varying(x: Tree, P: Place, dims: Dims = None) -> Tree:
 def invariant_sum_map(where: Place, shape: Sequence[int] | None = None, dims: Dims = None) -> LinearMap:
     """Varying -> invariant: the all-reduce along ``dims``, whose adjoint is the identity. Megatron's g, JAX's psum.
 
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
     Example:
         >>> A = dd.maps.invariant_sum(dd.Partition((1,)), (2,))
         >>> A(torch.ones(2)), A.T(torch.ones(2))
@@ -304,6 +343,10 @@ def invariant_sum_map(where: Place, shape: Sequence[int] | None = None, dims: Di
 def invariant_sum(x: Tree, P: Place, dims: Dims = None) -> Tree:
     """Varying -> invariant: the all-reduce along ``dims``, whose adjoint is the identity. What losses should end
     with.
+
+    Raises:
+        PartitionError: no such dims of P, or ranks beyond the world.
+        ShapeError: x is no tensor, and no pytree of tensors.
 
     Example:
         >>> F.invariant_sum(torch.tensor(2.0), dd.Partition((1,)))  # one value, known to all ranks

@@ -1,7 +1,7 @@
-"""Halos: which window of the global tensor each rank needs, and the exchange of it.
+"""Halos: which window of the global tensor each rank needs, and the exchange of it. Specs are pure.
 
 A boundary condition is one index function: ghost index -> real index (boundary.py). Its ghosts are runs of the wanted
-side of a plan, so corners, halos wider than a neighbour's block, and the adjoint need no code of their own.
+side of a plan, so corners, wide halos and the adjoint need no code of their own; bad specs are errors.
 """
 
 from __future__ import annotations

@@ -112,6 +112,11 @@ def _rows(name: str, index: Index, tail_shape: Sequence[int], adds: bool) -> Lin
 def gather_rows_map(index: Index, tail_shape: Sequence[int] = ()) -> LinearMap:
     """This rank's rows -> the rows that it wanted, each of local shape ``tail_shape``. Adjoint: scatter_add_rows.
 
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
     Example:
         >>> index = dd.Index(dd.Layout(dd.Partition((1,)), (3,)), torch.tensor([2, 0]))
         >>> dd.maps.gather_rows(index)(torch.tensor([1.0, 2.0, 3.0]))
@@ -122,6 +127,11 @@ def gather_rows_map(index: Index, tail_shape: Sequence[int] = ()) -> LinearMap:
 
 def scatter_add_rows_map(index: Index, tail_shape: Sequence[int] = ()) -> LinearMap:
     """Rows as they were wanted -> added where they came from. Adjoint: gather_rows.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
 
     Example:
         >>> index = dd.Index(dd.Layout(dd.Partition((1,)), (3,)), torch.tensor([2, 0]))

@@ -52,6 +52,9 @@ def start(A: LinearMap | tuple[LinearMap, ...], x: Any) -> _Pending:
     in ``start``. Every rank must start and wait in the same order. On CUDA the adjoint overlaps too: in ``.backward()``
     it runs beside what stands between the two calls.
 
+    Raises:
+        ShapeError: an x that is not the map's; of ``wait`` something that was not started, or was waited for before.
+
     Example:
         >>> L = dd.Layout(dd.Partition((1,)), (3,))
         >>> pending = F.start(dd.maps.roll(L, 0, 1), torch.arange(3.0))  # work of your own may follow
@@ -74,6 +77,9 @@ def start(A: LinearMap | tuple[LinearMap, ...], x: Any) -> _Pending:
 
 def wait(pending: _Pending) -> Any:
     """Finish what :func:`start` began, and return y; of a tuple of maps a list. Once only.
+
+    Raises:
+        ShapeError: an x that is not the map's; of ``wait`` something that was not started, or was waited for before.
 
     Example:
         >>> L = dd.Layout(dd.Partition((1,)), (3,))

@@ -20,6 +20,8 @@ from .halo import HaloSpec, per_dim
 class Staggered(Value):
     """Where the values of a staggered grid lie, and how they are read from elsewhere on it.
 
+    Pure: no messages but those of :meth:`to`.
+
     Args:
         L: the layout of the cells.
         dims: the dims in which values lie between cells, ``None``: all. Of a grid of three dims none are cells, one is

@@ -50,6 +50,8 @@ class Function(Checked, torch.nn.Module, Generic[Result]):
 class Movement(torch.nn.Module):
     """A data movement as a module: ``Movement(F.repartition, P_in, P_out)``.
 
+    Messages and errors are those of its function.
+
     Example:
         >>> layer = dd.nn.Movement(F.roll, dd.Partition((1,)), 0, 1)
         >>> layer(torch.arange(3))

@@ -33,6 +33,8 @@ class Loss(Checked, torch.nn.Module):
 
     A tensor among the arguments (class weights: this rank's block) becomes a buffer.
 
+    Messages and errors are those of its function.
+
     Example:
         >>> issubclass(dd.nn.MSELoss, dd.nn.Loss)
         True

@@ -123,6 +123,9 @@ class _Norm(Layer):
 class LayerNorm(_Norm):
     """:func:`distdl.functional.dist_layer_norm`; ``normalized_shape`` is global.
 
+    Raises:
+        PartitionError, ShapeError: as its function does.
+
     Example:
         >>> layer = dd.nn.LayerNorm(dd.Partition((1, 1, 1)), 8)
         >>> layer(torch.ones(1, 2, 8)).shape
@@ -152,6 +155,9 @@ class LayerNorm(_Norm):
 class RMSNorm(LayerNorm):
     """:func:`distdl.functional.dist_rms_norm`; ``normalized_shape`` is global.
 
+    Raises:
+        PartitionError, ShapeError: as its function does.
+
     Example:
         >>> layer = dd.nn.RMSNorm(dd.Partition((1, 1, 1)), 8)
         >>> layer(torch.ones(1, 2, 8)).shape
@@ -176,6 +182,9 @@ class RMSNorm(LayerNorm):
 
 class GroupNorm(_Norm):
     """:func:`distdl.functional.dist_group_norm`.
+
+    Raises:
+        PartitionError, ShapeError: as its function does.
 
     Example:
         >>> layer = dd.nn.GroupNorm(dd.Partition((1, 1, 1)), 1, 2)

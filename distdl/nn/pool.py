@@ -263,6 +263,9 @@ class _AdaptiveAvgPool(Function[torch.Tensor]):
 class AdaptiveAvgPool1d(_AdaptiveAvgPool):
     """:func:`distdl.functional.dist_adaptive_avg_pool` over 1 spatial dim.
 
+    Raises:
+        PartitionError, ShapeError: as its function does.
+
     Example:
         >>> layer = dd.nn.AdaptiveAvgPool1d(dd.Partition((1,) * 3), 3)
         >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
@@ -275,6 +278,9 @@ class AdaptiveAvgPool1d(_AdaptiveAvgPool):
 class AdaptiveAvgPool2d(_AdaptiveAvgPool):
     """:func:`distdl.functional.dist_adaptive_avg_pool` over 2 spatial dims.
 
+    Raises:
+        PartitionError, ShapeError: as its function does.
+
     Example:
         >>> layer = dd.nn.AdaptiveAvgPool2d(dd.Partition((1,) * 4), 3)
         >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
@@ -286,6 +292,9 @@ class AdaptiveAvgPool2d(_AdaptiveAvgPool):
 
 class AdaptiveAvgPool3d(_AdaptiveAvgPool):
     """:func:`distdl.functional.dist_adaptive_avg_pool` over 3 spatial dims.
+
+    Raises:
+        PartitionError, ShapeError: as its function does.
 
     Example:
         >>> layer = dd.nn.AdaptiveAvgPool3d(dd.Partition((1,) * 5), 3)

@@ -70,6 +70,9 @@ def average_due(params: Tree, step: int, P: Place, periods: Mapping[int, Dims]) 
     Returns:
         The parameters as they are (no message) where no period divides ``step``. Every rank passes the same step.
 
+    Raises:
+        DistdlError: a period below 1. PartitionError: dims that P does not have.
+
     Example:
         >>> P, w = dd.Partition((1,)), {"w": torch.tensor([1.0, 2.0])}
         >>> dd.parallel.average_due(w, 4, P, {4: 0})  # along dim 0 at every fourth step

@@ -18,7 +18,10 @@ __all__ = ["Task", "Timeline", "schedule", "simulate"]
 
 
 class Task(NamedTuple):
-    """One piece of work: the forward ("F") or backward ("B") of micro-batch ``micro`` at ``stage``."""
+    """One piece of work: the forward ("F") or backward ("B") of micro-batch ``micro`` at ``stage``.
+
+    No errors, and no messages: a name for one cell, whose activations have any shape.
+    """
 
     kind: str
     stage: int

@@ -4,7 +4,7 @@ FSDP).
 A *unit* of parameters (a layer's, say) is one flat vector, cut into balanced blocks. ``w = sharding.gather(block)`` is
 an all-gather; its adjoint, the reduce-scatter, brings this rank's block of the summed gradient. Optimizers that work
 element by element (SGD, Adam, ...) then step on blocks, exactly as they would on the whole (Rajbhandari et al.,
-arXiv:1910.02054):
+arXiv:1910.02054). Tensors that are not the unit's, and gradients that a layer has summed already, are refused:
 
     ZeRO-1   whole gradients, ``sharding.reduce(grads)``, a step on the block, ``sharding.gather(block)``
     ZeRO-2   :func:`chain` with ``remat=False``: a layer's gradient is reduce-scattered before the next layer's backward

@@ -29,6 +29,8 @@ class Descent(NamedTuple):
         value: of the function, summed over ranks.
         gradient: its gradient's norm.
         converged: whether that is within the tolerance.
+
+    A plain tuple of numbers: no messages, no errors.
     """
 
     iterations: int
