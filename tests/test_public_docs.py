@@ -32,7 +32,7 @@ NO_EXAMPLE = {
 }
 TELLS = {
     "errors": r"Raises:|refus|error",
-    "messages": r"[Mm]essage|[Nn]othing is sent|[Nn]egotiat|all-reduce|all-gather|[Pp]ure|free of MPI|no rank asks|sends nothing",
+    "messages": r"[Mm]essage|[Nn]othing is sent|[Nn]egotiat|all-reduce|all-gather|[Pp]ure|free of MPI|sends nothing",
     "shapes": r"\([\w*., ]*,[\w*., /·]*\)|\bshape|[Bb]lock|element|dim|[Ll]ayout|[Ss]calar|number|[Ww]indow",
 }
 
