@@ -241,7 +241,9 @@ def _grid_dims(dims: Any) -> Any:
             actual=dims,
             next_step="name the partition dims to sum over; tensor dims stay as they are",
         )
-    return tuple(dims) if hasattr(dims, "__iter__") and not is_int(dims) else dims  # hashable: arrays are not
+    if type(dims) is tuple or not hasattr(dims, "__iter__") or is_int(dims):
+        return dims
+    return tuple(dims)  # hashable, as lists and arrays are not
 
 
 @rule
