@@ -185,7 +185,7 @@ def test_remat_gathers_again():
     assert list(backward)[: len(once)] == list(once) and (N == 1 or len(backward) > len(once))  # and reduce-scattered
 
 
-def test_states_copies_and_files(tmp_path_factory):
+def test_states_copies_and_files(folder):
     """state_dict, deepcopy, pickle, meta; a file of it is the layer's own, and loads on any other partition."""
     P = dd.Partition((N, 1, 1))
     sharded = nn.Sharded(nn.Linear(P, 6, 2 * N + 1, x_layout="replicated", y_layout="replicated", **DOUBLE))
@@ -205,7 +205,7 @@ def test_states_copies_and_files(tmp_path_factory):
         sharded.weight.zero_()
     sharded.reset_parameters()
     agree(torch.equal(sharded.weight, before), "reset_parameters draws other numbers")
-    path = WORLD.all_gather(str(tmp_path_factory.mktemp("files")) if R == 0 else "", range(N), "a path")[0] + "/file"
+    path = str(folder / "file")
     dd.checkpoint.save(path, *dd.checkpoint.state(sharded))
     plain = nn.Linear(P, 6, 2 * N + 1, x_layout="replicated", y_layout="replicated", **DOUBLE)
     dd.checkpoint.restore(path, plain)
