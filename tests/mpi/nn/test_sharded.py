@@ -205,7 +205,7 @@ def test_states_copies_and_files(folder):
         sharded.weight.zero_()
     sharded.reset_parameters()
     agree(torch.equal(sharded.weight, before), "reset_parameters draws other numbers")
-    path = str(folder / "file")
+    path = dd.testing.gather_objects(str(folder / "file"))[0]
     dd.checkpoint.save(path, *dd.checkpoint.state(sharded))
     plain = nn.Linear(P, 6, 2 * N + 1, x_layout="replicated", y_layout="replicated", **DOUBLE)
     dd.checkpoint.restore(path, plain)
