@@ -195,6 +195,7 @@ KINDS: dict[str, Kind] = {
     "dtype": Kind("a torch.dtype", _is(torch.dtype)),
     "device": Kind("a device, or its name", _is_device),
     **dict.fromkeys(("module", "model"), _MODULE),
+    "Sharded.layer": Kind("a layer of dd.nn", lambda v: _MODULE.fits(v) and hasattr(v, "layouts"), PartitionError),
     **dict.fromkeys(("f", "fn", "forward", "adjoint", "loss", "hook", "function", "begin"), _FUNCTION),
     "expert": Kind("a tensor: the expert of each token", _is(torch.Tensor)),
     **dict.fromkeys(("dist_cat.dim", "dist_stack.dim", "cat_layout.dim", "stack_layout.dim"), _INTEGER),

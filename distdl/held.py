@@ -83,6 +83,11 @@ def declare(parameter: T, P: Place, split: int | Sequence[int] = ()) -> T:
             your module's adjoint sums (``F.mark_varying``).
 
     A ``deepcopy`` of a Parameter loses it, unless its module has a method ``hold_parameters()`` that declares again.
+
+    Example:
+        >>> w = dd.nn.declare(torch.nn.Parameter(torch.ones(2)), dd.Partition((1, 1)), split=1)
+        >>> w.shape
+        torch.Size([2])
     """
     hold(parameter, mark_of(P, split))
     return parameter

@@ -132,6 +132,7 @@ def written(folder):
     whole = dd.interop.to_dtensor(X, L, mesh)
     sharding = par.Sharding.of(w, LINE) if hasattr(par.Sharding, "of") else None
     return {
+        "F.layout_of": (F.layout_of, (X, P), {}),
         "F.fft_stages": (F.fft_stages, (L, (0, 1)), {}),
         "checkpoint.load_safetensors": (dd.checkpoint.load_safetensors, (path, {"x": L}), {}),
         "checkpoint.load_dcp": (dd.checkpoint.load_dcp, (path + ".dcp", {"x": L}), {}),
@@ -145,7 +146,9 @@ def written(folder):
         "nn.stands_for": (dd.nn.stands_for, (model, torch.nn.Linear), {}),
         "nn.declare": (dd.nn.declare, (torch.nn.Parameter(X), P), {"split": (1,)}),
         **{f"init.{n}": (getattr(dd.init, n), (L, 1), {}) for n in dd.init.__all__ if "normal" in n or "uniform" in n},
-        **{f"init.{n}": (getattr(dd.init, n), (L,), {}) for n in ("zeros", "ones")},
+        **{f"init.{n}": (getattr(dd.init, n), (L,), {}) for n in ("zeros", "ones", "eye")},
+        "init.orthogonal": (dd.init.orthogonal, (L, 1), {}),
+        "init.dirac": (dd.init.dirac, (dd.Layout(dd.Partition((1, 1, 1)), (2, 3, 3)),), {"groups": 2}),
         "init.bias_uniform": (dd.init.bias_uniform, (L, 1, (2, 3)), {}),
         "init.fans": (dd.init.fans, ((2, 3),), {}),
         "parallel.replicas": (par.replicas, (w, LINE), {}),

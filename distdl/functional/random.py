@@ -82,6 +82,13 @@ def fold_in(seed: int | torch.Tensor, *numbers: int | torch.Tensor) -> int | tor
     """A new seed from ``seed`` and integers (number of a layer, of a step): ``fold_in(seed, layer, step)``.
 
     Order matters. Returns an int, or a tensor where ``seed`` or a number is one.
+
+    Raises:
+        ShapeError: a seed or number that is no integer.
+
+    Example:
+        >>> F.fold_in(7, 1)  # the seed of layer 1
+        -4196405110082178282
     """
     for n in numbers:
         device = next((t.device for t in (seed, n) if isinstance(t, torch.Tensor)), None)
@@ -243,6 +250,11 @@ def uniform(
         layout: the :class:`distdl.Layout` of the global tensor.
         seed: an int, or an integer tensor without dims (a batch of them under vmap).
         dtype: a floating one; default torch's default dtype. Each draws its own numbers: as many bits as it can hold.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1,)), (3,))
+        >>> torch.equal(F.uniform(L, seed=1), F.uniform(L, seed=1))
+        True
     """
     dtype = dtype or torch.get_default_dtype()
     unit = _unit(dtype)
@@ -258,7 +270,12 @@ def normal(
     mean: float = 0.0,
     std: float = 1.0,
 ) -> torch.Tensor:
-    """As :func:`uniform`, normally distributed: √2 erfinv(2u - 1), worked out in float64, |z| < 8.3."""
+    """As :func:`uniform`, normally distributed: √2 erfinv(2u - 1), worked out in float64, |z| < 8.3.
+
+    Example:
+        >>> F.normal(dd.Layout(dd.Partition((1,)), (3,)), seed=1).shape
+        torch.Size([3])
+    """
     return trunc_normal(layout, seed, dtype, device, mean, std, -math.inf, math.inf)
 
 
@@ -275,10 +292,15 @@ def trunc_normal(
 ) -> torch.Tensor:
     """Normal numbers between ``a`` and ``b``: the inverse of the distribution function, so no draw is rejected."""
     dtype = dtype or torch.get_default_dtype()
+    return normal_box(_block(layout), layout.shape, seed, dtype, device, mean, std, a, b)
+
+
+def normal_box(box, shape, seed, dtype, device, mean=0.0, std=1.0, a=-math.inf, b=math.inf):
+    """The same for any box of a global ``shape``."""
     low, high = (math.erf((v - mean) / (std * math.sqrt(2))) if std else (1 if v > mean else -1) for v in (a, b))
 
     def make(h):
         z = mean + std * math.sqrt(2) * torch.erfinv(low + (high - low) * _open_unit(h))
         return z.clamp(a, b).to(dtype)
 
-    return bits(_block(layout), layout.shape, seed, device, make)
+    return bits(box, shape, seed, device, make)

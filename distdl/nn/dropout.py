@@ -31,6 +31,11 @@ class Dropout(Checked, torch.nn.Module):
     Raises:
         DistdlError: a call in backward that is no repetition of one in forward (a checkpoint with
             preserve_rng_state=False).
+
+    Example:
+        >>> layer = dd.nn.Dropout(dd.Partition((1, 1)), 0.5)
+        >>> layer.eval()(torch.ones(1, 2))
+        tensor([[1., 1.]])
     """
 
     function: ClassVar[Callable[..., torch.Tensor]] = staticmethod(F.dist_dropout)
@@ -66,7 +71,13 @@ class Dropout(Checked, torch.nn.Module):
 
 
 class FeatureDropout(Dropout):
-    """:func:`distdl.functional.dist_feature_dropout`: torch.nn.Dropout1d/2d/3d."""
+    """:func:`distdl.functional.dist_feature_dropout`: torch.nn.Dropout1d/2d/3d.
+
+    Example:
+        >>> layer = dd.nn.FeatureDropout(dd.Partition((1, 1, 1)), 0.5)
+        >>> layer.eval()(torch.ones(1, 2, 1)).shape
+        torch.Size([1, 2, 1])
+    """
 
     function = staticmethod(F.dist_feature_dropout)
 

@@ -78,6 +78,16 @@ class Layer(Checked, torch.nn.Module):
         P: the partition (or Layout) that its function takes.
         layouts: the global layout of every parameter and buffer, by name (:func:`distdl.nn.layouts` asks a whole
             model).
+
+    Messages: one small all-gather of a seed among P's ranks when it is made; then those of its function.
+
+    Raises:
+        PartitionError: P is no partition and no Layout.
+
+    Example:
+        >>> layer = dd.nn.Layer(dd.Partition((1,)))
+        >>> layer.layouts
+        {}
     """
 
     P: Place
