@@ -17,6 +17,7 @@ from torch._C import _functorch
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .compiler import Constant as Constant
 from .compiler import as_node as as_node
 from .compiler import compiling as compiling
 from .compiler import dynamo_runs as dynamo_runs

@@ -13,26 +13,16 @@ from torch._guards import TracingContext
 
 register_opaque_type: Any = None  # of a class whose instances are constants of a graph; None in older torch
 read_while_tracing: Any = None  # how a member of such a class is looked up
+Constant: type = type("Constant", (), {})  # the base of such classes: an empty one, or what torch wants
 try:
     from torch._library import opaque_object as _constants
 
-    class _Constant:
-        """Tells whether torch takes any class: 2.11 wants one of its own bases."""
-
-        def __eq__(self, other: object) -> bool:
-            return type(other) is type(self)
-
-        def __hash__(self) -> int:
-            return 0
-
-        def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-            return "", {}
-
     if "hoist" in _constants.register_opaque_type.__kwdefaults__:
-        _constants.register_opaque_type(_Constant, typ="value")
         register_opaque_type = _constants.register_opaque_type
         read_while_tracing = _constants.MemberType.USE_REAL
-except (ImportError, AttributeError, TypeError):
+        if "OpaqueBaseMeta" in _constants.register_opaque_type.__code__.co_names:  # 2.11 takes no others
+            Constant = _constants.OpaqueBase
+except (ImportError, AttributeError):
     pass
 
 _under_way = TracingContext.try_get
@@ -110,7 +100,7 @@ def keep_order(operators: Any) -> None:
         def lowered(*args: Any) -> Any:
             graph: Any = V.graph
             made: Any = ir.FallbackKernel.create(ordered, *args, getattr(graph, "distdl_order", None))
-            made = [one.wrap_for_lowering() for one in made]
+            made = [ir.TensorBox.create(one) for one in made]
             graph.distdl_order = made[-1]
             return made[:results]
 
