@@ -86,23 +86,26 @@ def keep_order(operators: Any) -> None:
 
     torch 2.13 keys the dependence that a token stands for by the buffer's name, where its scheduler looks for the
     operation's: with the tokens alone only data would order messages. So inductor's code calls another operator, which
-    takes and gives an empty tensor besides: a dependence like any other.
+    takes and gives an empty tensor besides: a dependence like any other. Of a movement the code calls the function
+    itself: torch's dispatcher, and its way back into Python, would take half as long as a small movement.
     """
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V
 
-    def lower(operator: Any, ordered: Any, results: int | None) -> None:
+    def lower(operator: Any, ordered: Any, results: int | None, direct: str = "") -> None:
         _register_effectful_op(operator, _EffectType.ORDERED)
 
         @register_lowering(operator, type_promotion_kind=None)
         def lowered(*args: Any) -> Any:
             graph: Any = V.graph
             made: Any = ir.FallbackKernel.create(ordered, *args, getattr(graph, "distdl_order", None))
+            if direct and not graph.cpp_wrapper:
+                made[0].inputs[0].python_kernel_name = direct
             made = [ir.TensorBox.create(one) for one in made]
             graph.distdl_order = made[-1]
             return made[:results]
 
-    lower(operators.move.default, operators.ordered_move.default, -1)
+    lower(operators.move.default, operators.ordered_move.default, -1, "torch.ops.distdl.now")
     lower(operators.agree.default, operators.ordered_agree.default, None)

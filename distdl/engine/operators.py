@@ -67,6 +67,13 @@ def _move(xs, movement):
     return [y.contiguous() for y in ys]  # as the tracer was told
 
 
+def _now(xs, movement, after):
+    """``ordered_move`` as inductor's code calls it."""
+    steps = _known[movement]
+    ys = [y.contiguous() for y in steps[0].together(steps, xs, False)]
+    return [*ys, xs[0].new_empty(0) if after is None else after]
+
+
 def _move_fake(xs, movement):
     steps = _known[movement]
     return [x.new_empty((*x.shape[: x.dim() - len(m.in_shape)], *m.out_shape)) for m, x in zip(steps, xs)]
@@ -150,3 +157,4 @@ for _name_of, _fake in _fakes.items():
 torch.library.register_vmap("distdl::move", _move_vmap, lib=_library)
 for _operator in (torch.ops.distdl.move.default, torch.ops.distdl.agree.default):
     torch.fx.node.has_side_effect(_operator)  # its messages count, also where its output is not used
+torch.ops.distdl.now = _now
