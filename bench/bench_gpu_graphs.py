@@ -1,7 +1,7 @@
 """Training steps on devices as CUDA graphs: the host's time and the device's, eager, compiled and captured.
 
-``python -m distdl run -n 2 -m bench.bench_gpu_graphs``, one rank for each device; columns as in ``bench_gpu``. A step is
-a loss and its gradients. Compiled steps need triton.
+``python -m distdl run -n 2 -m bench.bench_gpu_graphs``, one rank for each device; columns as in ``bench_gpu``. A step
+is a loss and its gradients. Compiled steps need triton.
 """
 
 from __future__ import annotations
