@@ -33,19 +33,12 @@ def constants(*classes: type) -> None:
     """Let instances of these classes, frozen values, be constants of a graph; what is public of them is looked up, or
     called, while it is traced."""
     for cls in classes if available else ():
-        if not hasattr(cls, "__fx_repr__"):
-            cls.__fx_repr__ = _fx_repr  # type: ignore[attr-defined]
         names = (*dir(cls), *getattr(cls, "__dataclass_fields__", ()))
         members = {name: _torch.read_while_tracing for name in names if not name.startswith("_")}
         _torch.register_opaque_type(cls, typ="value", members=members)
         for name, value in list(vars(cls).items()):
             if type(value) is property:
                 setattr(cls, name, _Property(value.fget))
-
-
-def _fx_repr(self: Any) -> tuple[str, dict[str, Any]]:
-    name = f"{type(self).__name__}_{id(self):x}"
-    return name, {name: self}
 
 
 class _Property:
@@ -231,12 +224,6 @@ class _Evaluated(_torch.Constant):
 
     def __new__(cls, number: int, *args: Any, **kwargs: Any) -> Any:
         return _functions[number](*args, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 _functions: list[Callable[..., Any]] = []
