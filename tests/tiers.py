@@ -69,6 +69,7 @@ RANKS = {
     "c10d": (2, 3, 4),
     "compiled": (2,),
     "compiled_region": (2,),
+    "compiled_training": (2,),
     "conv": ODD,
     "convert": LAYERS,
     "differing_ranks": SMALL,
@@ -130,7 +131,7 @@ RANKS = {
 }
 
 # The first tier is 1 and 2 ranks, of all but these, which run everything again, or compile it.
-AGAIN = ("compiled", "compiled_region", "models", "traced", "without_fast")
+AGAIN = ("compiled", "compiled_region", "compiled_training", "models", "traced", "without_fast")
 # And on 4 ranks it is these files, or of a file the tests named.
 FOUR = {
     "adjoints": None,

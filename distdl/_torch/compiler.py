@@ -100,8 +100,8 @@ def as_node(function: Callable[..., Any]) -> None:
 
 @functools.cache
 def keep_order(operators: Any) -> None:
-    """Calls of ``move`` and ``agree`` keep their order, and are all made: in AOTAutograd's graphs by effect tokens, in
-    inductor's code by an argument.
+    """Calls of ``move``, ``agree`` and ``count`` keep their order, and are all made: in AOTAutograd's graphs by effect
+    tokens, in inductor's code by an argument.
 
     torch 2.13 keys the dependence that a token stands for by the buffer's name, where its scheduler looks for the
     operation's: with the tokens alone only data would order messages. So inductor's code calls another operator, which
@@ -117,10 +117,10 @@ def keep_order(operators: Any) -> None:
         _register_effectful_op(operator, _EffectType.ORDERED)
 
         @register_lowering(operator, type_promotion_kind=None)
-        def lowered(operand: Any, name: str) -> Any:
+        def lowered(*args: Any) -> Any:
             graph: Any = V.graph
             after = getattr(graph, "distdl_order", None)
-            made: Any = ir.FallbackKernel.create(ordered(name), operand, name, after)
+            made: Any = ir.FallbackKernel.create(ordered(args[-1]), *args, after)
             if direct and not graph.cpp_wrapper:
                 made[0].inputs[0].python_kernel_name = direct
             made = [ir.TensorBox.create(one) for one in made]
@@ -132,3 +132,4 @@ def keep_order(operators: Any) -> None:
 
     lower(operators.move.default, ordered_move, -1, "torch.ops.distdl.now")
     lower(operators.agree.default, lambda name: operators.ordered_agree.default, None)
+    lower(operators.count.default, lambda name: operators.ordered_count.default, -1)
