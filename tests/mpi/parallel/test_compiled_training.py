@@ -87,3 +87,8 @@ def test_a_step(name):
             torch.compile(STEPS[name], backend="aot_eager", fullgraph=True)(block())
         torch._dynamo.reset()
     check(STEPS[name], block(), fullgraph=fullgraph)
+
+
+def test_a_chain_whose_layers_are_worked_out_again():
+    """What is gathered again AOTAutograd decides, as of dd.remat."""
+    check(lambda x: CHAINS[True]([BLOCK * x.sum(), BLOCK], x), block(), messages=False)
