@@ -98,6 +98,16 @@ def test_equal_calls_stay_apart(backend):
     check(lambda x: (there(x) + there(x)).sum() * x, block(), backend=backend)
 
 
+def test_inductors_code_calls_a_movement_itself(monkeypatch):
+    """Not by torch's dispatcher; forward and backward."""
+    needs_cpp()
+    calls, now = [], torch.ops.distdl.now
+    monkeypatch.setattr(torch.ops.distdl, "now", lambda *args: (calls.append(args[1]), now(*args))[1])
+    _, sent = found(torch.compile(lambda x: back(there(x.sin())), fullgraph=True), (block(),))
+    assert [name.split()[0] for name in calls] == ["repartition"] * 2 + ["repartition.T"] * 2
+    assert N == 1 or sent
+
+
 def test_nothing_is_sent_while_tracing():
     """Rank 0 compiles once, the last rank for each shape of what only it has; one stays in eager."""
 

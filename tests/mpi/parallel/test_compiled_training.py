@@ -84,7 +84,7 @@ def test_a_step(name):
     fullgraph = name not in BROKEN
     if not fullgraph:
         with pytest.raises(Exception, match=BROKEN[name]):
-            torch.compile(STEPS[name], backend="aot_eager", fullgraph=True)(block())
+            torch.compile(STEPS[name], backend="aot_eager", fullgraph=True)(block().requires_grad_())
         torch._dynamo.reset()
     check(STEPS[name], block(), fullgraph=fullgraph)
 
