@@ -18,13 +18,14 @@ from . import transport as traffic
 
 _library = torch.library.Library("distdl", "DEF")
 _strides_as_they_come = [torch.Tag.flexible_layout] if hasattr(torch.Tag, "flexible_layout") else []
-_on_host = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
+# Tags of what a CUDA graph cannot hold.
+on_host = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
 _library.define("move(Tensor[] xs, str movement) -> Tensor[]", tags=_strides_as_they_come)
 _ORDERED = "(Tensor[] xs, str movement, Tensor? after) -> Tensor[]"
 _library.define(f"ordered_move{_ORDERED}", tags=_strides_as_they_come)
-_library.define(f"ordered_staged_move{_ORDERED}", tags=[*_strides_as_they_come, *_on_host])
-_library.define("agree(Tensor like, str question) -> Tensor[]", tags=_on_host)
-_library.define("ordered_agree(Tensor like, str question, Tensor? after) -> Tensor[]", tags=_on_host)
+_library.define(f"ordered_staged_move{_ORDERED}", tags=[*_strides_as_they_come, *on_host])
+_library.define("agree(Tensor like, str question) -> Tensor[]", tags=on_host)
+_library.define("ordered_agree(Tensor like, str question, Tensor? after) -> Tensor[]", tags=on_host)
 _known: dict[str, Any] = {}  # by the names in graphs: steps of movements, and questions
 
 

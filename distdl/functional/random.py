@@ -18,6 +18,7 @@ from .. import _torch
 from .._arguments import checked
 from .._types import Device
 from ..compiled import constants
+from ..engine.operators import on_host
 from ..errors import DistdlError, ShapeError
 from ..partition import Layout
 from ..remat import Regions
@@ -220,9 +221,9 @@ def _real_number(calls):
 
 
 _DEVICES = "CompositeExplicitAutograd"
-_replayed = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
-_library.define("count(str calls) -> Tensor[]", tags=_replayed)
-_library.define("ordered_count(str calls, Tensor? after) -> Tensor[]", tags=_replayed)
+# On the host, once for each time that the graph runs: inductor's code calls ``ordered_count``, as ``ordered_move``.
+_library.define("count(str calls) -> Tensor[]", tags=on_host)
+_library.define("ordered_count(str calls, Tensor? after) -> Tensor[]", tags=on_host)
 _library.impl("count", lambda calls: [_real_number(calls)], _DEVICES)
 _library.impl("ordered_count", lambda calls, after: [_real_number(calls), torch.empty(0, device="cpu")], _DEVICES)
 _number = functools.partial(torch.empty, (), dtype=torch.int64, device="cpu")
