@@ -74,12 +74,14 @@ except dd.errors.TransportError as error:
 # siblings.
 ORDER = [set(line.split()) for line in """
     calls
-    errors failure flat _names _value boxes
+    errors failure flat _names boxes
+    _torch
+    _value
     _faults
     partition
     _types
     plan
-    _torch _distributed
+    _distributed
     compiled
     engine
     signature

@@ -72,6 +72,7 @@ RANKS = {
     "c10d": (2, 3, 4),
     "compiled": (2,),
     "compiled_region": (2,),
+    "compiled_training": (2,),
     "conv": ODD,
     "convert": LAYERS,
     "differing_ranks": SMALL,
@@ -135,7 +136,7 @@ RANKS = {
 }
 
 # The first tier runs each test once: on 1 and 2 ranks all but these, which run everything again, or compile it;
-AGAIN = ("compiled", "compiled_region", "models", "traced", "without_fast")
+AGAIN = ("compiled", "compiled_region", "compiled_training", "models", "traced", "without_fast")
 # and on 4 ranks in their place these files, or of a file the tests named.
 FOUR = {
     "adjoints": None,

@@ -17,6 +17,7 @@ from torch._C import _functorch
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .compiler import Constant as Constant
 from .compiler import as_node as as_node
 from .compiler import compiling as compiling
 from .compiler import dynamo_runs as dynamo_runs
@@ -134,11 +135,14 @@ def in_backward() -> bool:
 vars(in_backward)["_torchdynamo_inline"] = lambda: False  # a graph is not run again piece by piece
 
 
+_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)  # 2.6 does not tell
+
+
 def checkpointed() -> bool:
     """Whether torch's checkpoint may run again what runs now: there are hooks on what is saved, or
     (``use_reentrant=True``) this is the forward of a Function, which has neither grad mode nor forward mode."""
     plain = torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
-    return not plain or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return not plain or _hooks(True) is not None
 
 
 def literal(tensor):

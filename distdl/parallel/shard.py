@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from ..errors import DistdlError, PartitionError, ShapeError
 from ..flat import parts_of, vector_of
 from ..functional.numeric import wide, wider
 from ..held import Held, ask, complete, declare, holders, tag
+from ..linear_map import LinearMap
 from ..partition import Layout, Partition
 from ..remat import remat as recomputed
 from ..world import world as world_of
@@ -60,6 +61,10 @@ class Sharding:
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
     layout: Layout
+    _whole: LinearMap = field(init=False, repr=False, compare=False)  # made here: compiled code makes no maps
+
+    def __post_init__(self) -> None:
+        self.__dict__["_whole"] = maps.all_gather(self.layout)
 
     @classmethod
     def of(cls, params: Any, P: Place, dims: Dims = None) -> Sharding:
@@ -123,7 +128,7 @@ class Sharding:
 
     def start(self, block: torch.Tensor) -> Any:
         """Begin :meth:`gather`; messages travel until :meth:`wait`."""
-        return F.start(maps.all_gather(self.layout), self._declared(block))
+        return F.start(self._whole, self._declared(block))
 
     def wait(self, pending: Any) -> Any:
         """Finish what :meth:`start` began."""
