@@ -283,6 +283,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("count", "growth", "backoff", "scale", "good"), _NUMBER),
     **dict.fromkeys(("stages", "microbatches", "chunks", "interval", "n", "step", "order", "port"), _COUNT),
     "path": _PATH,
+    "gather_objects.value": Kind("anything that can be pickled", lambda v: True),
     "value": Kind("a number", lambda v: isinstance(v, Number) or _is_number(v)),
     "A": Kind("a map", lambda v: isinstance(v, LinearMap) or _several(_is(LinearMap))(v)),
 }

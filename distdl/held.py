@@ -158,7 +158,7 @@ def holders(tree: Any, of: Any = None) -> list[Held | None]:
                 actual=sorted(map(str, tree.keys() - known.keys())) if isinstance(tree, Mapping) else type(tree),
                 next_step="pass dict(module.named_parameters()), or what belongs to it",
             )
-        sources: Any = [known[name] for name in tree]
+        sources: Any = _torch.flatten({name: known[name] for name in tree})[0]  # in the order of the leaves
     else:
         sources = leaves if of is None else _torch.flatten(of)[0]
     if len(sources) != len(leaves):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -88,6 +89,7 @@ def on_device(index: int):
 
 
 _reduced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_sharded: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # and how many modules had a state then
 
 
 def reduced_by_ddp() -> tuple[tuple[int, ...], frozenset]:
@@ -99,6 +101,26 @@ def reduced_by_ddp() -> tuple[tuple[int, ...], frozenset]:
     if ddp not in _reduced:
         _reduced[ddp] = frozenset(map(id, ddp._module_parameters))
     return tuple(torch.distributed.get_process_group_ranks(ddp.process_group)), _reduced[ddp]
+
+
+def sharded_by_fsdp(module: torch.nn.Module) -> tuple[int, ...]:
+    """The ranks over which torch's fully_shard takes the mean of the gradients of this very module's parameters; none:
+    it does not."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return ()
+    from torch.distributed._composable_state import _module_state_mapping as states
+
+    known, found = _sharded.get(module, (-1, ()))
+    if known != len(states):
+        found = ()
+        for state in [ref() if isinstance(ref, weakref.ref) else ref for ref in states.values()]:
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            for group in filter(None, groups):
+                infos = [p._module_info for p in group.fsdp_params]
+                if any(module is m for info in infos for m in (info.module, *info.shared_modules)):
+                    found = tuple(group.mesh_info.mesh.mesh.flatten().tolist())
+        _sharded[module] = len(states), found
+    return found
 
 
 def opaque(function: Function, reason: str = "a movement of distdl") -> Function:
