@@ -119,6 +119,11 @@ def layer(block, x):
     return x
 
 
+def sharded(layer, dims=None):
+    """Which takes its layer over: a fresh one each time."""
+    return dd.nn.Sharded(copy.deepcopy(layer), dims)
+
+
 def written(folder):
     """The same, by hand."""
     A, w = dd.maps.repartition(L, L), [X.clone()]
@@ -141,6 +146,7 @@ def written(folder):
         "F.stack_layout": (F.stack_layout, (L, 0, 2), {}),
         "F.matmul_layout": (F.matmul_layout, (L, dd.Layout(P, (3, 4))), {}),
         "F.pad_layout": (F.pad_layout, (L, (1, 1)), {}),
+        "nn.Sharded": (sharded, (dd.nn.Linear(dd.Partition((1, 1, 1)), 3, 2),), {"dims": 0}),
         "nn.Layer": (dd.nn.Layer, (P,), {}),
         "nn.Loss": (dd.nn.Loss, (P,), {}),
         "nn.stands_for": (dd.nn.stands_for, (model, torch.nn.Linear), {}),
