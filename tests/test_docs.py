@@ -152,6 +152,17 @@ def test_names_that_pages_use():
                 assert hasattr(getattr(dd, first), second), (page.name, name)
 
 
+RECIPES = sorted((ROOT / "docs").glob("recipe_*.md"))
+
+
+@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
+def test_recipes_are_whole_programs(page):
+    """One program of at most 60 lines, on several ranks, which compares itself with serial torch."""
+    (block,) = blocks_of(page)
+    assert len(block.code.splitlines()) <= 60 and block.ranks > 1 and block.printed
+    assert "serial" in block.code and "assert torch.allclose(" in block.code
+
+
 # Classes of distdl/distdl and microsoft/distdl: every public name of their distdl.nn. {n}: 1, 2 and 3.
 OF_DISTDL = """
 AllGather AllSumReduce Broadcast HaloExchange Interpolate Module ReduceScatter Repartition SumReduce
