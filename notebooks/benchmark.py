@@ -137,8 +137,8 @@ if __name__ == "__main__":
         print(f"{n:5d}: " + ", ".join(f"{m:6.2f} [{a:.2f} .. {b:.2f}]" for m, a, b in ratios))
 
 # %% [markdown]
-# Small tensors pay for Python: the call, and a pair of functions within it. Large ones pay for their bytes, and there it is as fast as by hand.
-# For operators that are there: `python -m distdl bench halo -n 2 --shape 4096,4096`.
+# Small tensors pay for Python: the call, and a pair of functions within it. Large ones pay for their bytes. An interval across 1 decides nothing, and
+# on a machine that others use the least times say more than medians do. For operators that are there: `python -m distdl bench halo -n 2 --shape 4096,4096`.
 
 # %% [markdown]
 # ## The check

@@ -41,6 +41,8 @@ halo = dd.HaloSpec.window(demo.TILES, (1, 1, 28, 28), (5, 5), padding=2)
 matrix = demo.layouts("fc1.w")
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
 left.imshow(images[0, 0], cmap="gray_r", extent=(0, 28, 28, 0))
+left.set(title="tiles; dotted: what the kernel reads", xlim=(-3, 31), ylim=(31, -3))
+right.set(title="blocks of fc1's weights", xlabel="in", ylabel="out", xlim=(-8, 408), ylim=(123, -3))
 for r in range(4):
     for ax, ((y0, y1), (x0, x1)), style in (
         (left, demo.TILES.box((1, 1, 28, 28), r)[2:], "-"),
@@ -48,8 +50,6 @@ for r in range(4):
         (right, matrix.box(r), "-"),
     ):
         ax.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, lw=2, ls=style, color=f"C{r}"))
-left.set(title="tiles; dotted: what the kernel reads", xlim=(-3, 31), ylim=(31, -3))
-right.set(title="blocks of fc1's weights", xlabel="in", ylabel="out", xlim=(-8, 408), ylim=(123, -3))
 
 # %% [markdown]
 # Between them, tiles of all 16 channels become whole images of half the channels, on two ranks: flattened, these are blocks of the 400 features.

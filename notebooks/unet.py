@@ -33,7 +33,7 @@ from distdl import viz
 
 reduced = "DISTDL_REDUCED" in os.environ
 shape = (2, 1, 8, 8, 4) if reduced else (2, 1, 20, 28, 12)
-widths, steps = ((4, 8) if reduced else (4, 8, 16)), (2 if reduced else 25)
+widths, steps = ((4, 8) if reduced else (4, 8, 16)), (2 if reduced else 120)
 P = dd.Partition((1, 1, 2, 2, 1))  # (batch, channels, x, y, z)
 
 # %% [markdown]

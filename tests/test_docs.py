@@ -73,7 +73,7 @@ PARTS = {"first pages": FIRST, "other pages": PAGES[len(FIRST) :]}
 
 def run(program, **variables):
     """Run a Python program that finds this checkout, whether or not it is installed."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), *filter(None, [variables.pop("PYTHONPATH", os.environ.get("PYTHONPATH"))])])
     environment = {**os.environ, "PYTHONPATH": path, **variables}
     command = [sys.executable, *program]
     return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=TIMEOUT + 30)
@@ -161,6 +161,30 @@ def test_recipes_are_whole_programs(page):
     (block,) = blocks_of(page)
     assert len(block.code.splitlines()) <= 60 and block.ranks > 1 and block.printed
     assert "serial" in block.code and "assert torch.allclose(" in block.code
+
+
+REFUSED = """
+import json, test_sweep
+print(json.dumps([list(test_sweep.PROPERTIES), test_sweep.REFUSED]))
+"""
+
+
+def test_table_of_transforms():
+    """docs/transforms.md says of every property of the sweep what it refuses, and why."""
+    folders = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "tests/mpi/functional"))
+    path = os.pathsep.join(filter(None, [folders, os.environ.get("PYTHONPATH")]))
+    done = run(["-c", REFUSED], PYTHONPATH=path, DISTDL_ALONE="1")
+    assert done.returncode == 0, done.stderr
+    properties, refused = json.loads(done.stdout)
+    text = (ROOT / "docs" / "transforms.md").read_text(encoding="utf-8")
+    found = dict(re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", text[: text.index("complex numbers are")], re.MULTILINE))
+    assert found == {name: "the next table" if refused.get(name) else "nothing" for name in properties}
+    assert set(properties) & set(refused) == {"complex"}
+    for why, names in refused["complex"].items():
+        functions = sorted({name.partition("/")[0] for name in names.split("; ")})
+        shown = [name for name in functions if not name.startswith("nn.") and not name.endswith("_layout")]
+        line = f"| {why} | {', '.join(f'`{name}`' for name in shown)} |"
+        assert line in text, f"docs/transforms.md: {line}"
 
 
 # Classes of distdl/distdl and microsoft/distdl: every public name of their distdl.nn. {n}: 1, 2 and 3.
