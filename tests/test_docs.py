@@ -233,7 +233,25 @@ def test_notebook_holds_its_script(script):
     assert ["".join(c["source"]).strip() for c in cells] == code
 
 
-QUICK = ("operators_and_adjoints",)  # the others train whole models: `make test-all`
+def test_gallery(monkeypatch):
+    """It shows every notebook, with a picture of it and a sentence."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import gallery
+
+    text = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\(\.\./notebooks/(\w+)\.ipynb\)", text)) == {path.stem for path in NOTEBOOKS}
+    entries = re.findall(
+        r"^### \[.*\]\(\.\./notebooks/(\w+)\.ipynb\)\n\n.*\n\n!\[.+\]\(gallery/(\w+)\.png\)$", text, re.M
+    )
+    assert [name for name, _ in entries] == [shown for _, shown in entries] and len(entries) == text.count("\n### ")
+    assert {name for name, _ in entries} == set(gallery.CHOSEN)
+    for name, which in gallery.CHOSEN.items():
+        shown = gallery.pictures(ROOT / "notebooks" / f"{name}.ipynb")[which]
+        assert (gallery.FOLDER / f"{name}.png").read_bytes() == shown, "python docs/gallery.py"
+
+
+# In the second tier; the others train whole models: `make test-all`
+QUICK = ("operators_and_adjoints", "derivatives", "grid_training")
 
 
 @pytest.mark.parametrize(
