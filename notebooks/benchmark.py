@@ -30,7 +30,7 @@ from distdl import viz
 from distdl.programs.bench import timing
 
 reduced = "DISTDL_REDUCED" in os.environ
-sizes, rounds = ((64,), 5) if reduced else ((64, 256, 1024, 2048), 41)
+sizes, rounds, ranks = ((64,), 5, 2) if reduced else ((64, 256, 1024, 2048), 41, 4)
 
 # %% [markdown]
 # ## The operator
@@ -86,7 +86,7 @@ def examined(n):
 
 
 if __name__ == "__main__":
-    error, sent, complaint = dd.launch(examined, 4)(64)[0]
+    error, sent, complaint = dd.launch(examined, ranks)(64)[0]
     print(f"dot test {error:.1e}; bytes sent: by permute {sent[0]}, by gathering {sent[1]}")
     print("of a wrong adjoint:", complaint)
 
@@ -166,6 +166,6 @@ def checked():
 
 
 if __name__ == "__main__":
-    apart = max(dd.launch(checked, 4)())
-    print(f"at most {apart:.1e} apart, on four ranks")
+    apart = max(dd.launch(checked, ranks)())
+    print(f"at most {apart:.1e} apart, on {ranks} ranks")
     assert apart < 1e-12

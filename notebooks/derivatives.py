@@ -29,9 +29,9 @@ import distdl as dd
 import distdl.functional as F
 
 reduced = "DISTDL_REDUCED" in os.environ
-n, steps = (12, 3) if reduced else (30, 12)
-P = dd.Partition((1, 1, 4))
-L = dd.Layout(P, (1, 1, n))  # a signal, cut into four
+n, steps, ranks = (12, 3, 2) if reduced else (30, 12, 4)
+P = dd.Partition((1, 1, ranks))
+L = dd.Layout(P, (1, 1, n))  # a signal, cut into blocks
 draw = torch.Generator().manual_seed(0)
 X = torch.randn(L.shape, generator=draw, dtype=torch.float64)
 W = torch.randn(2, 1, 1, 5, generator=draw, dtype=torch.float64)
@@ -70,7 +70,7 @@ def jacobians():
 
 
 if __name__ == "__main__":
-    results = dd.launch(jacobians, 4)()
+    results = dd.launch(jacobians, ranks)()
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     columns, rows = torch.cat([c for c, _, _ in results], 1), torch.cat([r for _, r, _ in results])
     for ax, J, title in ((axes[0], columns, "reverse mode: columns"), (axes[1], rows, "forward mode: rows")):
@@ -109,7 +109,7 @@ def curvature(count):
 
 
 if __name__ == "__main__":
-    estimates, exact = dd.launch(curvature, 4)(steps)[0]
+    estimates, exact = dd.launch(curvature, ranks)(steps)[0]
     figure, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for k, values in enumerate(estimates, 1):
         ax.plot([k] * len(values), values, ".", color="C0")
@@ -144,7 +144,7 @@ def per_example(count):
 
 
 if __name__ == "__main__":
-    norms, wanted, batched, single = dd.launch(per_example, 4)(8)[1]
+    norms, wanted, batched, single = dd.launch(per_example, ranks)(8)[1]
     figure, ax = plt.subplots(figsize=(6, 2.6), layout="constrained")
     ax.bar(range(8), norms, color="C0", label="four ranks")
     ax.plot(range(8), wanted, "x", color="C1", label="serial")
