@@ -47,6 +47,20 @@ def test_pytest(tmp_path):
     assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
 
 
+def test_notebook(tmp_path):
+    """Its function travels to the ranks."""
+    import torch
+
+    import distdl as dd
+    import distdl.functional as F
+
+    (tmp_path / "cell.py").write_text(block("A notebook"), encoding="utf-8")
+    done = ran([sys.executable, "cell.py"], tmp_path)
+    whole = F.normal(dd.Layout(dd.Partition((1, 1)), (5, 3)), seed=0, dtype=torch.float64)
+    assert done.returncode == 0, done.stderr
+    assert abs(float(done.stdout) - float(whole.norm())) < 1e-12
+
+
 def test_pdb(tmp_path):
     """Rank 0 reads the launcher's standard input."""
     (tmp_path / "stop.py").write_text(block("pdb"), encoding="utf-8")
