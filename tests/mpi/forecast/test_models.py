@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_traced import compared, needs_transforms, sent
+from test_traced import compared, sent
 
 import distdl as dd
 import distdl.functional as F
@@ -67,7 +67,6 @@ def test_gpt_step(grid):
 
 def test_fno():
     """Its spectral convolution: transforms of slabs."""
-    needs_transforms()
     L = dd.Layout(dd.Partition((1, 1, N, 1)), (2, 3, 8, 9))
     layer = dd.nn.FNOBlock(L, 3, 3, (2, 2))
     agree(lambda x: F.dist_mean(layer(x) ** 2, L), torch.ones(L.local_shape()))

@@ -4,7 +4,6 @@ import pytest
 import registry
 import torch
 from sweep import BUILDERS, SCALARS, SETTINGS, Setting, _tuple
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import distdl as dd
 from distdl.errors import DistdlError
@@ -13,15 +12,6 @@ N, RANK = dd.world().size, dd.world().rank
 # Numbers decide what these send, or to whom, on ranks that have any.
 DATA = {"dist_deposit", "dist_expert_linear", "dist_sample", "expert_parallel", "sample_index"}
 ALIKE = {"sizes of vmap", "a seed for parameters"}  # what ranks ask of each other although all of them know it
-
-
-def needs_transforms():
-    """Some versions of torch could not transform fake tensors of other strides than contiguous ones."""
-    with FakeTensorMode():
-        try:
-            torch.fft.fftn(torch.empty(2, 4, 5, dtype=torch.complex128).mT, dim=(1, 2))
-        except RuntimeError:
-            pytest.skip(f"fake tensors of torch {torch.__version__} cannot be transformed")
 
 
 def leaves(parts):
@@ -76,8 +66,6 @@ def traceable(name):
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_every_function(name):
-    if any(part in name for part in ("fft", "dct", "dst", "pectral", "FNO")):
-        needs_transforms()
     found = [(setting, compared(call.run, call.parts(), name in DATA)) for setting, call in traceable(name)]
     wrong = [f"{setting}: {text}" for setting, text in found if text]
     dd.testing.collective_assert(not wrong, f"{name}: {wrong}")
