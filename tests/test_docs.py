@@ -251,7 +251,7 @@ def test_gallery(monkeypatch):
 
 
 # In the second tier; the others train whole models: `make test-all`
-QUICK = ("operators_and_adjoints", "benchmark", "derivatives", "grid_training", "lenet", "unet")
+QUICK = ("operators_and_adjoints", "derivatives", "grid_training", "lenet", "unet")
 
 
 @pytest.mark.parametrize(
