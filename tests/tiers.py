@@ -16,9 +16,11 @@ ONLY = {
         "test_blocks_run[first pages-4]",
         "test_every_class_of_distdl_has_its_line",
         "test_every_notebook_has_its_script",
+        "test_gallery",
         "test_links_between_pages",
         "test_names_that_pages_use",
         "test_only_runnable_fences",
+        "test_recipes_are_whole_programs",
         "test_reference_renders",
         "test_tests_that_prove",
     ),
@@ -32,6 +34,7 @@ ONLY = {
     ),
     "play": (),  # it needs a browser
     "site": (),  # it needs what `make docs` installs
+    "tools": (),  # programs by command lines
     "torch_engine": (
         "test_just_works[without mpi4py and cupy-torchrun]",
         "test_private_names_exist",
