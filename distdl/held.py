@@ -34,6 +34,7 @@ from .signature import NAME
 _MARK, _MARKED = "_distdl_held", "_distdl_marked"
 Mark = tuple[Any, ...]
 T = TypeVar("T", bound=torch.Tensor)
+_LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)  # which compute nothing
 _marked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # leaves, to find a gradient's
 
 
@@ -114,13 +115,32 @@ def keep(new: T, old: torch.Tensor) -> T:
 
 
 def ask(module: torch.nn.Module) -> None:
-    """Let the layers of a module mark their parameters, and name all of them."""
+    """Let the layers of a module mark their parameters, and name all of them.
+
+    Raises:
+        PartitionError: a layer that sums a parameter's gradient over ranks shares it with a layer of torch, which does
+            not: no sum of their gradient is right.
+    """
+    sums: dict[torch.Tensor, torch.nn.Module] = {}
     for child in module.modules():
         mark = getattr(child, "hold_parameters", None)
         if mark is not None:
             mark()
+            sums |= dict.fromkeys(child.parameters(recurse=False), child)
     for name, p in module.named_parameters():
         setattr(p, NAME, name)
+    for child in module.modules():
+        if type(child).__module__.startswith("torch.nn.") and not isinstance(child, _LISTS):
+            for shared in sums.keys() & set(child.parameters(recurse=False)):
+                how = held(shared)
+                if how is not None and math.prod(how.grid.shape[d] for d in how.copies) > 1:
+                    raise PartitionError(
+                        "a layer that sums its gradients over ranks and one of torch share a parameter",
+                        partitions=how.grid,
+                        expected=f"{getattr(shared, NAME)} in layers of one kind",
+                        actual=f"{type(sums[shared]).__name__} of dd.nn and {type(child).__name__} of torch.nn",
+                        next_step=f"use dd.nn's {type(child).__name__}, or a module of your own that calls F",
+                    )
 
 
 def named(tree: Any) -> dict[str, torch.Tensor]:

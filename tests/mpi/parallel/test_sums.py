@@ -456,6 +456,27 @@ def test_ddp():
 
 
 @needs(2)
+def test_a_weight_that_a_layer_of_torch_shares():
+    """The one sums its part of the gradient, the other does not: an error, where the module is there to be asked."""
+    line, P = dd.Partition((N,)), dd.Partition((N, 1, 1))
+    make = lambda P: {"ours": nn.Linear(P, 3, 3, bias=False, **D), "theirs": torch.nn.Linear(3, 3, bias=False, **D)}
+    tied = torch.nn.ModuleDict(make(P))
+    tied["theirs"].weight = tied["ours"].weight
+    grads = {name: torch.ones_like(p) for name, p in tied.named_parameters()}
+    for call in (
+        lambda: dp.GradientSync(tied, line),
+        lambda: dp.reduce_gradients(grads, line, of=tied),
+        lambda: dp.global_norm(grads, line, of=tied),
+    ):
+        with pytest.raises(PartitionError, match=r"share a parameter.*Linear of dd.nn and Linear of torch.nn"):
+            call()
+    dp.GradientSync(torch.nn.ModuleList([tied["ours"], torch.nn.ParameterList([tied["ours"].weight])]), line)
+    alone = torch.nn.ModuleDict(make(dd.Partition((1, 1, 1), (RANK,))))
+    alone["theirs"].weight = alone["ours"].weight
+    dp.GradientSync(alone, line)
+
+
+@needs(2)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning", "ignore:.*reshard_after_forward:UserWarning")
 def test_fully_shard():
     """Torch's fully_shard takes means: a layer that sums refuses to be among its layers, and may stand beside them."""
