@@ -1,0 +1,189 @@
+"""Movements between CUDA devices of one node by their own memory: one kernel for each movement and rank, no message.
+
+Each rank has a mailbox in its memory for every peer of its node (:mod:`region`). A movement's kernel (``source.cu``)
+reads the boxes of the input, writes them into the peers' mailboxes, takes what peers have put into its own, and writes
+that where it belongs; what it reads (:mod:`tables`) is worked out once. So a result is fresh memory of torch's own, and
+a message travels in chunks: the peer unpacks one while the next is packed. Sums follow in the plan's order, as
+everywhere. Ranks of other nodes are reached by NCCL, before the kernel, on the same stream.
+
+What must be the same on both ends (lanes, chunks, who is reached) follows from lengths, the plan and the group alone.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+
+from ..nccl import NcclTransport
+from .region import CAPACITY, LANES, Mailboxes
+from .tables import Table, box_of, table_of, waiting
+
+_SPARE = 32  # multiprocessors that NCCL's kernels may need beside a kernel that waits for peers
+_MINUTES = 30  # that a kernel waits for a peer, at most
+
+
+def asked_for() -> bool:
+    """Whether ranks of one node move by peer memory (``DISTDL_PEER``)."""
+    return os.environ.get("DISTDL_PEER", "1") != "0"
+
+
+def limit() -> int:
+    """Nanoseconds that a kernel waits for a peer: as long as the watchdog."""
+    return int(1e9 * (float(os.environ.get("DISTDL_WATCHDOG_S") or 0) or 60 * _MINUTES))
+
+
+def lanes_of(multiprocessors: int, ranks: int) -> int:
+    """Lanes of a message among so many ranks of a node: all blocks that wait must run at once, beside NCCL's; the same
+    on all of them."""
+    room = max(multiprocessors - _SPARE, 16) * 3 // 4
+    return max(1, min(LANES, room // (2 * max(ranks - 1, 1))))
+
+
+class PeerMemory:
+    """The mailboxes of a world on one device, and who is reached by them.
+
+    Args:
+        world: its small all-gathers.
+        device: as of :class:`distdl.engine.nccl.NcclEngines`.
+        kernels: :mod:`distdl.engine.peer.kernel`, or what plays it.
+    """
+
+    def __init__(self, world, device, kernels):
+        self.world, self.device, self.kernels = world, device, kernels
+        self.boxes = Mailboxes(kernels.Memory())
+        self.order = kernels.order_of(device.index)
+
+    def reach(self, ranks: tuple[int, ...]) -> PeerReach | None:
+        """Whom this rank reaches among ``ranks``; collective over them. Where one of a node cannot open the others'
+        memory, none there does."""
+        me = self.world.rank
+        with self.device.here():
+            told = self.world.all_gather((self.world.host.node(), self.kernels.multiprocessors()), ranks, "peer memory")
+            near = [r for r, (node, _) in told.items() if node == told[me][0]]
+            new = [r for r in near if r != me and r not in self.boxes.theirs]
+            handles, why = self._try(lambda: self.boxes.offer(new))
+            offers = self.world.all_gather((handles, why), ranks, "peer memory")
+            mine = {r: offers[r][0][me] for r in new if offers[r][0]}
+            _, wrong = (None, why) if why else self._try(lambda: self.boxes.open(mine))
+            wrongs = self.world.all_gather(wrong, ranks, "peer memory")
+            found = {r: wrongs[r] for r in near if wrongs[r]}
+            if found:
+                self.boxes.withdraw(new)
+                if me == near[0]:
+                    text = "; ".join(f"rank {r}: {why}" for r, why in found.items())
+                    warnings.warn(
+                        f"distdl moves by NCCL within this node, since ranks cannot open each other's memory ({text}). "
+                        "DISTDL_PEER=0 chooses this",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+                return None
+        if len(near) < 2:
+            return None
+        nodes = [node for node, _ in told.values()]
+        lanes = lanes_of(min(n for _, n in told.values()), max(map(nodes.count, nodes)))
+        return PeerReach(self, frozenset(near) - {me}, lanes)
+
+    @staticmethod
+    def _try(call):
+        """(its result, ""), or (None, what went wrong)."""
+        try:
+            return call(), ""
+        except Exception as error:  # any: the others must hear of it
+            return None, f"{type(error).__name__}: {error}"
+
+    def close(self, groups) -> None:
+        """Close the peers' memory, and give back this rank's own, once the ranks of all ``groups`` have come here."""
+        with self.device.here():
+            self.kernels.finish()
+            for ranks in reversed(groups):
+                self.world.host.all_gather(b"", ranks)
+            self.boxes.withdraw({*self.boxes.own})
+
+
+class PeerReach:
+    """The ranks of one node within a group, see :class:`distdl.engine.transport.Reach`."""
+
+    def __init__(self, memory: PeerMemory, ranks: frozenset[int], lanes: int):
+        self.memory, self.ranks, self.lanes = memory, ranks, lanes
+        self.leaves = (memory.kernels.BASES - 1) // 2
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self.ranks
+
+    def bind(self, program, xs) -> Any:
+        """One kernel, bound to its table."""
+        kernels, memory = self.memory.kernels, self.memory
+        table = self.table(program, [x.data_ptr() for x in xs])
+        launch = kernels.Launch(table, memory.device.index, memory.order, limit(), program.call)
+        address = torch.Tensor.data_ptr
+        if len(xs) == 1 and not program.staging:
+            return lambda xs, ys, staging: launch((address(xs[0]), address(ys[0])))
+
+        def run(xs, ys, staging):
+            launch((*map(address, xs), *map(address, ys), 0 if staging is None else address(staging[0])))
+
+        return run
+
+    def table(self, program, addresses: list[int]) -> Table:
+        """What the kernel reads: inputs, outputs and the staging memory are numbered through."""
+        straight, boxes, n = program.straight, self.memory.boxes, len(addresses)
+        messages = [
+            (False, boxes.receiving(peer), [box_of(p, n + p.leaf) if p.direct else waiting(p, 2 * n) for p in parts])
+            for peer, parts in straight.receives.items()
+        ]
+        messages += [
+            (True, boxes.sending(peer), [box_of(p, p.leaf) for p in parts]) for peer, parts in straight.sends.items()
+        ]
+        kept = [(box_of(to, n + to.leaf), box_of(source, source.leaf)) for to, source in straight.kept]
+        places = {i: address % 16 for i, address in enumerate(addresses)}
+        kernels = self.memory.kernels
+        return table_of(messages, kept, self.lanes, CAPACITY, places, kernels.BLOCK, kernels.KEEPERS)
+
+
+class PeerTransport(NcclTransport):
+    """A communicator some ranks of which lie on one node, and are reached by peer memory.
+
+    Args:
+        plain: the communicator; CUDA graphs hold on to what it does, and know nothing of peer memory.
+        reach: who is reached.
+    """
+
+    collectives = ("all_reduce",)  # gathers are boxes like others
+
+    def __init__(self, plain: NcclTransport, reach: PeerReach, ranks):
+        super().__init__(plain.engines, plain.comm, ranks)
+        self.plain, self.reach, self.order = plain, reach, reach.memory.order
+
+    def post(self, sends, receives, call=None, memory=None):
+        if sends or receives:
+            self._in_order(super().post, sends, receives, call, memory)
+
+    def _collective(self, kind, source, target, count, dtype):
+        if self.device.capturing():
+            self.plain._collective(kind, source, target, count, dtype)
+        else:
+            self._in_order(super()._collective, kind, source, target, count, dtype)
+
+    def _in_order(self, call, *args):
+        """NCCL waits for peers as well: two kernels that do, on two streams, might each keep the other out."""
+        order, stream = self.order, self.device.stream()
+        with order.lock, self.device.here():
+            order.enter(stream)
+            call(*args)
+            order.leave(stream)
+
+
+def peer_memory(world, device) -> PeerMemory | None:
+    """The mailboxes of a world, where they are asked for."""
+    if not asked_for():
+        return None
+    from . import kernel
+
+    return PeerMemory(world, device, kernel)
+
+
+__all__ = ["PeerMemory", "PeerReach", "PeerTransport", "asked_for", "lanes_of", "peer_memory"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from functools import cache
 from pathlib import Path
@@ -14,8 +15,11 @@ from ...errors import TransportError
 from .region import CAPACITY, LINE, SLOTS
 from .tables import PART, Table
 
-import os
-THREADS, UNROLL = 512, int(os.environ.get('P_UNROLL', 4))
+THREADS, UNROLL = 512, int(os.environ.get("P_UNROLL", 4))
+BLOCK, KEEPERS = (
+    THREADS * UNROLL,
+    2 * 132,
+)  # words that a block copies at once, and blocks that copy what stays, at most
 BASES, INLINE = 24, 448  # tensors of a movement, and integers of a table that goes along as an argument, at most
 _OPTIONS = {"THREADS": f"{THREADS}u", "UNROLL": UNROLL, "BASES": BASES, "INLINE": INLINE, "PART": PART}
 _OPTIONS |= {"SLOTS": f"{SLOTS}u", "CAPACITY": CAPACITY, "LINE": LINE, "FAR": 2**31 - 1}
@@ -129,25 +133,53 @@ class Order:
             done(driver().cuEventRecord(self.event, stream), "an event")
 
 
-class Launch:
-    """A movement's kernel with its table."""
+@cache
+def order_of(index: int) -> Order:
+    """The one order of a device in this process."""
+    return Order()
 
-    def __init__(self, table: Table, index: int, order: Order, fault: int, limit: int, name: int):
+
+@cache
+def fault():
+    """A word that kernels can write and the host can still read when they have ended in a trap."""
+    return torch.zeros(1, dtype=torch.int64, pin_memory=True)
+
+
+def finish() -> None:
+    """Wait for all that the current device has to do."""
+    torch.cuda.synchronize()
+
+
+def multiprocessors() -> int:
+    """How many the current device has."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+class Launch:
+    """A movement's kernel with its table.
+
+    Args:
+        table: what it reads.
+        index: the device.
+        order: with what else of this device it has one order.
+        limit: nanoseconds that it waits for a peer.
+        call: what the movement is called.
+    """
+
+    def __init__(self, table: Table, index: int, order: Order, limit: int, call):
         self.index, self.order = index, order
-        self.movement = Movement(0, fault, limit, table.movers, name)
+        self.movement = Movement(0, fault().data_ptr(), limit, table.movers, call.code)
         if len(table.words) <= INLINE:
             self.movement.words[: len(table.words)] = table.words
         else:
             self.held = torch.tensor(table.words, dtype=torch.int64, device=f"cuda:{index}")
-            torch.cuda.synchronize(index)
             self.movement.table = self.held.data_ptr()
         self.base = self.movement.base
         with _torch.on_device(index):
             self.kernel = compiled("move_boxes").kernel
-        argument = (ctypes.c_void_p * 1)(ctypes.addressof(self.movement))
-        self.run = driver().cuLaunchKernel
-        self.fixed = (self.kernel.ptr, table.movers + table.keepers, 1, 1, THREADS, 1, 1, 0)
-        self.argument = argument
+        self.launch = driver().cuLaunchKernel
+        self.argument = (ctypes.c_void_p * 1)(ctypes.addressof(self.movement))
+        self.shape = (self.kernel.ptr, table.movers + table.keepers, 1, 1, THREADS, 1, 1, 0)
 
     def __call__(self, addresses) -> None:
         """Move between tensors at these addresses, on torch's current stream."""
@@ -156,7 +188,7 @@ class Launch:
             stream = _torch.current_stream(index)
             order.enter(stream)
             self.base[: len(addresses)] = addresses
-            code = self.run(*self.fixed, stream, self.argument, None)
+            code = self.launch(*self.shape, stream, self.argument, None)
             order.leave(stream)
         if code:
             done(code, "a launch")

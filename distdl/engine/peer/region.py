@@ -13,12 +13,13 @@ sent       chunks that this rank has put at the peer   its own
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from typing import Any
 
 from .tables import Lanes
 
-import os
-LANES, SLOTS, CAPACITY, LINE = 64, int(os.environ.get('P_SLOTS', 4)), int(os.environ.get('P_CAP', 2**16)), 128
+LANES, SLOTS, CAPACITY, LINE = 64, int(os.environ.get("P_SLOTS", 4)), int(os.environ.get("P_CAP", 2**16)), 128
 _FILLED, _FREED, _RECEIVED, _SENT = (LANES * (SLOTS * CAPACITY + i * LINE) for i in range(4))
 NBYTES = LANES * (SLOTS * CAPACITY + 4 * LINE)  # of a mailbox
 
@@ -31,7 +32,7 @@ class Mailboxes:
         memory: gives, shares and opens the device's memory; see :class:`distdl.engine.peer.kernel.Memory`.
     """
 
-    memory: object
+    memory: Any
     own: dict[int, int] = field(default_factory=dict)
     theirs: dict[int, int] = field(default_factory=dict)
 

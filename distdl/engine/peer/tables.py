@@ -1,6 +1,6 @@
 """What the kernel of a movement reads: boxes, messages and blocks as integers. Nothing here knows a device.
 
-A *message* is the bytes of its parts in the plan's order, each part at a multiple of :data:`ALIGN`, the same on both
+A *message* is the bytes of its parts in the plan's order, each part at a multiple of 64 bytes, the same on both
 ends; how these lie in a tensor is each end's own matter. It is cut into chunks, chunk ``c`` goes by lane ``c % lanes``,
 and both follow from the message's length alone.
 """
@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-ALIGN = 64  # bytes
+from ..straight import ALIGN
+
 WORD = 16  # bytes that a thread reads at once, at most
 SMALLEST = 2**13  # bytes of a chunk from which a block has enough to do
 GRAIN = 2**10  # and what its length is a multiple of, unless it is all
@@ -218,11 +219,12 @@ def _kept(pairs, addresses):
     """(number of pieces, word, words, records of where they come from and then of where they go to)."""
     dims = [merged(source, to) for to, source in pairs]
     word = math.gcd(
-        0, *(
+        0,
+        *(
             word_of(d, box.offset + addresses.get(box.base, 0))
             for both, (to, source) in zip(dims, pairs)
             for d, box in zip(both, (source, to))
-        )
+        ),
     )
     begin, count, sources, targets = 0, 0, [], []
     for (a, b), (to, source) in zip(dims, pairs):
