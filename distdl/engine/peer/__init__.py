@@ -1,6 +1,6 @@
 """Movements between CUDA devices of one node by their own memory: one kernel for each movement and rank, no message.
 
-Each rank has a mailbox in its memory for every peer of its node (:mod:`region`). A movement's kernel (``source.cu``)
+Each rank has a mailbox in its memory for every peer of its node (:mod:`region`). A movement's kernel (``boxes.cu``)
 reads the boxes of the input, writes them into the peers' mailboxes, takes what peers have put into its own, and writes
 that where it belongs; what it reads (:mod:`tables`) is worked out once. So a result is fresh memory of torch's own, and
 a message travels in chunks: the peer unpacks one while the next is packed. Sums follow in the plan's order, as
@@ -19,9 +19,10 @@ import torch
 
 from ..nccl import NcclTransport
 from .region import CAPACITY, LANES, Mailboxes
-from .tables import Table, box_of, table_of, waiting
+from .tables import WORD, Table, box_of, chunks, table_of, waiting
 
 _SPARE = 32  # multiprocessors that NCCL's kernels may need beside a kernel that waits for peers
+SMALL_SUM = 2**18  # bytes of an all-reduce, up to which every rank sends all it has to every other
 _MINUTES = 30  # that a kernel waits for a peer, at most
 
 
@@ -54,7 +55,6 @@ class PeerMemory:
     def __init__(self, world, device, kernels):
         self.world, self.device, self.kernels = world, device, kernels
         self.boxes = Mailboxes(kernels.Memory())
-        self.order = kernels.order_of(device.index)
 
     def reach(self, ranks: tuple[int, ...]) -> PeerReach | None:
         """Whom this rank reaches among ``ranks``; collective over them. Where one of a node cannot open the others'
@@ -116,10 +116,9 @@ class PeerReach:
 
     def bind(self, program, xs) -> Any:
         """One kernel, bound to its table."""
-        kernels, memory = self.memory.kernels, self.memory
-        table = self.table(program, [x.data_ptr() for x in xs])
-        launch = kernels.Launch(table, memory.device.index, memory.order, limit(), program.call)
-        address = torch.Tensor.data_ptr
+        table, address = self.table(program, [x.data_ptr() for x in xs]), torch.Tensor.data_ptr
+        text = f"{program.call.op} ({program.call.partitions})"
+        launch = self.memory.kernels.Mover(table, self.memory.device.index, limit(), text)
         if len(xs) == 1 and not program.staging:
             return lambda xs, ys, staging: launch((address(xs[0]), address(ys[0])))
 
@@ -143,6 +142,16 @@ class PeerReach:
         kernels = self.memory.kernels
         return table_of(messages, kept, self.lanes, CAPACITY, places, kernels.BLOCK, kernels.KEEPERS)
 
+    def sum(self, ranks: tuple[int, ...], dtype: torch.dtype, nbytes: int, word: int) -> Any:
+        """A function (source, target): the sum over ``ranks``, all of which are reached; a thread reads ``word`` bytes
+        at once."""
+        memory, me = self.memory, self.memory.world.rank
+        chunk, count = chunks(nbytes, self.lanes, CAPACITY)
+        ends = [(memory.boxes.receiving(r), memory.boxes.sending(r)) for r in ranks if r != me]
+        cut = nbytes, chunk, min(count, self.lanes)
+        text = f"a sum over ranks {ranks}, {dtype}"
+        return memory.kernels.Summer(dtype, cut, ranks.index(me), ends, word, memory.device.index, limit(), text)
+
 
 class PeerTransport(NcclTransport):
     """A communicator some ranks of which lie on one node, and are reached by peer memory.
@@ -156,17 +165,28 @@ class PeerTransport(NcclTransport):
 
     def __init__(self, plain: NcclTransport, reach: PeerReach, ranks):
         super().__init__(plain.engines, plain.comm, ranks)
-        self.plain, self.reach, self.order = plain, reach, reach.memory.order
+        self.plain, self.reach, self.peers, self.ranks = plain, reach, reach, ranks
+        self.order = reach.memory.kernels.order_of(self.device.index)
+        others = set(ranks) - {self.rank}
+        self.near = len(others) <= reach.memory.kernels.PEERS and all(r in reach for r in others)
+        self.small: dict[Any, Any] = {}  # sums of so many numbers
 
     def post(self, sends, receives, call=None, memory=None):
         if sends or receives:
             self._in_order(super().post, sends, receives, call, memory)
 
     def _collective(self, kind, source, target, count, dtype):
+        nbytes = count * dtype.itemsize
         if self.device.capturing():
             self.plain._collective(kind, source, target, count, dtype)
-        else:
+        elif not self.near or nbytes > SMALL_SUM or dtype not in NcclTransport.sums:
             self._in_order(super()._collective, kind, source, target, count, dtype)
+        else:
+            word = WORD if (source | target | nbytes) % WORD == 0 else dtype.itemsize
+            found = self.small.get((dtype, nbytes, word))
+            if found is None:
+                found = self.small[dtype, nbytes, word] = self.peers.sum(self.ranks, dtype, nbytes, word)
+            found(source, target)
 
     def _in_order(self, call, *args):
         """NCCL waits for peers as well: two kernels that do, on two streams, might each keep the other out."""

@@ -16,22 +16,23 @@ from .region import CAPACITY, LINE, SLOTS
 from .tables import PART, Table
 
 THREADS, UNROLL = 512, int(os.environ.get("P_UNROLL", 4))
-BLOCK, KEEPERS = (
-    THREADS * UNROLL,
-    2 * 132,
-)  # words that a block copies at once, and blocks that copy what stays, at most
+BLOCK = THREADS * UNROLL  # words that a block copies at once
+KEEPERS = 2 * 132  # blocks that copy what stays, at most
 BASES, INLINE = 24, 448  # tensors of a movement, and integers of a table that goes along as an argument, at most
-_OPTIONS = {"THREADS": f"{THREADS}u", "UNROLL": UNROLL, "BASES": BASES, "INLINE": INLINE, "PART": PART}
-_OPTIONS |= {"SLOTS": f"{SLOTS}u", "CAPACITY": CAPACITY, "LINE": LINE, "FAR": 2**31 - 1}
+PEERS = 15  # of a small sum, at most
+OPTIONS = {"THREADS": f"{THREADS}u", "UNROLL": UNROLL, "BASES": BASES, "INLINE": INLINE, "PART": PART}
+OPTIONS |= {"SLOTS": f"{SLOTS}u", "CAPACITY": CAPACITY, "LINE": LINE, "FAR": 2**31 - 1, "PEERS": PEERS}
+
+
+_FIELDS = (("fault", ctypes.c_uint64), ("limit", ctypes.c_uint64))
 
 
 class Movement(ctypes.Structure):
-    """The kernel's argument."""
+    """The argument of ``move_boxes``."""
 
     _fields_ = (
+        *_FIELDS,
         ("table", ctypes.c_uint64),
-        ("fault", ctypes.c_uint64),
-        ("limit", ctypes.c_uint64),
         ("movers", ctypes.c_uint32),
         ("name", ctypes.c_uint32),
         ("base", ctypes.c_uint64 * BASES),
@@ -39,14 +40,44 @@ class Movement(ctypes.Structure):
     )
 
 
+class Sum(ctypes.Structure):
+    """The argument of ``sum_all``."""
+
+    _fields_ = (
+        *_FIELDS,
+        ("x", ctypes.c_uint64),
+        ("y", ctypes.c_uint64),
+        ("total", ctypes.c_int64),
+        *((name, ctypes.c_uint32) for name in ("name", "per", "lanes", "count", "me", "unused")),
+        ("peers", (ctypes.c_int64 * 9) * PEERS),
+    )
+
+
+# How sums.cu calls the numbers that it adds, and how many of them one of torch's is.
+_SUMMANDS = {
+    torch.uint8: ("unsigned char", 1),
+    torch.int8: ("signed char", 1),
+    torch.int32: ("int", 1),
+    torch.int64: ("long long", 1),
+    torch.float16: ("Half", 1),
+    torch.bfloat16: ("Brain", 1),
+    torch.float32: ("float", 1),
+    torch.float64: ("double", 1),
+    torch.complex64: ("float", 2),
+    torch.complex128: ("double", 2),
+    torch.bool: ("Truth", 1),
+}
+
+
 @cache
-def compiled(name: str, *names: str):
-    """A function of the kernel's source for the current device."""
+def compiled(file: str, name: str, index: int):
+    """A function of a source file here, on device ``index``, which is the current one."""
     import cupy
 
-    options = ("-std=c++17", *(f"-D{key}={value}" for key, value in _OPTIONS.items()))
-    source = Path(__file__).with_name("source.cu").read_text()
-    return cupy.RawModule(code=source, options=options, name_expressions=names or None).get_function(name)
+    code = "".join(Path(__file__).with_name(part).read_text() for part in ("lanes.cu", file))
+    options = ("-std=c++17", *(f"-D{key}={value}" for key, value in OPTIONS.items()))
+    names = (name,) if "<" in name else None  # of templates
+    return cupy.RawModule(code=code, options=options, name_expressions=names).get_function(name).kernel
 
 
 @cache
@@ -145,6 +176,24 @@ def fault():
     return torch.zeros(1, dtype=torch.int64, pin_memory=True)
 
 
+_names: list[str] = []  # of what kernels do, by their numbers
+
+
+def named(text: str) -> int:
+    """The number by which a kernel calls what it does."""
+    if text not in _names:
+        _names.append(text)
+    return _names.index(text)
+
+
+def waited_in_vain() -> str:
+    """For whom a kernel of this process waited until its limit, and in what; empty: none did."""
+    word = int(fault()[0]) if fault.cache_info().currsize else 0
+    if not word:
+        return ""
+    return f"a kernel of distdl waited in vain for rank {word % 2**32 - 1}, in {_names[word >> 32]}"
+
+
 def finish() -> None:
     """Wait for all that the current device has to do."""
     torch.cuda.synchronize()
@@ -156,39 +205,79 @@ def multiprocessors() -> int:
 
 
 class Launch:
-    """A movement's kernel with its table.
+    """A kernel with its argument.
 
     Args:
-        table: what it reads.
+        file, name: its source.
+        blocks: how many.
         index: the device.
-        order: with what else of this device it has one order.
+        argument: a structure, the fields ``fault``, ``limit`` and ``name`` of which are set here.
         limit: nanoseconds that it waits for a peer.
-        call: what the movement is called.
+        text: what it does, for errors.
     """
 
-    def __init__(self, table: Table, index: int, order: Order, limit: int, call):
-        self.index, self.order = index, order
-        self.movement = Movement(0, fault().data_ptr(), limit, table.movers, call.code)
+    def __init__(self, file: str, name: str, blocks: int, index: int, argument, limit: int, text: str):
+        self.index, self.order, self.argument = index, order_of(index), argument
+        argument.fault, argument.limit, argument.name = fault().data_ptr(), limit, named(text)
+        with _torch.on_device(index):
+            self.kernel = compiled(file, name, index)
+        self.launch = driver().cuLaunchKernel
+        self.pointer = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        self.shape = (self.kernel.ptr, blocks, 1, 1, THREADS, 1, 1, 0)
+
+    def run(self) -> None:
+        """Launch it on torch's current stream; its argument was filled in while the order's lock was held."""
+        with _torch.on_device(self.index):
+            stream = _torch.current_stream(self.index)
+            self.order.enter(stream)
+            code = self.launch(*self.shape, stream, self.pointer, None)
+            self.order.leave(stream)
+        done(code, "a launch")
+
+
+class Mover(Launch):
+    """A movement's kernel, with its table."""
+
+    def __init__(self, table: Table, index: int, limit: int, text: str):
+        argument = Movement(movers=table.movers)
         if len(table.words) <= INLINE:
-            self.movement.words[: len(table.words)] = table.words
+            argument.words[: len(table.words)] = table.words
         else:
             self.held = torch.tensor(table.words, dtype=torch.int64, device=f"cuda:{index}")
-            self.movement.table = self.held.data_ptr()
-        self.base = self.movement.base
-        with _torch.on_device(index):
-            self.kernel = compiled("move_boxes").kernel
-        self.launch = driver().cuLaunchKernel
-        self.argument = (ctypes.c_void_p * 1)(ctypes.addressof(self.movement))
-        self.shape = (self.kernel.ptr, table.movers + table.keepers, 1, 1, THREADS, 1, 1, 0)
+            argument.table = self.held.data_ptr()
+        super().__init__("boxes.cu", "move_boxes", table.movers + table.keepers, index, argument, limit, text)
+        self.base = argument.base
 
     def __call__(self, addresses) -> None:
-        """Move between tensors at these addresses, on torch's current stream."""
-        order, index = self.order, self.index
-        with order.lock, _torch.on_device(index):
-            stream = _torch.current_stream(index)
-            order.enter(stream)
+        """Move between tensors at these addresses."""
+        with self.order.lock:
             self.base[: len(addresses)] = addresses
-            code = self.launch(*self.shape, stream, self.argument, None)
-            order.leave(stream)
-        if code:
-            done(code, "a launch")
+            self.run()
+
+
+class Summer(Launch):
+    """The kernel of a small all-reduce.
+
+    Args:
+        dtype: of the numbers.
+        cut: (bytes of all, bytes of a chunk, lanes).
+        me: how many ranks come before this one.
+        ends: for each other rank, in order, its lanes (from it, to it).
+        word: bytes that a thread reads at once.
+    """
+
+    def __init__(self, dtype, cut: tuple[int, int, int], me: int, ends, word: int, index: int, limit: int, text: str):
+        name, each = _SUMMANDS[dtype]
+        nbytes, chunk, lanes = cut
+        argument = Sum(total=nbytes // word, per=chunk // word, lanes=lanes, count=len(ends), me=me)
+        for q, (here, there) in enumerate(ends):
+            lines = there.slots, there.arriving, there.leaving, there.position
+            argument.peers[q][:] = (here.peer, *lines, here.slots, here.arriving, here.leaving, here.position)
+        function = f"sum_all<{name}, {word * each // dtype.itemsize}>"
+        super().__init__("sums.cu", function, lanes, index, argument, limit, text)
+
+    def __call__(self, source: int, target: int) -> None:
+        """Sum what is at ``source``, here and on the other ranks, to ``target``."""
+        with self.order.lock:
+            self.argument.x, self.argument.y = source, target
+            self.run()

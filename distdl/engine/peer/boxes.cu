@@ -1,43 +1,14 @@
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+// A movement: boxes to and from the lanes, and boxes that stay.
 
 struct Movement {      // by value: a table that fits costs no look into memory
-    u64 table;         // the table's address; 0: it is `words`
     u64 fault;         // a word of the host's, which says what a kernel waited for in vain
     u64 limit;         // nanoseconds that it waits
+    u64 table;         // the table's address; 0: it is `words`
     u32 movers;        // blocks that send or receive; the others copy what stays
     u32 name;          // of the movement, for `fault`
     char* base[BASES]; // the tensors' addresses
     i64 words[INLINE];
 };
-
-__device__ __forceinline__ u32 acquire(const u32* a) {
-    u32 v;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(a) : "memory");
-    return v;
-}
-__device__ __forceinline__ void release(u32* a, u32 v) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(a), "r"(v) : "memory");
-}
-__device__ __forceinline__ u64 now() {
-    u64 t;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-    return t;
-}
-
-// Until the counter has come to `wanted`; both wrap round. Nobody waits for ever.
-__device__ void await(const u32* counter, u32 wanted, const Movement& m, u32 peer) {
-    if ((int)(acquire(counter) - wanted) >= 0) return;
-    u64 since = now();
-    for (u32 n = 1; (int)(acquire(counter) - wanted) < 0; ++n) {
-        if (n % 1024 == 0 && now() - since > m.limit) {
-            *(volatile u64*)m.fault = (u64)m.name << 32 | (peer + 1);
-            __threadfence_system();
-            __trap();
-        }
-    }
-}
 
 __device__ __forceinline__ u32 over(u32 n, i64 divisor, u32 shift) {  // n / size, of (size, factor) packed as one
     return __umulhi(n, (u32)(divisor >> 32)) >> (shift & 31);
@@ -138,7 +109,7 @@ __device__ __forceinline__ void carry(const Movement& m, const i64* table, const
             } else {
 #pragma unroll
                 for (u32 u = 0; u < UNROLL; ++u) {
-                    if (j + u * THREADS < n) v[u] = __ldcg(slot + j + u * THREADS);
+                    if (j + u * THREADS < n) v[u] = fresh(slot + j + u * THREADS);
                 }
 #pragma unroll
                 for (u32 u = 0; u < UNROLL; ++u) {
