@@ -56,12 +56,16 @@ class PeerMemory:
         self.world, self.device, self.kernels = world, device, kernels
         self.boxes = Mailboxes(kernels.Memory())
 
+    def node(self):
+        """What tells this node from others."""
+        return self.world.host.node()
+
     def reach(self, ranks: tuple[int, ...]) -> PeerReach | None:
         """Whom this rank reaches among ``ranks``; collective over them. Where one of a node cannot open the others'
         memory, none there does."""
         me = self.world.rank
         with self.device.here():
-            told = self.world.all_gather((self.world.host.node(), self.kernels.multiprocessors()), ranks, "peer memory")
+            told = self.world.all_gather((self.node(), self.kernels.multiprocessors()), ranks, "peer memory")
             near = [r for r, (node, _) in told.items() if node == told[me][0]]
             new = [r for r in near if r != me and r not in self.boxes.theirs]
             handles, why = self._try(lambda: self.boxes.offer(new))
