@@ -163,7 +163,9 @@ __device__ __forceinline__ void keep(const Movement& m, const i64* table, const 
 #define KEEP(W, PLAIN) keep<W, PLAIN>(m, table, kept, blockIdx.x - m.movers, gridDim.x - m.movers)
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) move_boxes(const __grid_constant__ Movement m) {
-    const i64* table = m.table ? (const i64*)m.table : m.words;
+    const i64* words = m.words;
+    asm volatile("" : "+l"(words));  // an address like others: NVRTC 13.0 fails to look through it
+    const i64* table = m.table ? (const i64*)m.table : words;
     if (blockIdx.x < m.movers) {
         const i64 entry = table[blockIdx.x];
         const i64* message = table + (u32)entry;
