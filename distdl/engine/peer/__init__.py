@@ -12,7 +12,9 @@ What must be the same on both ends (lanes, chunks, who is reached) follows from 
 from __future__ import annotations
 
 import os
+import platform
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,8 +59,9 @@ class PeerMemory:
         self.boxes = Mailboxes(kernels.Memory())
 
     def node(self):
-        """What tells this node from others."""
-        return self.world.host.node()
+        """What tells this node from others; an engine's own is collective over all ranks, which need not be here."""
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        return platform.node(), boot.read_text() if boot.exists() else ""
 
     def reach(self, ranks: tuple[int, ...]) -> PeerReach | None:
         """Whom this rank reaches among ``ranks``; collective over them. Where one of a node cannot open the others'
