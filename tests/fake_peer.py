@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from distdl.engine.peer.region import CAPACITY, LINE, SLOTS
+from distdl.engine.peer.region import CAPACITY, LINE, SLOTS, SMALL_SUM
 from distdl.engine.peer.tables import MESSAGE, PART
 
 BLOCK, KEEPERS, BASES, PEERS = 64, 3, 24, 15
@@ -130,37 +130,35 @@ def keep(words, at, block, blocks, base):
         yield True
 
 
-def total(cut, me, ends, dtype, word, lane, source, target):
-    """One lane of a small sum."""
-    nbytes, chunk, lanes = cut
-    assert chunk % word == nbytes % word == 0
-    line = lane * LINE
-    sent, received = ([counter(end.position + line).value for end in side] for side in zip(*ends[::1]))
-    sent, received = received, sent  # ends are (from the peer, to the peer)
-    k = 0
-    for first in range(lane * chunk, nbytes, lanes * chunk):
-        n, found = min(chunk, nbytes - first), []
-        for (_, there), at in zip(ends, sent):
-            while not reached(there.arriving + line, at + k + 1 - SLOTS):
+def lines(page, number, i, n):
+    """``n`` lines of 16 bytes of the page that is this sum's turn, from line ``i`` on."""
+    return array(page + number % 2 * 2 * SMALL_SUM + 16 * i, 16 * n).view(np.uint32).reshape(n, 4)
+
+
+def total(nbytes, dtype, me, pages, numbers, block, blocks, source, target):
+    """One block of a small sum."""
+    words = -(-nbytes // 8)
+    for i in range(block * BLOCK, words, blocks * BLOCK):
+        n = min(BLOCK, words - i)
+        some = min(8 * n, nbytes - 8 * i)
+        mine = np.zeros(8 * n, np.uint8)
+        mine[:some] = array(source + 8 * i, some)
+        for (there, _), number in zip(pages, numbers):
+            line = lines(there, number, i, n)
+            for half in (0, 1):  # not all at once
+                line[half::2, ::2] = mine.view(np.uint32).reshape(n, 2)[half::2]
+                line[half::2, 1::2] = number
+                yield True
+        found = []
+        for (_, here), number in zip(pages, numbers):
+            line = lines(here, number, i, n)
+            while not (line[:, 1::2] == number).all():
                 yield False
-            slot = there.slots + (lane * SLOTS + (at + k) % 2**32 % SLOTS) * CAPACITY
-            array(slot, n)[:] = array(source + first, n)
+            found.append(np.ascontiguousarray(line[:, ::2]).view(np.uint8).reshape(-1)[:some])
             yield True
-            counter(there.leaving + line).value = at + k + 1
-        for (here, _), at in zip(ends, received):
-            while not reached(here.arriving + line, at + k + 1):
-                yield False
-            slot = here.slots + (lane * SLOTS + (at + k) % 2**32 % SLOTS) * CAPACITY
-            found.append(array(slot, n).copy())
-            yield True
-        found.insert(me, array(source + first, n).copy())
-        array(target + first, n)[:] = summed(found, dtype)
-        for (here, _), at in zip(ends, received):
-            counter(here.leaving + line).value = at + k + 1
-        k += 1
+        found.insert(me, mine[:some].copy())
+        array(target + 8 * i, some)[:] = summed(found, dtype)
         yield True
-    for (here, there), a, b in zip(ends, sent, received):
-        counter(there.position + line).value, counter(here.position + line).value = a + k, b + k
 
 
 def summed(rows, dtype):
@@ -214,11 +212,16 @@ class Mover(Launch):
 
 
 class Summer(Launch):
-    def __init__(self, dtype, cut, me, ends, word, index, limit, text):
-        self.how, self.text, self.draw, self.done = (cut, me, ends, dtype, word), text, random.Random(0), 0
+    def __init__(self, dtype, count, me, others, boxes, index, limit, text):
+        self.how, self.text, self.draw, self.done = (count * dtype.itemsize, dtype, me), text, random.Random(0), 0
+        self.others, self.boxes = others, boxes
 
     def blocks(self, source, target):
-        return [total(*self.how, lane, source, target) for lane in range(self.how[0][2])]
+        sums = self.boxes.sums
+        for peer in self.others:
+            sums[peer] = sums[peer] % (2**32 - 2) + 1
+        pages, numbers = [self.boxes.pages(r) for r in self.others], [sums[r] for r in self.others]
+        return [total(*self.how, pages, numbers, b, 2, source, target) for b in range(2)]
 
 
 class Here:

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 
 from ..nccl import NcclTransport
-from .region import CAPACITY, LANES, Mailboxes
-from .tables import WORD, Table, box_of, chunks, table_of, waiting
+from .region import CAPACITY, LANES, SMALL_SUM, Mailboxes
+from .tables import Table, box_of, table_of, waiting
 
 _SPARE = 32  # multiprocessors that NCCL's kernels may need beside a kernel that waits for peers
-SMALL_SUM = 2**18  # bytes of an all-reduce, up to which every rank sends all it has to every other
 _MINUTES = 30  # that a kernel waits for a peer, at most
 
 
@@ -39,10 +38,10 @@ def limit() -> int:
 
 
 def lanes_of(multiprocessors: int, ranks: int) -> int:
-    """Lanes of a message among so many ranks of a node: all blocks that wait must run at once, beside NCCL's; the same
-    on all of them."""
-    room = max(multiprocessors - _SPARE, 16) * 3 // 4
-    return max(1, min(LANES, room // (2 * max(ranks - 1, 1))))
+    """Lanes of a message among so many ranks of a node, the same on all of them: all blocks that wait must run at once,
+    on a multiprocessor each, beside NCCL's, and two teams of a block serve a lane's end each."""
+    ends = 2 * max(multiprocessors - _SPARE, 16)
+    return max(1, min(LANES, ends // (2 * max(ranks - 1, 1))))
 
 
 class PeerMemory:
@@ -71,7 +70,9 @@ class PeerMemory:
             told = self.world.all_gather((self.node(), self.kernels.multiprocessors()), ranks, "peer memory")
             near = [r for r, (node, _) in told.items() if node == told[me][0]]
             new = [r for r in near if r != me and r not in self.boxes.theirs]
-            handles, why = self._try(lambda: self.boxes.offer(new))
+            nodes = [node for node, _ in told.values()]
+            lanes = lanes_of(min(n for _, n in told.values()), max(map(nodes.count, nodes)))
+            handles, why = self._try(lambda: self.boxes.offer(new, lanes))
             offers = self.world.all_gather((handles, why), ranks, "peer memory")
             mine = {r: offers[r][0][me] for r in new if offers[r][0]}
             _, wrong = (None, why) if why else self._try(lambda: self.boxes.open(mine))
@@ -90,8 +91,6 @@ class PeerMemory:
                 return None
         if len(near) < 2:
             return None
-        nodes = [node for node, _ in told.values()]
-        lanes = lanes_of(min(n for _, n in told.values()), max(map(nodes.count, nodes)))
         return PeerReach(self, frozenset(near) - {me}, lanes)
 
     @staticmethod
@@ -149,15 +148,14 @@ class PeerReach:
         kernels = self.memory.kernels
         return table_of(messages, kept, self.lanes, CAPACITY, places, kernels.BLOCK, kernels.KEEPERS)
 
-    def sum(self, ranks: tuple[int, ...], dtype: torch.dtype, nbytes: int, word: int) -> Any:
-        """A function (source, target): the sum over ``ranks``, all of which are reached; a thread reads ``word`` bytes
-        at once."""
+    def sum(self, ranks: tuple[int, ...], dtype: torch.dtype, count: int) -> Any:
+        """A function (source, target): the sum over ``ranks``, all of which are reached."""
         memory, me = self.memory, self.memory.world.rank
-        chunk, count = chunks(nbytes, self.lanes, CAPACITY)
-        ends = [(memory.boxes.receiving(r), memory.boxes.sending(r)) for r in ranks if r != me]
-        cut = nbytes, chunk, min(count, self.lanes)
         text = f"a sum over ranks {ranks}, {dtype}"
-        return memory.kernels.Summer(dtype, cut, ranks.index(me), ends, word, memory.device.index, limit(), text)
+        others = [r for r in ranks if r != me]
+        return memory.kernels.Summer(
+            dtype, count, ranks.index(me), others, memory.boxes, memory.device.index, limit(), text
+        )
 
 
 class PeerTransport(NcclTransport):
@@ -189,10 +187,9 @@ class PeerTransport(NcclTransport):
         elif not self.near or nbytes > SMALL_SUM or dtype not in NcclTransport.sums:
             self._in_order(super()._collective, kind, source, target, count, dtype)
         else:
-            word = WORD if (source | target | nbytes) % WORD == 0 else dtype.itemsize
-            found = self.small.get((dtype, nbytes, word))
+            found = self.small.get((dtype, count))
             if found is None:
-                found = self.small[dtype, nbytes, word] = self.peers.sum(self.ranks, dtype, nbytes, word)
+                found = self.small[dtype, count] = self.peers.sum(self.ranks, dtype, count)
             found(source, target)
 
     def _in_order(self, call, *args):

@@ -4,7 +4,7 @@ struct Movement {      // by value: a table that fits costs no look into memory
     u64 fault;         // a word of the host's, which says what a kernel waited for in vain
     u64 limit;         // nanoseconds that it waits
     u64 table;         // the table's address; 0: it is `words`
-    u32 movers;        // blocks that send or receive; the others copy what stays
+    u32 movers;        // teams that send or receive; blocks behind theirs copy what stays
     u32 name;          // of the movement, for `fault`
     char* base[BASES]; // the tensors' addresses
     i64 words[INLINE];
@@ -69,60 +69,67 @@ struct Boxes {
     }
 };
 
+// All threads of a team have come here.
+__device__ __forceinline__ void together() {
+    asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / TEAM + 1), "n"(TEAM) : "memory");
+}
+
 // One lane of one message, at one of its ends.
 template <typename W, bool SENDS, bool PLAIN>
 __device__ __forceinline__ void carry(const Movement& m, const i64* table, const i64* message, u32 lane) {
-    __shared__ u32 start;
+    __shared__ u32 starts[THREADS / TEAM];
+    u32& start = starts[threadIdx.x / TEAM];
+    const u32 thread = threadIdx.x % TEAM;
     const i64 total = message[1];
     const u32 per = message[2], lanes = message[3];
     Boxes<PLAIN> boxes(table + message[6], message[5], m.base);
-    if (threadIdx.x == 0) start = *(const u32*)(message[10] + lane * LINE);
+    if (thread == 0) start = *(const u32*)(message[10] + lane * LINE);
     u32 k = 0;
     for (i64 first = (i64)lane * per; first < total; first += (i64)lanes * per, ++k) {
         const u32 n = total - first < per ? total - first : per;
-        u32 j = threadIdx.x;
+        u32 j = thread;
         W v[UNROLL];
         boxes.enter(first);
         u32 there = 0;
         if (SENDS) {
 #pragma unroll
             for (u32 u = 0; u < UNROLL; ++u) {
-                char* from = j + u * THREADS < n ? boxes(j + u * THREADS) : nullptr;
+                char* from = j + u * TEAM < n ? boxes(j + u * TEAM) : nullptr;
                 if (from) v[u] = *(const W*)from, there |= 1 << u;
             }
         }
-        if (threadIdx.x == 0) await((const u32*)(message[8] + lane * LINE), start + k + 1 - (SENDS ? SLOTS : 0), m, message[11]);
-        __syncthreads();
+        if (thread == 0) await((const u32*)(message[8] + lane * LINE), start + k + 1 - (SENDS ? SLOTS : 0), m, message[11]);
+        together();
         W* slot = (W*)(message[7] + (i64)(lane * SLOTS + (start + k) % SLOTS) * CAPACITY);
         while (j < n) {
             if (SENDS) {
 #pragma unroll
                 for (u32 u = 0; u < UNROLL; ++u) {
-                    if (there >> u & 1) slot[j + u * THREADS] = v[u];
+                    if (there >> u & 1) slot[j + u * TEAM] = v[u];
                 }
-                j += UNROLL * THREADS, there = 0;
+                j += UNROLL * TEAM, there = 0;
 #pragma unroll
                 for (u32 u = 0; u < UNROLL; ++u) {
-                    char* from = j + u * THREADS < n ? boxes(j + u * THREADS) : nullptr;
+                    char* from = j + u * TEAM < n ? boxes(j + u * TEAM) : nullptr;
                     if (from) v[u] = *(const W*)from, there |= 1 << u;
                 }
             } else {
 #pragma unroll
                 for (u32 u = 0; u < UNROLL; ++u) {
-                    if (j + u * THREADS < n) v[u] = fresh(slot + j + u * THREADS);
+                    if (j + u * TEAM < n) v[u] = fresh(slot + j + u * TEAM);
                 }
 #pragma unroll
                 for (u32 u = 0; u < UNROLL; ++u) {
-                    char* to = j + u * THREADS < n ? boxes(j + u * THREADS) : nullptr;
+                    char* to = j + u * TEAM < n ? boxes(j + u * TEAM) : nullptr;
                     if (to) *(W*)to = v[u];
                 }
-                j += UNROLL * THREADS;
+                j += UNROLL * TEAM;
             }
         }
-        __syncthreads();
-        if (threadIdx.x == 0) release((u32*)(message[9] + lane * LINE), start + k + 1);
+        together();
+        if (thread == 0) release((u32*)(message[9] + lane * LINE), start + k + 1);
     }
-    if (threadIdx.x == 0) *(u32*)(message[10] + lane * LINE) = start + k;
+    if (thread == 0) *(u32*)(message[10] + lane * LINE) = start + k;
 }
 
 // What stays: pairs of boxes of one shape.
@@ -160,14 +167,17 @@ __device__ __forceinline__ void keep(const Movement& m, const i64* table, const 
     }
 #define SEND(W, PLAIN) carry<W, true, PLAIN>(m, table, message, lane)
 #define RECEIVE(W, PLAIN) carry<W, false, PLAIN>(m, table, message, lane)
-#define KEEP(W, PLAIN) keep<W, PLAIN>(m, table, kept, blockIdx.x - m.movers, gridDim.x - m.movers)
+#define KEEP(W, PLAIN) keep<W, PLAIN>(m, table, kept, blockIdx.x - movers, gridDim.x - movers)
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) move_boxes(const __grid_constant__ Movement m) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) move_boxes(const __grid_constant__ Movement m) {
     const i64* words = m.words;
     asm volatile("" : "+l"(words));  // an address like others: NVRTC 13.0 fails to look through it
     const i64* table = m.table ? (const i64*)m.table : words;
-    if (blockIdx.x < m.movers) {
-        const i64 entry = table[blockIdx.x];
+    const u32 movers = (m.movers * TEAM + THREADS - 1) / THREADS;
+    if (blockIdx.x < movers) {
+        const u32 team = (blockIdx.x * THREADS + threadIdx.x) / TEAM;
+        if (team >= m.movers) return;
+        const i64 entry = table[team];
         const i64* message = table + (u32)entry;
         const u32 lane = entry >> 32;
         if (message[0]) {

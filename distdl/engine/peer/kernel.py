@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from functools import cache
 from pathlib import Path
@@ -12,16 +11,30 @@ import torch
 
 from ... import _torch
 from ...errors import TransportError
-from .region import CAPACITY, LINE, SLOTS
+from .region import CAPACITY, LINE, SLOTS, SMALL_SUM, Mailboxes
 from .tables import PART, Table
 
-THREADS, UNROLL = 512, int(os.environ.get("P_UNROLL", 4))
+THREADS, TEAM, UNROLL = 512, 256, 8  # of a block, of a lane's end, and words that a thread copies at once
 BLOCK = THREADS * UNROLL  # words that a block copies at once
-KEEPERS = 2 * 132  # blocks that copy what stays, at most
+KEEPERS = 4 * 132  # blocks that copy what stays, at most
 BASES, INLINE = 24, 448  # tensors of a movement, and integers of a table that goes along as an argument, at most
-PEERS = 15  # of a small sum, at most
-OPTIONS = {"THREADS": f"{THREADS}u", "UNROLL": UNROLL, "BASES": BASES, "INLINE": INLINE, "PART": PART}
-OPTIONS |= {"SLOTS": f"{SLOTS}u", "CAPACITY": CAPACITY, "LINE": LINE, "FAR": 2**31 - 1, "PEERS": PEERS}
+PEERS, _SUMMING = 15, 64  # ranks besides this one, and blocks, of a small sum, at most
+OPTIONS = {
+    "THREADS": f"{THREADS}u",
+    "TEAM": f"{TEAM}u",
+    "UNROLL": UNROLL,
+    "BASES": BASES,
+    "INLINE": INLINE,
+    "PART": PART,
+}
+OPTIONS |= {
+    "SLOTS": f"{SLOTS}u",
+    "CAPACITY": CAPACITY,
+    "LINE": LINE,
+    "FAR": 2**31 - 1,
+    "PEERS": PEERS,
+    "PAGE": 2 * SMALL_SUM,
+}
 
 
 _FIELDS = (("fault", ctypes.c_uint64), ("limit", ctypes.c_uint64))
@@ -48,8 +61,11 @@ class Sum(ctypes.Structure):
         ("x", ctypes.c_uint64),
         ("y", ctypes.c_uint64),
         ("total", ctypes.c_int64),
-        *((name, ctypes.c_uint32) for name in ("name", "per", "lanes", "count", "me", "unused")),
-        ("peers", (ctypes.c_int64 * 9) * PEERS),
+        *((name, ctypes.c_uint32) for name in ("name", "count", "me", "aligned")),
+        ("there", ctypes.c_uint64 * PEERS),
+        ("here", ctypes.c_uint64 * PEERS),
+        ("number", ctypes.c_uint32 * PEERS),
+        ("rank", ctypes.c_uint32 * PEERS),
     )
 
 
@@ -245,7 +261,8 @@ class Mover(Launch):
         else:
             self.held = torch.tensor(table.words, dtype=torch.int64, device=f"cuda:{index}")
             argument.table = self.held.data_ptr()
-        super().__init__("boxes.cu", "move_boxes", table.movers + table.keepers, index, argument, limit, text)
+        blocks = -(-table.movers * TEAM // THREADS) + table.keepers
+        super().__init__("boxes.cu", "move_boxes", blocks, index, argument, limit, text)
         self.base = argument.base
 
     def __call__(self, addresses) -> None:
@@ -260,24 +277,29 @@ class Summer(Launch):
 
     Args:
         dtype: of the numbers.
-        cut: (bytes of all, bytes of a chunk, lanes).
+        count: how many they are.
         me: how many ranks come before this one.
-        ends: for each other rank, in order, its lanes (from it, to it).
-        word: bytes that a thread reads at once.
+        others: all others, in order.
+        boxes: their mailboxes.
     """
 
-    def __init__(self, dtype, cut: tuple[int, int, int], me: int, ends, word: int, index: int, limit: int, text: str):
+    def __init__(self, dtype, count: int, me: int, others, boxes: Mailboxes, index: int, limit: int, text: str):
         name, each = _SUMMANDS[dtype]
-        nbytes, chunk, lanes = cut
-        argument = Sum(total=nbytes // word, per=chunk // word, lanes=lanes, count=len(ends), me=me)
-        for q, (here, there) in enumerate(ends):
-            lines = there.slots, there.arriving, there.leaving, there.position
-            argument.peers[q][:] = (here.peer, *lines, here.slots, here.arriving, here.leaving, here.position)
-        function = f"sum_all<{name}, {word * each // dtype.itemsize}>"
-        super().__init__("sums.cu", function, lanes, index, argument, limit, text)
+        argument = Sum(total=count * each, count=len(others), me=me)
+        for q, peer in enumerate(others):
+            argument.there[q], argument.here[q] = boxes.pages(peer)
+            argument.rank[q] = peer
+        words = -(-count * dtype.itemsize // 8)
+        blocks = min(-(-words // THREADS), _SUMMING)
+        function = f"sum_all<{name}, {8 * each // dtype.itemsize}>"
+        super().__init__("sums.cu", function, blocks, index, argument, limit, text)
+        self.others, self.sums = list(enumerate(others)), boxes.sums
 
     def __call__(self, source: int, target: int) -> None:
         """Sum what is at ``source``, here and on the other ranks, to ``target``."""
+        argument, sums = self.argument, self.sums
         with self.order.lock:
-            self.argument.x, self.argument.y = source, target
+            argument.x, argument.y, argument.aligned = source, target, (source | target) % 8 == 0
+            for q, peer in self.others:
+                argument.number[q] = sums[peer] = sums[peer] % (2**32 - 2) + 1  # never 0, what memory begins with
             self.run()

@@ -41,72 +41,90 @@ template <> struct Adding<Truth> {  // "or", as in torch
     static __device__ Truth to(Wide v) { return {v}; }
 };
 
-struct Ends {  // of the lanes to and from one peer
-    i64 peer, to_slots, freed, filled_there, sent, slots, filled, freed_there, received;
-};
-
 struct Sum {
     u64 fault, limit;
     char *x, *y;
-    i64 total;  // words
-    u32 name, per, lanes, count, me, pad;
-    Ends peers[PEERS];  // in the order of the ranks
+    i64 total;  // values
+    u32 name, count, me, aligned;
+    char *there[PEERS], *here[PEERS];  // pages with each other rank, in order
+    u32 number[PEERS];                 // which sum of that pair this is
+    u32 rank[PEERS];
 };
 
+// Eight bytes with the sum's number beside each half: 16 bytes that are written and read as one, so that who sees the
+// number sees the bytes.
+__device__ __forceinline__ void put(char* at, uint2 v, u32 number) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(number), "r"(v.y), "r"(number) : "memory");
+}
+__device__ __forceinline__ bool get(const char* at, uint2& v, u32 number) {
+    u32 a, b;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(a), "=r"(v.y), "=r"(b) : "l"(at) : "memory");
+    return a == number && b == number;
+}
+
 template <typename T, u32 V>
-struct alignas(V * sizeof(T)) Word {
+union Word {
     T values[V];
+    uint2 bits;
+    __device__ Word() {}
 };
 
-// Every rank puts its numbers into the mailboxes of all others, and adds in the order of the ranks what it finds in its own.
+// V values from number i on, of `total`; what is beyond is never looked at.
 template <typename T, u32 V>
-__global__ void __launch_bounds__(THREADS, 2) sum_all(const __grid_constant__ Sum m) {
-    typedef Word<T, V> W;
+__device__ __forceinline__ Word<T, V> read(const Sum& m, i64 i) {
+    Word<T, V> v;
+    if (m.aligned && (i + 1) * V <= m.total) {
+        v.bits = ((const uint2*)m.x)[i];
+    } else {
+        v.bits = uint2{0, 0};
+#pragma unroll
+        for (u32 k = 0; k < V; ++k) {
+            if (i * V + k < m.total) v.values[k] = ((const T*)m.x)[i * V + k];
+        }
+    }
+    return v;
+}
+
+// Every rank writes its numbers into the pages of all others, and adds in the order of the ranks what it finds in its own.
+// Two pages are enough: who sees a number of one sum knows that its writer is through with the sum before it, and so has
+// read what was in the other page.
+template <typename T, u32 V>
+__global__ void __launch_bounds__(THREADS, 1) sum_all(const __grid_constant__ Sum m) {
     typedef Adding<T> Add;
-    __shared__ u32 sent[PEERS], received[PEERS];
-    const u32 lane = blockIdx.x;
-    for (u32 q = threadIdx.x; q < m.count; q += THREADS) {
-        sent[q] = *(const u32*)(m.peers[q].sent + lane * LINE);
-        received[q] = *(const u32*)(m.peers[q].received + lane * LINE);
+    const i64 total = (m.total + V - 1) / V, begin = blockIdx.x * (i64)THREADS + threadIdx.x, step = gridDim.x * (i64)THREADS;
+    for (i64 i = begin; i < total; i += step) {
+        Word<T, V> v = read<T, V>(m, i);
+        for (u32 q = 0; q < m.count; ++q) put(m.there[q] + (m.number[q] & 1) * (i64)PAGE + i * 16, v.bits, m.number[q]);
     }
-    u32 k = 0;
-    for (i64 first = (i64)lane * m.per; first < m.total; first += (i64)m.lanes * m.per, ++k) {
-        const u32 n = m.total - first < m.per ? m.total - first : m.per;
-        const W* x = (const W*)m.x + first;
-        W* y = (W*)m.y + first;
-        for (u32 q = threadIdx.x; q < m.count; q += THREADS) await((const u32*)(m.peers[q].freed + lane * LINE), sent[q] + k + 1 - SLOTS, m, m.peers[q].peer);
-        __syncthreads();
-        for (u32 j = threadIdx.x; j < n; j += THREADS) {
-            W v = x[j];
-            for (u32 q = 0; q < m.count; ++q) {
-                ((W*)(m.peers[q].to_slots + (i64)(lane * SLOTS + (sent[q] + k) % SLOTS) * CAPACITY))[j] = v;
+    for (i64 i = begin; i < total; i += step) {
+        typename Add::Wide sum[V];
+        for (u32 q = 0; q <= m.count; ++q) {
+            Word<T, V> v;
+            if (q == m.me) {
+                v = read<T, V>(m, i);
+            } else {
+                const u32 other = q < m.me ? q : q - 1, number = m.number[other];
+                const char* from = m.here[other] + (number & 1) * (i64)PAGE + i * 16;
+                if (!get(from, v.bits, number)) {
+                    u64 since = now();
+                    for (u32 n = 1; !get(from, v.bits, number); ++n) {
+                        if (n % 1024 == 0 && now() - since > m.limit) give_up(m, m.rank[other]);
+                    }
+                }
+            }
+#pragma unroll
+            for (u32 k = 0; k < V; ++k) sum[k] = q ? Add::add(sum[k], Add::from(v.values[k])) : Add::from(v.values[k]);
+        }
+        Word<T, V> v;
+#pragma unroll
+        for (u32 k = 0; k < V; ++k) v.values[k] = Add::to(sum[k]);
+        if (m.aligned && (i + 1) * V <= m.total) {
+            ((uint2*)m.y)[i] = v.bits;
+        } else {
+#pragma unroll
+            for (u32 k = 0; k < V; ++k) {
+                if (i * V + k < m.total) ((T*)m.y)[i * V + k] = v.values[k];
             }
         }
-        __syncthreads();
-        for (u32 q = threadIdx.x; q < m.count; q += THREADS) {
-            release((u32*)(m.peers[q].filled_there + lane * LINE), sent[q] + k + 1);
-            await((const u32*)(m.peers[q].filled + lane * LINE), received[q] + k + 1, m, m.peers[q].peer);
-        }
-        __syncthreads();
-        for (u32 j = threadIdx.x; j < n; j += THREADS) {
-            typename Add::Wide sum[V];
-            for (u32 q = 0; q <= m.count; ++q) {
-                u32 other = q < m.me ? q : q - 1;
-                const W* from = q == m.me ? x : (const W*)(m.peers[other].slots + (i64)(lane * SLOTS + (received[other] + k) % SLOTS) * CAPACITY);
-                W v = q == m.me ? from[j] : fresh(from + j);
-#pragma unroll
-                for (u32 i = 0; i < V; ++i) sum[i] = q ? Add::add(sum[i], Add::from(v.values[i])) : Add::from(v.values[i]);
-            }
-            W v;
-#pragma unroll
-            for (u32 i = 0; i < V; ++i) v.values[i] = Add::to(sum[i]);
-            y[j] = v;
-        }
-        __syncthreads();
-        for (u32 q = threadIdx.x; q < m.count; q += THREADS) release((u32*)(m.peers[q].freed_there + lane * LINE), received[q] + k + 1);
-    }
-    for (u32 q = threadIdx.x; q < m.count; q += THREADS) {
-        *(u32*)(m.peers[q].sent + lane * LINE) = sent[q] + k;
-        *(u32*)(m.peers[q].received + lane * LINE) = received[q] + k;
     }
 }

@@ -148,10 +148,11 @@ def ends_of(boxes: Sequence[Box], places: Iterable[int], addresses: dict[int, in
 
 @dataclass(frozen=True)
 class Lanes:
-    """One end of the lanes between two ranks, as addresses: of the slots, of the counters that the peer writes and that
-    this end writes at the peer, and of this end's position. ``line`` bytes lie between lanes' counters."""
+    """One end of the lanes between two ranks: how many, and as addresses the slots, the counters that the peer writes
+    and that this end writes at the peer, and this end's position."""
 
     peer: int
+    count: int
     slots: int
     arriving: int
     leaving: int
@@ -170,7 +171,8 @@ def places_of(boxes: Iterable[Box]) -> tuple[list[int], int]:
 
 @dataclass
 class Table:
-    """What one movement's kernel reads, and how many blocks do what: the first ``movers`` send and receive."""
+    """What one movement's kernel reads, and how many do what: ``movers`` teams send or receive, ``keepers`` blocks copy
+    what stays."""
 
     words: list[int]
     movers: int
@@ -186,14 +188,15 @@ def table_of(messages, kept, lanes: int, capacity: int, addresses: dict[int, int
         lanes: of a message, at most.
         capacity: bytes of a slot.
         addresses: see :func:`ends_of`.
-        block: words that a block copies at once.
+        block: words that a block of those that stay copies at once.
         most: blocks that copy what stays.
     """
     plans = []
     for sends, ends, boxes in messages:
         places, nbytes = places_of(boxes)
-        chunk, count = chunks(nbytes, lanes, capacity)
-        plans.append((sends, ends, ends_of(boxes, places, addresses), nbytes, chunk, min(count, lanes)))
+        most = min(lanes, ends.count)
+        chunk, count = chunks(nbytes, most, capacity)
+        plans.append((sends, ends, ends_of(boxes, places, addresses), nbytes, chunk, min(count, most)))
     movers = sum(used for *_, used in plans)
     at = movers + KEPT
     blocks, records = [], []
