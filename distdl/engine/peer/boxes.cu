@@ -69,11 +69,6 @@ struct Boxes {
     }
 };
 
-// All threads of a team have come here.
-__device__ __forceinline__ void together() {
-    asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / TEAM + 1), "n"(TEAM) : "memory");
-}
-
 // One lane of one message, at one of its ends.
 template <typename W, bool SENDS, bool PLAIN>
 __device__ __forceinline__ void carry(const Movement& m, const i64* table, const i64* message, u32 lane) {
@@ -170,9 +165,7 @@ __device__ __forceinline__ void keep(const Movement& m, const i64* table, const 
 #define KEEP(W, PLAIN) keep<W, PLAIN>(m, table, kept, blockIdx.x - movers, gridDim.x - movers)
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) move_boxes(const __grid_constant__ Movement m) {
-    const i64* words = m.words;
-    asm volatile("" : "+l"(words));  // an address like others: NVRTC 13.0 fails to look through it
-    const i64* table = m.table ? (const i64*)m.table : words;
+    const i64* table = m.table ? (const i64*)m.table : unseen(m.words);
     const u32 movers = (m.movers * TEAM + THREADS - 1) / THREADS;
     if (blockIdx.x < movers) {
         const u32 team = (blockIdx.x * THREADS + threadIdx.x) / TEAM;

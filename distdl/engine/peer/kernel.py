@@ -25,15 +25,13 @@ OPTIONS = {
     "UNROLL": UNROLL,
     "BASES": BASES,
     "INLINE": INLINE,
+    "PEERS": PEERS,
     "PART": PART,
-}
-OPTIONS |= {
     "SLOTS": f"{SLOTS}u",
     "CAPACITY": CAPACITY,
     "LINE": LINE,
-    "FAR": 2**31 - 1,
-    "PEERS": PEERS,
     "PAGE": 2 * SMALL_SUM,
+    "FAR": 2**31 - 1,
 }
 
 
@@ -90,7 +88,7 @@ def compiled(file: str, name: str, index: int):
     """A function of a source file here, on device ``index``, which is the current one."""
     import cupy
 
-    code = "".join(Path(__file__).with_name(part).read_text() for part in ("lanes.cu", file))
+    code = "".join(Path(__file__).with_name(part).read_text() for part in ("device.cu", "lanes.cu", file))
     options = ("-std=c++17", *(f"-D{key}={value}" for key, value in OPTIONS.items()))
     names = (name,) if "<" in name else None  # of templates
     return cupy.RawModule(code=code, options=options, name_expressions=names).get_function(name).kernel

@@ -12,27 +12,15 @@ template <typename T> struct Adding {  // in which type values are added up
 };
 template <> struct Adding<Half> {
     typedef float Wide;
-    static __device__ float from(Half v) {
-        float f;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v.bits));
-        return f;
-    }
+    static __device__ float from(Half v) { return float_of_half(v.bits); }
     static __device__ float add(float a, float b) { return a + b; }
-    static __device__ Half to(float f) {
-        Half v;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v.bits) : "f"(f));
-        return v;
-    }
+    static __device__ Half to(float f) { return {half_of_float(f)}; }
 };
 template <> struct Adding<Brain> {
     typedef float Wide;
-    static __device__ float from(Brain v) { return __uint_as_float((u32)v.bits << 16); }
+    static __device__ float from(Brain v) { return float_of_brain(v.bits); }
     static __device__ float add(float a, float b) { return a + b; }
-    static __device__ Brain to(float f) {
-        Brain v;
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v.bits) : "f"(f));
-        return v;
-    }
+    static __device__ Brain to(float f) { return {brain_of_float(f)}; }
 };
 template <> struct Adding<Truth> {  // "or", as in torch
     typedef unsigned char Wide;
@@ -50,17 +38,6 @@ struct Sum {
     u32 number[PEERS];                 // which sum of that pair this is
     u32 rank[PEERS];
 };
-
-// Eight bytes with the sum's number beside each half: 16 bytes that are written and read as one, so that who sees the
-// number sees the bytes.
-__device__ __forceinline__ void put(char* at, uint2 v, u32 number) {
-    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(number), "r"(v.y), "r"(number) : "memory");
-}
-__device__ __forceinline__ bool get(const char* at, uint2& v, u32 number) {
-    u32 a, b;
-    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(a), "=r"(v.y), "=r"(b) : "l"(at) : "memory");
-    return a == number && b == number;
-}
 
 template <typename T, u32 V>
 union Word {
