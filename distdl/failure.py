@@ -168,6 +168,7 @@ def watch_exit(end: Callable[[BaseException, str], object], threads: Callable[[]
     sys.unraisablehook = hook
 
 
+notes: list[Callable[[], str]] = []  # what may know more of an error than it says itself; empty: nothing
 _ended_on_exceptions: list = []
 
 
@@ -181,6 +182,7 @@ def end_on_exceptions(engine: Job) -> None:
 
     def end(error, where=""):
         text = "".join(traceback.format_exception(error)).rstrip()
+        text = "\n".join([text, *(found for note in notes if (found := note()))])
         end_job(engine, "interrupted" if isinstance(error, KeyboardInterrupt) else where + text, error)
 
     def moves():

@@ -1,4 +1,4 @@
-"""The source of the peer kernels, compiled for the host: what runs on the device, but for a device's own instructions."""
+"""The source of the peer kernels, compiled for the host: all that runs on a device but its own instructions."""
 
 import ctypes
 import random

@@ -11,6 +11,7 @@ What must be the same on both ends (lanes, chunks, who is reached) follows from 
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import warnings
@@ -21,9 +22,10 @@ import torch
 
 from ..nccl import NcclTransport
 from .region import CAPACITY, LANES, SMALL_SUM, Mailboxes
-from .tables import Table, box_of, table_of, waiting
+from .tables import WORD, Table, box_of, ends_of, table_of, waiting
 
 _SPARE = 32  # multiprocessors that NCCL's kernels may need beside a kernel that waits for peers
+NARROW = 2**27  # bytes of a box that stays, from which words of fewer than 16 bytes are copied faster by torch
 _MINUTES = 30  # that a kernel waits for a peer, at most
 
 
@@ -122,6 +124,7 @@ class PeerReach:
 
     def bind(self, program, xs) -> Any:
         """One kernel, bound to its table."""
+        self._leave(program, xs)
         table, address = self.table(program, [x.data_ptr() for x in xs]), torch.Tensor.data_ptr
         text = f"{program.call.op} ({program.call.partitions})"
         launch = self.memory.kernels.Mover(table, self.memory.device.index, limit(), text)
@@ -132,6 +135,23 @@ class PeerReach:
             launch((*map(address, xs), *map(address, ys), 0 if staging is None else address(staging[0])))
 
         return run
+
+    @staticmethod
+    def _leave(program, xs) -> None:
+        """Leave to torch's copies what stays and is large, but lies in short words."""
+        kept, n = program.straight.kept, len(xs)
+        places = {i: x.data_ptr() % 16 for i, x in enumerate(xs)}
+
+        def word(part, base):
+            return ends_of([box_of(part, base)], [0], places)[0]
+
+        large = [
+            (to, source)
+            for to, source in kept
+            if to.nbytes >= NARROW and math.gcd(word(to, n + to.leaf), word(source, source.leaf)) < WORD
+        ]
+        program.straight.kept = [pair for pair in kept if pair not in large]
+        program.kept += large
 
     def table(self, program, addresses: list[int]) -> Table:
         """What the kernel reads: inputs, outputs and the staging memory are numbered through."""
@@ -166,7 +186,7 @@ class PeerTransport(NcclTransport):
         reach: who is reached.
     """
 
-    collectives = ("all_reduce",)  # gathers are boxes like others
+    collectives = ("all_reduce", "reduce_scatter")  # gathers are boxes like others; sums of blocks NCCL adds itself
 
     def __init__(self, plain: NcclTransport, reach: PeerReach, ranks):
         super().__init__(plain.engines, plain.comm, ranks)

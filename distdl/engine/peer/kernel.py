@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ... import _torch
+from ... import _torch, failure
 from ...errors import TransportError
 from .region import CAPACITY, LINE, SLOTS, SMALL_SUM, Mailboxes
 from .tables import PART, Table
@@ -187,6 +187,7 @@ def order_of(index: int) -> Order:
 @cache
 def fault():
     """A word that kernels can write and the host can still read when they have ended in a trap."""
+    failure.notes.append(waited_in_vain)
     return torch.zeros(1, dtype=torch.int64, pin_memory=True)
 
 
