@@ -32,11 +32,13 @@ test:
 # What `make test` leaves out, slow sweeps apart: twenty minutes more.
 test-full:
 	$(MAKE) unit MARKS='$(REST)'
-	$(MAKE) mpi RANKS='2 3 4 8' MARKS='$(REST)'
+	$(MAKE) mpi MARKS='$(REST)'
 	$(MAKE) nccl
 
 # Slow sweeps too (one at a time: they print what they counted), whole models on 16 ranks, and more ranks than this
-# machine has cores: hours of two cores. `make -j 5 test-all` where there are 32: five launches side by side.
+# machine has cores: hours of two cores. Where there are 32, `make -j 5 test-all WORKERS='-n 6'`: five launches side by
+# side, and the tests without MPI on six more.
+WORKERS :=
 ALL := lint mpi-8 unit check-3 many mpi-4 mpi-3 check-2 mpi-2 nccl mpi-1 soak
 test-all: $(ALL:%=all-%)
 
@@ -49,7 +51,7 @@ all-soak: .venv/ready
 	timeout -k 10 1800 $(PY) -m distdl run -n 4 tests/soak.py 20000
 
 all-%: .venv/ready
-	$(MAKE) $* MARKS='-m ""' LIMIT=3000 TWO=
+	$(MAKE) $* MARKS='-m ""' LIMIT=3000 TWO='$(WORKERS)'
 
 # 200,000 mixed operations over 5,000 partitions on 4 ranks: hours where the ranks share two cores.
 soak: .venv/ready

@@ -285,19 +285,6 @@ def not_the_block(step: Move, x: torch.Tensor) -> ShapeError:
     )
 
 
-def no_composition(a: Any, b: Any) -> PartitionError:
-    """Step ``b`` does not take what step ``a`` gives."""
-    return PartitionError(
-        "these maps do not compose",
-        op=f"{b} @ {a}",
-        rank=b.world.rank,
-        expected=f"{b.domain.kind} {b.in_shape}",
-        actual=f"{a.range.kind} {a.out_shape}",
-        partitions=[a.partitions, b.partitions],
-        next_step="put a map between them: repartition, or mark_varying for an invariant value",
-    )
-
-
 def not_a_map(other: Any) -> PartitionError:
     """What a map is to be composed with is none."""
     return PartitionError(

@@ -18,7 +18,7 @@ import torch
 from . import functional as F
 from ._arguments import check_functions
 from .calls import public
-from .errors import PartitionError, ShapeError
+from .errors import DistdlError, PartitionError, ShapeError
 from .partition import Layout, Partition, partition_of
 from .ties import nothing
 from .world import world
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = ["device_mesh", "from_dtensor", "layout", "partition", "to_dtensor"]
+
+# Before 2.13 torch made the gradient of a DTensor without its graph: a second derivative came out without it, silently.
+_TWICE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def partition(mesh: DeviceMesh, world: str = "default") -> Partition:
@@ -208,6 +211,8 @@ def from_dtensor(t: DTensor, *, summed: bool = False, world: str = "default") ->
 
     Raises:
         PartitionError: a placement that no Layout says, as in :func:`layout`; the error names a redistribution.
+        DistdlError: in a backward with ``create_graph=True``, where this torch (before 2.13) would lose a second
+            derivative with respect to the DTensor.
     """
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import Partial, Replicate
@@ -216,11 +221,25 @@ def from_dtensor(t: DTensor, *, summed: bool = False, world: str = "default") ->
     block = t.to_local(grad_placements=[Replicate() if type(p) is Partial else p for p in t.placements])
     if isinstance(block, AsyncCollectiveTensor):  # torch's messages are still under way: any copy waits for them
         block = block.clone()
+    if not _TWICE and block.requires_grad:
+        block.register_hook(_once)
     if not L.active:
         block = nothing(L.local_shape(), block)
     if summed and summands.size > 1:
         block = F.invariant_sum(block, summands)
     return block, L
+
+
+def _once(grad: torch.Tensor) -> None:
+    """A hook of a DTensor's block, where torch differentiates it once only."""
+    if torch.is_grad_enabled() and grad.requires_grad:
+        raise DistdlError(
+            "this torch loses second derivatives with respect to a DTensor",
+            op="from_dtensor",
+            expected="torch 2.13 or newer; or a first derivative, without create_graph=True",
+            actual=f"torch {torch.__version__}",
+            next_step="differentiate twice with respect to blocks, L.shard(x), and make the DTensor afterwards",
+        )
 
 
 def to_dtensor(

@@ -19,7 +19,7 @@ from ._value import placed
 from .autograd import apply
 from .compiled import Held, map_call
 from .engine import dispatch
-from .pair import Pair
+from .pair import Pair, check_composition
 from .plan import Plan, Side
 from .ties import nothing
 from .world import World, world
@@ -166,8 +166,7 @@ class LinearMap:
 
     def __post_init__(self) -> None:
         for a, b in zip(self.steps, self.steps[1:]):
-            if a.out_shape != b.in_shape or a.range.kind != b.domain.kind:
-                raise _faults.no_composition(a, b)
+            check_composition(a, b)
         self.__dict__.update(_held=Held(self), T=self.T)  # compiled code finds both made
 
     @map_call

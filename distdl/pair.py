@@ -1,17 +1,17 @@
-"""A user's own pair of functions as a step of a map, beside the movements."""
+"""A user's own pair of functions as a step of a map, beside the movements; and which steps may follow each other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import index as as_int
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import _torch
 from .engine import dispatch
-from .errors import ShapeError
+from .errors import PartitionError, ShapeError
 from .plan import Plan
 from .world import World, world
 
@@ -148,3 +148,33 @@ class Pair:
 
     def __str__(self) -> str:
         return f"linear_map({getattr(self.forward, '__name__', 'forward')})"
+
+
+def check_composition(a: Any, b: Any) -> None:
+    """Step ``b`` takes what step ``a`` gives, on every rank that holds some of it: the answer is the same on all ranks,
+    those outside too, whose placeholders are never compared. (A user's own functions know their shapes on this rank.)
+
+    Raises:
+        PartitionError: it does not; names a rank on which they differ, this one where it can.
+    """
+    rank, given, taken = b.world.rank, a.out_shape, b.in_shape
+    if not isinstance(a, Pair) and not isinstance(b, Pair):
+        gives, takes = a.plan.wanted, b.plan.held
+        inside = () if gives == takes else {*gives.partition.ranks, *takes.partition.ranks}
+        shapes = {r: (gives.local_shape(r), takes.local_shape(r)) for r in inside}
+        wrong = [r for r, (one, other) in shapes.items() if one != other]
+        given = taken = b.in_shape
+        if wrong:
+            rank = rank if rank in wrong else min(wrong)
+            given, taken = shapes[rank]
+    if given == taken and a.range.kind == b.domain.kind:
+        return
+    raise PartitionError(
+        "these maps do not compose",
+        op=f"{b} @ {a}",
+        rank=rank,
+        expected=f"{b.domain.kind} {taken}",
+        actual=f"{a.range.kind} {given}",
+        partitions=[a.partitions, b.partitions],
+        next_step="put a map between them: repartition, or mark_varying for an invariant value",
+    )

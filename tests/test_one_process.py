@@ -345,6 +345,35 @@ def test_shift_and_permute_to_the_edge():
     assert dd.maps.scatter(L).plan.held.partition.ranks == dd.maps.gather(L).plan.wanted.partition.ranks == (0,)
 
 
+def test_a_composition_is_one_on_every_rank_or_on_none():
+    """Ranks in another order have the same blocks, and a rank outside another placeholder. Where blocks differ all
+    ranks say so: of themselves if they can, else of the first."""
+    first = dd.Layout(dd.Partition((1, 2), (2, 0)), (3, 3))
+    second = dd.Layout(dd.Partition((1, 2), (0, 2)), (3, 3), (None, (1, 2)))
+    swapped = dd.Layout(dd.Partition((1, 2), (0, 2)), (3, 3), (None, (2, 1)))
+    one_more = dd.Layout(dd.Partition((1, 3), (2, 0, 1)), (3, 3), (None, (2, 1, 0)))
+
+    def program():
+        A, said = dd.maps.roll(first, 0, 1), []
+        C = dd.maps.roll(second, 0, 1) @ A
+        for L in (swapped, one_more):
+            with pytest.raises(PartitionError, match="do not compose") as caught:
+                dd.maps.roll(L, 0, 1) @ A
+            said.append(int(str(caught.value).partition("on rank ")[2][0]))
+        double = dd.linear_map(lambda x: 2 * x, lambda y: 2 * y, A.out_shape, A.out_shape)
+        wrong = dd.linear_map(lambda x: 2 * x, lambda y: 2 * y, (4, 4), (4, 4))
+        for left, right in ((wrong, A), (A, wrong), (wrong, double)):
+            with pytest.raises(PartitionError, match="do not compose"):
+                left @ right
+        y = (A @ double @ A)(torch.full(A.in_shape, 1.0 + rank()))
+        return C.in_shape, said, y.sum().item()
+
+    found = returned(every_rank(3, program))
+    assert [shape for shape, _, _ in found] == [(3, 1), (0, 2), (3, 2)]
+    assert [said for _, said, _ in found] == [[0, 1], [0, 1], [2, 1]]
+    assert [total for *_, total in found] == [6.0, 0.0, 36.0]
+
+
 def test_chains():
     def program():
         L, M = dd.Layout(line(), (4,)), dd.Layout(line(), (4,), ((0, 4, 0),))

@@ -129,9 +129,9 @@ RANKS = {
     "without_fast": (2,),
 }
 
-# The first tier is 1 and 2 ranks, of all but these, which run everything again, or compile it.
+# The first tier runs each test once: on 1 and 2 ranks all but these, which run everything again, or compile it;
 AGAIN = ("compiled", "compiled_region", "models", "traced", "without_fast")
-# And on 4 ranks it is these files, or of a file the tests named.
+# and on 4 ranks in their place these files, or of a file the tests named.
 FOUR = {
     "adjoints": None,
     "checkpoint": None,
@@ -204,8 +204,8 @@ BUT = {
 
 
 def _among(test: str, names) -> bool:
-    """Whether a test, or the function that it is a case of, is named; of a file ("") whether any of it is."""
-    return names is None or test in names or test.partition("[")[0] in names or (not test and bool(names))
+    """Whether a test, or the function that it is a case of, is named."""
+    return names is None or test in names or test.partition("[")[0] in names
 
 
 def in_one_process(file: str, test: str) -> str:
@@ -214,10 +214,14 @@ def in_one_process(file: str, test: str) -> str:
 
 
 def on_ranks(file: str, test: str, n: int) -> str:
-    """The tier of a test on n ranks: "", "full", or "slow" where it has nothing more to show."""
+    """The tier of a test on n ranks: "", "full", or "slow" where it has nothing more to show. Of a file ("") the first
+    that any of its tests has."""
     if n not in RANKS.get(file, ANY):
         return "slow" if n in SMALL else "never" if file in RANKS else "full"
-    if file in AGAIN:
+    if file in AGAIN or n not in (1, 2, 4):
         return "full"
-    mine = file in FOUR and _among(test, FOUR[file]) and not (test and _among(test, BUT.get(file, ())))
-    return "" if n <= 2 or (n == 4 and mine) else "full"
+    named, but = FOUR.get(file, ()), BUT.get(file, ())
+    if test:
+        return "" if (_among(test, named) and not _among(test, but)) == (n == 4) else "full"
+    some = named is None or named if n == 4 else named is not None or but
+    return "" if some else "full"

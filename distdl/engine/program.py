@@ -144,7 +144,7 @@ class Program:
 
 def channels_last(shape, stride) -> bool:
     """Whether torch takes a tensor of 2 or 3 spatial dims for channels_last (its own rule, of strides alone)."""
-    least = 0
+    least = 1
     for d in (1, *range(len(shape) - 1, 1, -1), 0):
         if not shape[d] or stride[d] < least or (d == 0 and least == stride[1]):
             return False

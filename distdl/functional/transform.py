@@ -215,7 +215,7 @@ def local(x, t: Transform, stage: Stage, norm: str):
         if real and t.inverse:
             return nothing(shape, x.real if x.is_complex() else x)
         return nothing(shape, x, dtype=x.dtype.to_complex()) if stage.dims else x
-    full = [d for d in stage.dims if not keep[d] and d != last]
+    full = sorted(d for d in stage.dims if not keep[d] and d != last)  # else older torch's fake tensors are too small
     cut = [d for d in stage.dims if keep[d] and d != last]
     whole = last in stage.dims and not cut and not keep[last]
     if not t.inverse:

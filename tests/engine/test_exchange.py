@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fuzzing import BUILDERS, KINDS, draw, seed_of
+from torch._prims_common import are_strides_like_channels_last_or_false
 
 import distdl as dd
 from distdl.engine import exchange
@@ -335,6 +336,74 @@ def test_programs_of_several_leaves_differ_by_every_leaf():
     pair = program((p, p), [x, x])
     assert program((p, p), [x, x]) is pair and program((p, q), [x, x]) is not pair
     assert program((p, p), [x, x.double()]) is not pair and program((p, p), [x, torch.ones(3, 2, 8)[1]]) is pair
+
+
+@pytest.mark.parametrize("dims", [4, 5])
+def test_results_have_the_format_of_what_came(dims):
+    """By torch's own rule, on strides of every order and with gaps; after batch axes; and dense."""
+    draws, seen = random.Random(dims), set()
+    for _ in range(4000):
+        shape = tuple(draws.choice((0, 1, 1, 2, 3)) for _ in range(dims))
+        order = draws.choice((range(dims), (0, *range(2, dims), 1), draws.sample(range(dims), dims)))
+        strides, step = [0] * dims, draws.choice((0, 1, 1, 1, 2))
+        for d in reversed(order):
+            strides[d], step = step, step * max(shape[d], 1) + draws.choice((0, 0, 0, 1))
+        found = programs.channels_last(shape, strides)
+        assert found == are_strides_like_channels_last_or_false(shape, strides), (shape, strides)
+        seen.add((found, 0 in shape))
+        for lead in ((), (2,)):
+            wanted = torch.empty((*lead, *(n + 1 for n in shape)))
+            if found:
+                form = torch.channels_last if dims == 4 else torch.channels_last_3d
+                wanted = torch.stack([wanted[0].to(memory_format=form)] * 2) if lead else wanted.to(memory_format=form)
+            made = programs._fresh(tuple(wanted.shape), ((*lead, *shape), (7,) * len(lead) + tuple(strides)), len(lead))
+            assert made == wanted.stride()
+    assert seen == {(True, False), (False, False), (False, True)}
+    assert programs._fresh((2, 3, 4), ((2, 3, 4), (12, 1, 3)), 0) == (12, 4, 1), "three dims have one format"
+
+
+def test_what_messages_are_called():
+    """By the plans and the dtype, alike on both ends; and whom they concern."""
+    plan = Plan(Side.of(ROWS), Side.of(COLUMNS))
+    one, other = (program_of(plan, torch.ones(2, 8), rank).call for rank in (1, 2))
+    assert one.code == other.code and 0 < one.code < 2**32 and (one.peers, other.peers) == ((0, 2, 3), (0, 1, 3))
+    assert program_of(plan, torch.ones(2, 8).double()).call.code != one.code and "float32" in one.partitions
+    gather = Plan(Side.of(COLUMNS), Side.of(ROWS))
+    assert program_of(gather, torch.ones(8, 2)).call.code != one.code
+    halo = dd.HaloSpec(ROWS, (1, 1)).plan()
+    assert [program_of(halo, torch.ones(2, 8), rank).call.peers for rank in range(4)] == [(1,), (0, 2), (1, 3), (2,)]
+
+
+def test_what_is_counted_is_what_is_sent():
+    """Kinds, peers or ranks, and bytes: of messages, of collectives of both kinds, of several dtypes."""
+    gathers = dd.maps.all_gather(ROWS).plan
+    engine = NullTransport(1, 4)
+    engine.collectives = ("all_gather", "reduce_scatter")
+    gathering, scattering = (
+        programs.program_of((plan,), [x], engine)[0].messages()
+        for plan, x in ((gathers, torch.ones(2, 8)), (gathers.T, torch.ones(8, 8).double()))
+    )
+    assert gathering == [("all_gather", (0, 1, 2, 3), 64)] and scattering == [("reduce_scatter", (0, 1, 2, 3), 128)]
+    turn = program_of(Plan(Side.of(ROWS), Side.of(COLUMNS)), torch.ones(2, 8))
+    assert turn.messages() == [("send", peer, 16) for peer in (0, 2, 3)]
+    total, x = dd.maps.all_sum_reduce(ROWS.partition, (3,)).plan, torch.ones(3)
+    several = programs.program_of((total,) * 3, [x, x.double(), x], NullTransport(1, 4))[0]
+    assert several.messages() == [("all_reduce", (0, 1, 2, 3), 24), ("all_reduce", (0, 1, 2, 3), 24)]
+    nothing = dd.maps.all_sum_reduce(ROWS.partition, (0,)).plan
+    assert program_of(nothing, torch.ones(0)).messages() == []
+
+
+def test_a_profiler_sees_both_ends_of_a_movement():
+    """And the result is the same."""
+    plan, xs = Plan(Side.of(ROWS), Side.of(COLUMNS)), [torch.arange(16.0).reshape(2, 8)]
+    plain = exchange.begin((plan,), xs, NullTransport(1, 4))
+    kept = plain.finish()[0][2:4]
+    with torch.profiler.profile() as profile:
+        moving = exchange.begin((plan,), xs, NullTransport(1, 4))
+        (y,) = moving.finish()
+    assert type(plain) is exchange.Exchange and y.shape == (8, 2) and torch.equal(y[2:4], kept)
+    names = [event.name for event in profile.events()]
+    assert sum("start of " in name for name in names) == sum("wait for " in name for name in names) == 1
 
 
 @pytest.mark.parametrize("widths", [(1, 2), (0, 9), (3, 0)])

@@ -15,7 +15,7 @@ from distdl import interop
 
 WORLD = dd.world()
 RANK, SIZE = WORLD.rank, WORLD.size
-pytestmark = pytest.mark.mpi(2)
+pytestmark = [pytest.mark.mpi(2), pytest.mark.skipif(SIZE % 2 == 1, reason="grids of two columns")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,7 +125,24 @@ def test_gradients_are_serial(line, shape):
     H = torch.autograd.functional.hvp  # and twice: the operators of both engines between the two derivatives
     block, L = interop.from_dtensor(distribute_tensor(W, line, [Shard(0)]))
     f = lambda b: F.invariant_sum((interop.from_dtensor(interop.to_dtensor(b, L, line))[0] ** 3).sum(), P)
+    if not interop._TWICE:
+        with pytest.raises(dd.errors.DistdlError, match="loses second derivatives"):
+            H(f, block.detach(), L.shard(X))
+        return
     agree(torch.allclose(H(f, block.detach(), L.shard(X))[1], L.shard(6 * W * X), rtol=1e-12), "second derivative")
+
+
+def test_second_derivatives_that_torch_would_lose(line, monkeypatch):
+    """Older torch makes the gradient of a DTensor without its graph: an error, where there would be no second term."""
+    monkeypatch.setattr(interop, "_TWICE", False)
+    t = distribute_tensor(randn(7, 3), line, [Shard(0)]).requires_grad_()
+    for twice in (True, False):
+        loss = F.invariant_sum((interop.from_dtensor(t)[0] ** 3).sum(), dd.Partition((SIZE, 1)))
+        if twice:
+            with pytest.raises(dd.errors.DistdlError, match="loses second derivatives"):
+                torch.autograd.grad(loss, t, create_graph=True)
+        else:
+            torch.autograd.grad(loss, t)
 
 
 def test_copies_are_invariant(grid):

@@ -51,6 +51,10 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
         "if _grad_enabled() and any(map(_requires_grad, (*xs, *ties))) or (_forward_mode_active() and _have_tangents(xs, ties)):": {
             "and <-> or (3)": "a node without tangents is made in forward mode, for nothing: the same values, slower",
         },
+        "if len(steps) == 1 and given[0] is not None and (given[0].dtype == like[0][1]):": {
+            "Eq -> NotEq (2)": "the short way for one operand: what follows gives the same in more time",
+            "1 -> 2 (2)": "the short way for one operand: what follows gives the same in more time",
+        },
         "return x.new_empty(0, dtype=torch.float32)": {
             "0 -> 1": "a tie has no value that anything reads: only what it depends on matters",
         },

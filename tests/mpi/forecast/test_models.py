@@ -97,6 +97,7 @@ def test_derivatives(name):
     dd.testing.collective_assert(sent(found) == sent(real), f"traced {found}, sent {list(real)}")
 
 
+@pytest.mark.mpi(2)  # one rank moves nothing
 def test_a_job_goes_on():
     """A trace of another rank in a rank of a job: maps, layouts and results are its own again."""
     L, M = dd.Layout(dd.Partition((N, 1)), (2 * N + 1, 3)), dd.Layout(dd.Partition((1, N)), (2 * N + 1, 3))

@@ -56,6 +56,22 @@ def test_compositions():
         dd.maps.shift(P, 0, 1, True, (3,)) @ dd.maps.invariant_sum(P, (3,))
 
 
+@needs(3)
+def test_a_composition_is_one_on_every_rank_or_on_none():
+    """The ranks in another order have the same blocks: the placeholder of a rank outside has another shape then."""
+    first = dd.Layout(dd.Partition((1, 2), (2, 0)), (3, 3))
+    second = dd.Layout(dd.Partition((1, 2), (0, 2)), (3, 3), (None, (1, 2)))
+    C = dd.maps.roll(second, 0, 1) @ dd.maps.roll(first, 0, 1)
+    check_map(C)
+    check_map(C.T)
+    other = dd.Layout(dd.Partition((1, 2), (0, 2)), (3, 3), (None, (2, 1)))  # another block on the two that have one
+    empty = dd.Layout(dd.Partition((1, 3), (2, 0, 1)), (3, 3), (None, (2, 1, 0)))  # one more rank, with an empty one
+    for last in (other, empty):
+        with pytest.raises(dd.errors.PartitionError, match="do not compose") as caught:
+            dd.maps.roll(last, 0, 1) @ dd.maps.roll(first, 0, 1)
+        assert "expected varying (3, " in str(caught.value)
+
+
 def test_case_1_all_sum_against_invariant_sum():
     n, r, P = here()
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
