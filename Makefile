@@ -13,7 +13,7 @@ PYTEST_MPI := -m pytest tests/mpi -p no:cacheprovider -q
 # Tests without MPI, two at a time. A worker that has nothing left takes over some of the other's.
 TWO := -n 2 --dist worksteal
 
-.PHONY: demo test test-full test-all refreeze lint unit mpi torch nccl check soak mutation bench docs format clean
+.PHONY: demo test test-full test-all refreeze lint unit mpi torch nccl check soak mutation bench docs dist format clean
 # One thing at a time: of all targets test-all alone may use more cores.
 ifneq ($(MAKECMDGOALS),test-all)
 .NOTPARALLEL:
@@ -116,12 +116,18 @@ docs: .venv/docs
 	$(PY) -m sphinx -q -W -c docs . site
 	DISTDL_SITE=site $(PY) -m pytest tests/test_site.py -q
 
+# Wheel and sdist of this version, in dist/, with what they say of themselves checked.
+dist: .venv/dist
+	rm -rf dist build *.egg-info
+	$(PY) -m build
+	$(PY) -m twine check --strict dist/*
+
 format: .venv/ready
 	$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
 
 clean:
-	rm -rf .venv build site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 .venv/ready: requirements/dev.txt requirements/data.txt pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -132,4 +138,8 @@ clean:
 
 .venv/docs: .venv/ready requirements/docs.txt
 	$(PIP) -r requirements/docs.txt
+	touch $@
+
+.venv/dist: .venv/ready requirements/dist.txt
+	$(PIP) -r requirements/dist.txt
 	touch $@

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from pickle import PicklingError
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from . import _torch, calls
@@ -120,13 +121,33 @@ def _in_words(value) -> str:
     return f"{kind} {(repr(value).splitlines() or [''])[0][:60]}"
 
 
+def own_numbers(value: Any) -> Any:
+    """NumPy's numbers and arrays as Python's own numbers and tuples, inside of containers too; others as they are."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        value = value.tolist()
+        return own_numbers(tuple(value)) if isinstance(value, list) else value
+    if type(value) in (tuple, list):
+        return type(value)(map(own_numbers, value))
+    if type(value) is dict:
+        return {own_numbers(key): own_numbers(one) for key, one in value.items()}
+    return value
+
+
 class Checked:
-    """Constructors of the library's classes are :func:`checked`; those of a user's own subclass are the user's."""
+    """Constructors of the library's modules are :func:`checked`, and keep options in Python's own numbers, as copies,
+    files and comparisons have them; those of a user's own subclass are the user's."""
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
-        if cls.__module__.startswith("distdl."):
-            check_classes(cls)
+        constructor = vars(cls).get("__init__")
+        if not cls.__module__.startswith("distdl.") or constructor is None or constructor.__code__ in calls.wrappers:
+            return
+
+        @functools.wraps(constructor)
+        def construct(self, *args, **kwargs):
+            constructor(self, *map(own_numbers, args), **{name: own_numbers(v) for name, v in kwargs.items()})
+
+        cls.__init__ = checked(construct)  # type: ignore[method-assign]
 
 
 def check_classes(*classes: type) -> None:

@@ -195,6 +195,7 @@ KINDS: dict[str, Kind] = {
     "dtype": Kind("a torch.dtype", _is(torch.dtype)),
     "device": Kind("a device, or its name", _is_device),
     **dict.fromkeys(("module", "model"), _MODULE),
+    "Sharded.layer": Kind("a layer of dd.nn", lambda v: _MODULE.fits(v) and hasattr(v, "layouts"), PartitionError),
     **dict.fromkeys(("f", "fn", "forward", "adjoint", "loss", "hook", "function", "begin"), _FUNCTION),
     "expert": Kind("a tensor: the expert of each token", _is(torch.Tensor)),
     **dict.fromkeys(("dist_cat.dim", "dist_stack.dim", "cat_layout.dim", "stack_layout.dim"), _INTEGER),
@@ -282,6 +283,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("count", "growth", "backoff", "scale", "good"), _NUMBER),
     **dict.fromkeys(("stages", "microbatches", "chunks", "interval", "n", "step", "order", "port"), _COUNT),
     "path": _PATH,
+    "gather_objects.value": Kind("anything that can be pickled", lambda v: True),
     "value": Kind("a number", lambda v: isinstance(v, Number) or _is_number(v)),
     "A": Kind("a map", lambda v: isinstance(v, LinearMap) or _several(_is(LinearMap))(v)),
 }

@@ -7,10 +7,12 @@ import weakref
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
+from ._torch import Constant
+
 _Found = TypeVar("_Found")
 
 
-class Value:
+class Value(Constant):
     """Hash once: partitions and layouts are dictionary keys on every call, and may hold thousands of ranks."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]

@@ -20,7 +20,7 @@ from .boxes import balanced
 from .calls import public_call
 from .engine import transport as _transport
 from .errors import AgreementError, DistdlError, ShapeError
-from .partition import Layout, Partition, layout_of, partition_of
+from .partition import Layout, Partition, as_layout, partition_of
 from .signature import disagreement, names
 from .ties import nothing
 from .world import world
@@ -202,7 +202,7 @@ def resolve_tree(xs, tree, P, shape=None, others=()):
     ``P`` and ``others`` (the call's other partitions): block sizes add up to the global shape, whatever they are.
     """
     if isinstance(P, Layout) or shape is not None:
-        return xs, tree, [P if shape is None else layout_of(P, shape)] * len(xs)
+        return xs, tree, [P if shape is None else as_layout(P, shape)] * len(xs)
     P = partition_of(P)
     xs, tree, reports = negotiate(xs, P, others, P.ndim, tree)
     if reports is None:

@@ -50,6 +50,11 @@ def simplify(A: LinearMap) -> LinearMap:
 
     Raises:
         PartitionError: ``A`` is no LinearMap.
+
+    Example:
+        >>> A = dd.maps.roll(dd.Layout(dd.Partition((1,)), (3,)), 0, 1)
+        >>> len(dd.simplify(A.T @ A).steps)
+        1
     """
     if not isinstance(A, LinearMap):
         raise PartitionError(

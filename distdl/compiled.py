@@ -33,19 +33,12 @@ def constants(*classes: type) -> None:
     """Let instances of these classes, frozen values, be constants of a graph; what is public of them is looked up, or
     called, while it is traced."""
     for cls in classes if available else ():
-        if not hasattr(cls, "__fx_repr__"):
-            cls.__fx_repr__ = _fx_repr  # type: ignore[attr-defined]
         names = (*dir(cls), *getattr(cls, "__dataclass_fields__", ()))
         members = {name: _torch.read_while_tracing for name in names if not name.startswith("_")}
         _torch.register_opaque_type(cls, typ="value", members=members)
         for name, value in list(vars(cls).items()):
             if type(value) is property:
                 setattr(cls, name, _Property(value.fget))
-
-
-def _fx_repr(self: Any) -> tuple[str, dict[str, Any]]:
-    name = f"{type(self).__name__}_{id(self):x}"
-    return name, {name: self}
 
 
 class _Property:
@@ -63,7 +56,7 @@ class _Property:
         return value
 
 
-class _Absent:
+class _Absent(_torch.Constant):
     """``None`` among a node's arguments: Dynamo wants values that a graph can hold."""
 
     def __eq__(self, other: object) -> bool:
@@ -76,7 +69,7 @@ class _Absent:
 _ABSENT = _Absent()
 
 
-class Held:
+class Held(_torch.Constant):
     """Any other object as a constant of a graph, equal to those of an equal object."""
 
     __slots__ = ("what",)
@@ -104,7 +97,7 @@ def _hidden(value: Any) -> Any:
         return {key: _hidden(one) for key, one in value.items()}
     if isinstance(value, FunctionType):
         torch._dynamo.graph_break(msg="distdl: a function is no argument of a graph's node; call this outside of it")
-    return getattr(value, "_held", value)
+    return value if isinstance(value, _torch.Constant) else getattr(value, "_held", value)
 
 
 def _shown(value: Any) -> Any:
@@ -141,6 +134,7 @@ def node(function: F) -> F:
     run = _run(function)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
+        _prepare()
         return _in_graph(run, args, kwargs)
 
     return traced_as(function, traced)
@@ -190,7 +184,6 @@ def _run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_graph(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A call of a node (Dynamo traces this)."""
-    _prepare()
     y = run(*_hidden(args), **_hidden(kwargs))
     if type(y) is dict and not y:
         torch._dynamo.graph_break(msg=_why())
@@ -201,6 +194,7 @@ _run_map = _run(lambda map, x: map(x))
 
 
 def _map_in_graph(map: Any, x: Any) -> Any:
+    _prepare()
     return _in_graph(_run_map, (map, x), {})
 
 
@@ -225,17 +219,11 @@ for _function in (_prepare, _why):
     vars(_function)["_dynamo_marked_constant"] = True
 
 
-class _Evaluated:
+class _Evaluated(_torch.Constant):
     """What a function makes of constants, a constant too: Dynamo calls constructors of such classes while it traces."""
 
     def __new__(cls, number: int, *args: Any, **kwargs: Any) -> Any:
         return _functions[number](*args, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 _functions: list[Callable[..., Any]] = []

@@ -96,6 +96,12 @@ def jacrev(f: Callable[..., Any], L_out: Layout, *, chunk_size: int | None = Non
 
     Raises:
         PartitionError, ShapeError: ``L_out`` is no Layout, or not that of y.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1,)), (2,))
+        >>> dd.func.jacrev(lambda x: x**2, L)(torch.tensor([1.0, 2.0]))
+        tensor([[2., 0.],
+                [0., 4.]])
     """
 
     def jacobian(x: Any) -> Any:
@@ -114,6 +120,12 @@ def jacfwd(f: Callable[..., Any], L_in: Layout, *, chunk_size: int | None = None
     Args:
         f, chunk_size: as for :func:`jacrev`, chunks of columns here.
         L_in: layout of x, which is one tensor; y may be a pytree, and so is the result then.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1,)), (2,))
+        >>> dd.func.jacfwd(lambda x: x**2, L)(torch.tensor([1.0, 2.0]))
+        tensor([[2., 0.],
+                [0., 4.]])
     """
 
     def jacobian(x: Any) -> Any:
@@ -131,13 +143,35 @@ def hessian(
     """The Hessian of an invariant scalar ``loss``, forward over reverse: x -> (*local x shape, *global x shape).
 
     ``L`` is the layout of x.
+
+    Messages: those of the functions that it calls, each batch in one set; of ``inner`` one all-reduce.
+
+    Raises:
+        PartitionError, ShapeError: a layout that is not x's, or trees of tensors that do not fit together.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1,)), (2,))
+        >>> dd.func.hessian(lambda x: F.dist_sum(x**3, L), L)(torch.tensor([1.0, 2.0]))
+        tensor([[ 6.,  0.],
+                [ 0., 12.]])
     """
     return jacfwd(grad(loss), L, chunk_size=chunk_size)
 
 
 def hvp(loss: Callable[..., torch.Tensor], x: Tree, v: Tree) -> Tree:
     """This rank's block of the Hessian of ``loss`` at ``x``, times ``v`` (blocks of one layout): forward over
-    reverse."""
+    reverse.
+
+    Messages: those of the functions that it calls, each batch in one set; of ``inner`` one all-reduce.
+
+    Raises:
+        PartitionError, ShapeError: a layout that is not x's, or trees of tensors that do not fit together.
+
+    Example:
+        >>> P, x = dd.Partition((1,)), torch.tensor([1.0, 2.0])
+        >>> dd.func.hvp(lambda x: F.dist_sum(x**3, P), x, torch.ones(2))
+        tensor([ 6., 12.])
+    """
     return jvp(grad(loss), (x,), (v,))[1]
 
 
@@ -146,6 +180,16 @@ def inner(x: Any, y: Any, P: Place, dims: Dims = None) -> torch.Tensor:
 
     For two invariant tensors the inner product is the local one: ``dims=()``. x and y may be pytrees, whose leaves add
     up.
+
+    Messages: those of the functions that it calls, each batch in one set; of ``inner`` one all-reduce.
+
+    Raises:
+        PartitionError, ShapeError: a layout that is not x's, or trees of tensors that do not fit together.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0])
+        >>> dd.func.inner(x, x, dd.Partition((1,)))
+        tensor(5.)
     """
     (xs, structure), (ys, other) = _torch.flatten(x), _torch.flatten(y)
     if structure != other:
@@ -168,7 +212,17 @@ def inner(x: Any, y: Any, P: Place, dims: Dims = None) -> torch.Tensor:
 
 
 def linear_transpose(f: Callable[..., Any], x: Any) -> Callable[[Any], Any]:
-    """The transpose of a linear ``f`` as a function; ``x`` only gives shape, dtype and device."""
+    """The transpose of a linear ``f`` as a function; ``x`` only gives shape, dtype and device.
+
+    Messages: those of the functions that it calls, each batch in one set; of ``inner`` one all-reduce.
+
+    Raises:
+        PartitionError, ShapeError: a layout that is not x's, or trees of tensors that do not fit together.
+
+    Example:
+        >>> dd.func.linear_transpose(lambda x: x.cumsum(0), torch.zeros(3))(torch.tensor([1.0, 0.0, 2.0]))
+        tensor([3., 2., 2.])
+    """
     pull = vjp(f, x)[1]
     return lambda y: pull(y)[0]
 

@@ -83,6 +83,11 @@ def declare(parameter: T, P: Place, split: int | Sequence[int] = ()) -> T:
             your module's adjoint sums (``F.mark_varying``).
 
     A ``deepcopy`` of a Parameter loses it, unless its module has a method ``hold_parameters()`` that declares again.
+
+    Example:
+        >>> w = dd.nn.declare(torch.nn.Parameter(torch.ones(2)), dd.Partition((1, 1)), split=1)
+        >>> w.shape
+        torch.Size([2])
     """
     hold(parameter, mark_of(P, split))
     return parameter
@@ -153,7 +158,7 @@ def holders(tree: Any, of: Any = None) -> list[Held | None]:
                 actual=sorted(map(str, tree.keys() - known.keys())) if isinstance(tree, Mapping) else type(tree),
                 next_step="pass dict(module.named_parameters()), or what belongs to it",
             )
-        sources: Any = [known[name] for name in tree]
+        sources: Any = _torch.flatten({name: known[name] for name in tree})[0]  # in the order of the leaves
     else:
         sources = leaves if of is None else _torch.flatten(of)[0]
     if len(sources) != len(leaves):

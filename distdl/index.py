@@ -161,6 +161,11 @@ class Index(Value):
         AgreementError: on every rank, where some rank wants a row that does not exist or gives no integers, or where
             layouts differ.
         PartitionError: L is no Layout, or has no dims.
+
+    Example:
+        >>> index = dd.Index(dd.Layout(dd.Partition((1,)), (3,)), torch.tensor([2, 2]))
+        >>> F.gather_rows(torch.tensor([10, 20, 30]), index)
+        tensor([30, 30])
     """
 
     layout: Layout

@@ -25,6 +25,15 @@ class Topology:
         local_rank, local_size: among the processes of this node. Nodes may have different numbers of processes.
         devices: CUDA devices of this process.
         nodes: the ranks of each node, in rising order.
+
+    Pure but for its discovery: no messages.
+
+    Raises:
+        PartitionError: of :meth:`place`, too few devices.
+
+    Example:
+        >>> dd.Topology.place(("a", "a", "b", "b"))[3].local_rank
+        1
     """
 
     rank: int

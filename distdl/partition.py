@@ -376,7 +376,7 @@ class Layout(Value):
         return f"Layout({str(self.partition).splitlines()[0]}, {self.shape}{splits})"
 
 
-def layout_of(P: Partition | Layout, shape: Any = None) -> Layout:
+def as_layout(P: Partition | Layout, shape: Any = None) -> Layout:
     """A Layout as it is, or the one of a partition and a global shape.
 
     Raises:

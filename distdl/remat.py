@@ -393,6 +393,11 @@ def remat(f: Function, *, begin: Callable[..., Any] | None = None) -> Function:
     Raises:
         DistdlError: inside a torch.func transform, where f reaches a tensor that is differentiated or batched in
             another way.
+
+    Example:
+        >>> f = dd.remat(lambda x: x.sin().sin())
+        >>> torch.func.grad(f)(torch.tensor(0.0))
+        tensor(1.)
     """
 
     kept = _kept(f, begin=begin)

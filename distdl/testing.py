@@ -54,7 +54,17 @@ class Messages(list[tuple[str, Any, int]]):
 
 @contextmanager
 def count_messages() -> Iterator[Messages]:
-    """Count and list what this rank sends inside the block: ``with count_messages() as sent: ...; sent.sends``."""
+    """Count and list what this rank sends inside the block: ``with count_messages() as sent: ...; sent.sends``.
+    It sends nothing itself, and no error is its own.
+
+    Example:
+        >>> A = dd.maps.roll(dd.Layout(dd.Partition((1,)), (3,)), 0, 1)
+        >>> with dd.testing.count_messages() as sent:
+        ...     y = A(torch.ones(3))
+        ...
+        >>> len(sent)  # of one rank none
+        0
+    """
     outer, inner = traffic.log, Messages()
     traffic.log = inner
     try:
@@ -66,7 +76,17 @@ def count_messages() -> Iterator[Messages]:
 
 
 def gather_objects(value: Any, ranks: Sequence[int] | None = None, world_name: str = "default") -> list[Any]:
-    """Every rank's (picklable) value, in the order of ``ranks`` (sorted; default: the whole world)."""
+    """Every rank's (picklable) value, in the order of ``ranks`` (sorted; default: the whole world).
+
+    Messages: one small all-gather of the pickled values; numbers, texts, small tensors of any shape.
+
+    Raises:
+        ShapeError: ranks that are not of the world.
+
+    Example:
+        >>> dd.testing.gather_objects("of this rank")
+        ['of this rank']
+    """
     where = world(world_name)
     ranks = tuple(range(where.size)) if ranks is None else tuple(ranks)
     if where.rank not in ranks:
@@ -80,7 +100,16 @@ def gather_objects(value: Any, ranks: Sequence[int] | None = None, world_name: s
 
 
 def collective_assert(condition: object, message: object = "", ranks: Sequence[int] | None = None) -> None:
-    """Assert on all ranks together: when one fails, every rank raises, and the error says which and why."""
+    """Assert on all ranks together: when one fails, every rank raises, and the error says which and why.
+
+    Messages: one small all-gather of a truth value and a text, of any shape of condition.
+
+    Raises:
+        AssertionError: on all of the ranks, where it is false on one of them.
+
+    Example:
+        >>> dd.testing.collective_assert(1 + 1 == 2, "every rank hears of it")
+    """
     reports = gather_objects((bool(condition), str(message)), ranks)
     failed = {r: text for r, (ok, text) in zip(ranks or range(len(reports)), reports) if not ok}
     assert not failed, f"failed on {len(failed)} of {len(reports)} ranks: {failed}"
@@ -97,6 +126,11 @@ def assert_copies(tensors: Any, P: Place, dims: Dims = None) -> None:
     Raises:
         InvariantError: on every rank: copies differ, or have other shapes or dtypes; or ranks have tensors of other
             names.
+
+    Messages: one small all-gather of checksums.
+
+    Example:
+        >>> dd.testing.assert_copies(torch.ones(2), dd.Partition((1,)))
     """
     R = partition_of(P).along(dims)
     if R is None:
@@ -154,6 +188,16 @@ def dot_test(A: LinearMap, *, dtype: torch.dtype = torch.float64, seed: int = 0,
 
     Returns the relative error. Raises AssertionError, on every rank, where it exceeds ``tol`` (default 1e-13 in float64
     and complex128, 1e-5 below).
+
+    Messages: those of A and of A.T, and a small all-gather of the result.
+
+    Raises:
+        AssertionError: on every rank, where a rule is wrong.
+
+    Example:
+        >>> A = dd.maps.roll(dd.Layout(dd.Partition((1,)), (3,)), 0, 1)
+        >>> dd.testing.dot_test(A) < 1e-12
+        True
     """
     ranks, where = _ranks(A), A.world
     if where.rank not in ranks:
@@ -180,7 +224,17 @@ def dot_test(A: LinearMap, *, dtype: torch.dtype = torch.float64, seed: int = 0,
 def check_map(A: LinearMap, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> None:
     """Everything that holds for a linear map, on every rank: shapes, linearity, the dot test, jvp and vjp, vmap equal
     to the loop, strided inputs, inputs left as they were, ``A.T.T == A``, and as many messages for a batch as for
-    one."""
+    one.
+
+    Messages: those of A and of A.T, and a small all-gather of the result.
+
+    Raises:
+        AssertionError: on every rank, where a rule is wrong.
+
+    Example:
+        >>> A = dd.maps.roll(dd.Layout(dd.Partition((1,)), (3,)), 0, 1)
+        >>> dd.testing.check_map(A)  # says nothing: all is right
+    """
     ranks, where = _ranks(A), A.world
     if where.rank not in ranks:
         return
@@ -243,6 +297,14 @@ def check_grads(
         out_weight, in_weight: weight of this rank's copy in the inner products: 1, or 1/k for an invariant value on k
             ranks.
         step, tol: of the differences (relative to the largest entry).
+
+    No messages but those of f; x of any shape.
+
+    Raises:
+        AssertionError: a derivative is wrong.
+
+    Example:
+        >>> dd.testing.check_grads(torch.sin, torch.ones(2, dtype=torch.float64))
     """
     where = world()
     ranks = tuple(range(where.size)) if ranks is None else tuple(ranks)

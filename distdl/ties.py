@@ -54,8 +54,17 @@ def nothing(shape: Sequence[int], *tensors: torch.Tensor, dtype: torch.dtype | N
 
     Raises:
         ShapeError: the shape has elements.
+
+    No messages.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> F.nothing((0,), x).sum().backward()  # a rank's connected zero loss
+        >>> x.grad
+        tensor([0., 0.])
     """
-    if not isinstance(shape, (tuple, list)) or 0 not in shape:
+    sizes = tuple(shape) if hasattr(shape, "__iter__") else ()
+    if 0 not in sizes:
         raise ShapeError(
             "this shape has elements",
             expected="a size 0",
@@ -72,7 +81,7 @@ def nothing(shape: Sequence[int], *tensors: torch.Tensor, dtype: torch.dtype | N
     _check(tensors)
     first, *others = tensors
     empty = tie(_flat(first)[:0], *others)
-    return (empty if dtype is None else empty.to(dtype)).reshape(shape)
+    return (empty if dtype is None else empty.to(dtype)).reshape(sizes)
 
 
 @opaque
@@ -81,6 +90,14 @@ def tie(value: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
 
     For outputs that this rank, or only some ranks, do not use: the peers of an operator whose output is dropped wait
     for a backward that never comes. ``F.tie(loss, unused)`` makes it come, with cotangent zero.
+
+    Raises:
+        ShapeError: one of them is no tensor. No messages, forward or backward.
+
+    Example:
+        >>> unused = torch.tensor(float("nan"), requires_grad=True)
+        >>> F.tie(torch.tensor(3.0), unused).item()
+        3.0
     """
     _check((value, *tensors))
     hooks = [h.to(value.device, value.dtype) for h in _hooks(tensors)]

@@ -50,7 +50,15 @@ def _held(A: Plan | LinearMap) -> list[tuple[int, ...]]:
 def matrix(plan: Plan | LinearMap, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """The dense matrix of a plan or LinearMap, from the images of basis vectors: a row for each wanted element, a
     column for each held one, rank after rank. So ``matrix(A.T)`` equals ``matrix(A).T`` only where the adjoint is
-    right."""
+    right.
+
+    Example:
+        >>> A = dd.maps.roll(dd.Layout(dd.Partition((1,)), (3,)), 0, 1)
+        >>> dd.viz.matrix(A)
+        tensor([[0., 0., 1.],
+                [1., 0., 0.],
+                [0., 1., 0.]], dtype=torch.float64)
+    """
     shapes = _held(plan)
     sizes = [math.prod(shape) for shape in shapes]
     parts = torch.eye(sum(sizes), dtype=dtype).split(sizes, 1)
@@ -60,7 +68,13 @@ def matrix(plan: Plan | LinearMap, dtype: torch.dtype = torch.float64) -> torch.
 
 
 def messages(plan: Plan | LinearMap) -> list[tuple[int, int, int]]:
-    """(source rank, destination rank, elements) of every message; what a rank keeps comes with source = destination."""
+    """(source rank, destination rank, elements) of every message; what a rank keeps comes with source = destination.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((2,)), (4,))
+        >>> dd.viz.messages(dd.maps.roll(L, 0, 1))  # (from, to, elements)
+        [(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
+    """
     found = Counter[tuple[int, int]]()
     for one in _plans(plan):
         for r in one.ranks:
@@ -70,7 +84,14 @@ def messages(plan: Plan | LinearMap) -> list[tuple[int, int, int]]:
 
 
 def text(what: Drawn) -> str:
-    """A partition, layout, halo specification, plan or LinearMap as text."""
+    """A partition, layout, halo specification, plan or LinearMap as text.
+
+    Example:
+        >>> print(dd.viz.text(dd.Partition((2, 2))))
+        Partition((2, 2))
+          [0 1]
+          [2 3]
+    """
     if isinstance(what, Partition):
         return repr(what)
     if isinstance(what, Layout):

@@ -1,5 +1,5 @@
 """Worlds: the ranks of a job and the transports between them. The default world starts on first use, never at
-import."""
+import. To make one takes a few small messages; names and engines that are not there are errors."""
 
 from __future__ import annotations
 

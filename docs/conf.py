@@ -44,6 +44,13 @@ NAV = {
         "docs/sharp-bits",
     ],
     "Recipes": [
+        "docs/recipe_transformer",
+        "docs/recipe_fourier",
+        "docs/recipe_inversion",
+        "docs/recipe_graph",
+        "docs/recipe_volume",
+    ],
+    "Topics": [
         "docs/training",
         "docs/attention",
         "docs/scans",
@@ -54,8 +61,18 @@ NAV = {
         "docs/checkpoint",
         "docs/neon",
     ],
-    "Running": ["docs/compile", "docs/trace", "docs/jobs", "docs/cuda", "docs/beside", "docs/looking"],
-    "Notebooks": [
+    "Running": [
+        "docs/tools",
+        "docs/transforms",
+        "docs/compile",
+        "docs/trace",
+        "docs/jobs",
+        "docs/cuda",
+        "docs/beside",
+        "docs/looking",
+    ],
+    "Notebooks": ["docs/gallery"]
+    + [
         f"notebooks/{path.stem}"
         for path in sorted(
             ROOT.glob("notebooks/*.ipynb"), key=lambda path: (path.stem != "operators_and_adjoints", path.stem)

@@ -552,6 +552,20 @@ def _reorder_layout(s):
     )
 
 
+def _asked_for(x, L, P):
+    """A loop through the layout that x is found to have."""
+    found = F.layout_of(x, P)
+    assert found == (L if L.active or P is L else None)
+    return F.repartition(x, found or P, P)
+
+
+builder("layout_of", scalar=True)(
+    lambda s: (
+        lambda L: Call(L, lambda x: _asked_for(x, L, s.given(L)), lambda x: x + 0, [randn(*L.shape, seed=1)], [L])
+    )(s.lay(3, "c", 5))
+)
+
+
 @builder("zigzag_positions")
 def _zigzag_positions(s):
     """Rows in zigzag times the places that they come from."""
@@ -920,6 +934,14 @@ def _expert_functions(x, e, w, P, n):
 
 builder("dist_expert_linear")(_experts(lambda x, e, w, P, n: F.dist_expert_linear(x, w, P, e, num_experts=n)))
 builder("expert_parallel")(_experts(_expert_functions))
+
+
+def _expert_module(x, e, w, P, n):
+    layer = dd.nn.ExpertLinear(P, n, 4, 2, bias=False, dtype=w.dtype)
+    return torch.func.functional_call(layer, {"weight": w}, (x, e))
+
+
+builder("nn.ExpertLinear")(_experts(_expert_module))
 
 # ---- convolutions
 
@@ -1629,6 +1651,11 @@ for _name, _make, _twin in (
         "RMSNorm",
         lambda P, c: dd.nn.RMSNorm(P, P.shape[2:], **_DOUBLE),
         lambda c, L: torch.nn.RMSNorm(L.shape[2:], **_DOUBLE),
+    ),
+    (
+        "Sharded",
+        lambda P, c: dd.nn.Sharded(dd.nn.GroupNorm(P, 1, c, **_DOUBLE)),
+        lambda c, L: _Group(1, c, **_DOUBLE),
     ),
     ("LCN", lambda P, c: dd.nn.LCN(P, 3), lambda c, L: dd.nn.LCN(alone(L), 3)),
     ("Dropout", lambda P, c: dd.nn.Dropout(P, 0.4), lambda c, L: dd.nn.Dropout(alone(L), 0.4)),

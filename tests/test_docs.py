@@ -73,7 +73,7 @@ PARTS = {"first pages": FIRST, "other pages": PAGES[len(FIRST) :]}
 
 def run(program, **variables):
     """Run a Python program that finds this checkout, whether or not it is installed."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), *filter(None, [variables.pop("PYTHONPATH", os.environ.get("PYTHONPATH"))])])
     environment = {**os.environ, "PYTHONPATH": path, **variables}
     command = [sys.executable, *program]
     return subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=TIMEOUT + 30)
@@ -152,6 +152,41 @@ def test_names_that_pages_use():
                 assert hasattr(getattr(dd, first), second), (page.name, name)
 
 
+RECIPES = sorted((ROOT / "docs").glob("recipe_*.md"))
+
+
+@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
+def test_recipes_are_whole_programs(page):
+    """One program of at most 60 lines, on several ranks, which compares itself with serial torch."""
+    (block,) = blocks_of(page)
+    assert len(block.code.splitlines()) <= 60 and block.ranks > 1 and block.printed
+    assert "serial" in block.code and "assert torch.allclose(" in block.code
+
+
+REFUSED = """
+import json, test_sweep
+print(json.dumps([list(test_sweep.PROPERTIES), test_sweep.REFUSED]))
+"""
+
+
+def test_table_of_transforms():
+    """docs/transforms.md says of every property of the sweep what it refuses, and why."""
+    folders = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "tests/mpi/functional"))
+    path = os.pathsep.join(filter(None, [folders, os.environ.get("PYTHONPATH")]))
+    done = run(["-c", REFUSED], PYTHONPATH=path, DISTDL_ALONE="1")
+    assert done.returncode == 0, done.stderr
+    properties, refused = json.loads(done.stdout)
+    text = (ROOT / "docs" / "transforms.md").read_text(encoding="utf-8")
+    found = dict(re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", text[: text.index("complex numbers are")], re.MULTILINE))
+    assert found == {name: "the next table" if refused.get(name) else "nothing" for name in properties}
+    assert set(properties) & set(refused) == {"complex"}
+    for why, names in refused["complex"].items():
+        functions = sorted({name.partition("/")[0] for name in names.split("; ")})
+        shown = [name for name in functions if not name.startswith("nn.") and not name.endswith("_layout")]
+        line = f"| {why} | {', '.join(f'`{name}`' for name in shown)} |"
+        assert line in text, f"docs/transforms.md: {line}"
+
+
 # Classes of distdl/distdl and microsoft/distdl: every public name of their distdl.nn. {n}: 1, 2 and 3.
 OF_DISTDL = """
 AllGather AllSumReduce Broadcast HaloExchange Interpolate Module ReduceScatter Repartition SumReduce
@@ -198,7 +233,25 @@ def test_notebook_holds_its_script(script):
     assert ["".join(c["source"]).strip() for c in cells] == code
 
 
-QUICK = ("operators_and_adjoints",)  # the others train whole models: `make test-all`
+def test_gallery(monkeypatch):
+    """It shows every notebook, with a picture of it and a sentence."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import gallery
+
+    text = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\(\.\./notebooks/(\w+)\.ipynb\)", text)) == {path.stem for path in NOTEBOOKS}
+    entries = re.findall(
+        r"^### \[.*\]\(\.\./notebooks/(\w+)\.ipynb\)\n\n.*\n\n!\[.+\]\(gallery/(\w+)\.png\)$", text, re.M
+    )
+    assert [name for name, _ in entries] == [shown for _, shown in entries] and len(entries) == text.count("\n### ")
+    assert {name for name, _ in entries} == set(gallery.CHOSEN)
+    for name, which in gallery.CHOSEN.items():
+        shown = gallery.pictures(ROOT / "notebooks" / f"{name}.ipynb")[which]
+        assert (gallery.FOLDER / f"{name}.png").read_bytes() == shown, "python docs/gallery.py"
+
+
+# In the second tier; the others train whole models: `make test-all`
+QUICK = ("operators_and_adjoints", "derivatives", "grid_training", "lenet", "unet")
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,11 @@ def layer(block, x):
     return x
 
 
+def sharded(layer, dims=None):
+    """Which takes its layer over: a fresh one each time."""
+    return dd.nn.Sharded(copy.deepcopy(layer), dims)
+
+
 def written(folder):
     """The same, by hand."""
     A, w = dd.maps.repartition(L, L), [X.clone()]
@@ -132,6 +137,7 @@ def written(folder):
     whole = dd.interop.to_dtensor(X, L, mesh)
     sharding = par.Sharding.of(w, LINE) if hasattr(par.Sharding, "of") else None
     return {
+        "F.layout_of": (F.layout_of, (X, P), {}),
         "F.fft_stages": (F.fft_stages, (L, (0, 1)), {}),
         "checkpoint.load_safetensors": (dd.checkpoint.load_safetensors, (path, {"x": L}), {}),
         "checkpoint.load_dcp": (dd.checkpoint.load_dcp, (path + ".dcp", {"x": L}), {}),
@@ -140,12 +146,15 @@ def written(folder):
         "F.stack_layout": (F.stack_layout, (L, 0, 2), {}),
         "F.matmul_layout": (F.matmul_layout, (L, dd.Layout(P, (3, 4))), {}),
         "F.pad_layout": (F.pad_layout, (L, (1, 1)), {}),
+        "nn.Sharded": (sharded, (dd.nn.Linear(dd.Partition((1, 1, 1)), 3, 2),), {"dims": 0}),
         "nn.Layer": (dd.nn.Layer, (P,), {}),
         "nn.Loss": (dd.nn.Loss, (P,), {}),
         "nn.stands_for": (dd.nn.stands_for, (model, torch.nn.Linear), {}),
         "nn.declare": (dd.nn.declare, (torch.nn.Parameter(X), P), {"split": (1,)}),
         **{f"init.{n}": (getattr(dd.init, n), (L, 1), {}) for n in dd.init.__all__ if "normal" in n or "uniform" in n},
-        **{f"init.{n}": (getattr(dd.init, n), (L,), {}) for n in ("zeros", "ones")},
+        **{f"init.{n}": (getattr(dd.init, n), (L,), {}) for n in ("zeros", "ones", "eye")},
+        "init.orthogonal": (dd.init.orthogonal, (L, 1), {}),
+        "init.dirac": (dd.init.dirac, (dd.Layout(dd.Partition((1, 1, 1)), (2, 3, 3)),), {"groups": 2}),
         "init.bias_uniform": (dd.init.bias_uniform, (L, 1, (2, 3)), {}),
         "init.fans": (dd.init.fans, ((2, 3),), {}),
         "parallel.replicas": (par.replicas, (w, LINE), {}),

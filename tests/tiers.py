@@ -16,9 +16,11 @@ ONLY = {
         "test_blocks_run[first pages-4]",
         "test_every_class_of_distdl_has_its_line",
         "test_every_notebook_has_its_script",
+        "test_gallery",
         "test_links_between_pages",
         "test_names_that_pages_use",
         "test_only_runnable_fences",
+        "test_recipes_are_whole_programs",
         "test_reference_renders",
         "test_tests_that_prove",
     ),
@@ -32,6 +34,7 @@ ONLY = {
     ),
     "play": (),  # it needs a browser
     "site": (),  # it needs what `make docs` installs
+    "tools": (),  # programs by command lines
     "torch_engine": (
         "test_just_works[without mpi4py and cupy-torchrun]",
         "test_private_names_exist",
@@ -51,6 +54,9 @@ LATER = {
     "structure": ("test_one_rank_without_mpi4py",),
     "typing": ("test_a_typed_program",),
     "wrong_calls": ("test_wrong_arguments",),
+    "numpy_options": ("test_every_option",),
+    "public_docs": ("test_example",),
+    "release": ("test_the_sdist_is_a_checkout", "test_the_wheel_is_the_package"),
     "security": ("test_no_rank_listens_on_a_network", "test_words_are_not_expanded"),
 }
 
@@ -69,6 +75,7 @@ RANKS = {
     "c10d": (2, 3, 4),
     "compiled": (2,),
     "compiled_region": (2,),
+    "compiled_training": (2,),
     "conv": ODD,
     "convert": LAYERS,
     "differing_ranks": SMALL,
@@ -85,6 +92,7 @@ RANKS = {
     "interop": (2, 4),
     "inversion": LAYERS,
     "interpolate": LAYERS,
+    "layout_of": SMALL,
     "linear": ODD,
     "local": LAYERS,
     "loss": ODD,
@@ -105,6 +113,7 @@ RANKS = {
     "rows": SMALL,
     "shallow_water": LAYERS,
     "shard": LONG,
+    "sharded": LAYERS,
     "simplify": SMALL,
     "dense": LAYERS,
     "solve": LAYERS,
@@ -131,7 +140,7 @@ RANKS = {
 }
 
 # The first tier runs each test once: on 1 and 2 ranks all but these, which run everything again, or compile it;
-AGAIN = ("compiled", "compiled_region", "models", "traced", "without_fast")
+AGAIN = ("compiled", "compiled_region", "compiled_training", "models", "traced", "without_fast")
 # and on 4 ranks in their place these files, or of a file the tests named.
 FOUR = {
     "adjoints": None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from torch._C import _functorch
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .compiler import Constant as Constant
 from .compiler import as_node as as_node
 from .compiler import compiling as compiling
 from .compiler import dynamo_runs as dynamo_runs
@@ -87,6 +89,7 @@ def on_device(index: int):
 
 
 _reduced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_sharded: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # and how many modules had a state then
 
 
 def reduced_by_ddp() -> tuple[tuple[int, ...], frozenset]:
@@ -98,6 +101,26 @@ def reduced_by_ddp() -> tuple[tuple[int, ...], frozenset]:
     if ddp not in _reduced:
         _reduced[ddp] = frozenset(map(id, ddp._module_parameters))
     return tuple(torch.distributed.get_process_group_ranks(ddp.process_group)), _reduced[ddp]
+
+
+def sharded_by_fsdp(module: torch.nn.Module) -> tuple[int, ...]:
+    """The ranks over which torch's fully_shard takes the mean of the gradients of this very module's parameters; none:
+    it does not."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return ()
+    from torch.distributed._composable_state import _module_state_mapping as states
+
+    known, found = _sharded.get(module, (-1, ()))
+    if known != len(states):
+        found = ()
+        for state in [ref() if isinstance(ref, weakref.ref) else ref for ref in states.values()]:
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            for group in filter(None, groups):
+                infos = [p._module_info for p in group.fsdp_params]
+                if any(module is m for info in infos for m in (info.module, *info.shared_modules)):
+                    found = tuple(group.mesh_info.mesh.mesh.flatten().tolist())
+        _sharded[module] = len(states), found
+    return found
 
 
 def opaque(function: Function, reason: str = "a movement of distdl") -> Function:
@@ -134,11 +157,14 @@ def in_backward() -> bool:
 vars(in_backward)["_torchdynamo_inline"] = lambda: False  # a graph is not run again piece by piece
 
 
+_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)  # 2.6 does not tell
+
+
 def checkpointed() -> bool:
     """Whether torch's checkpoint may run again what runs now: there are hooks on what is saved, or
     (``use_reentrant=True``) this is the forward of a Function, which has neither grad mode nor forward mode."""
     plain = torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
-    return not plain or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return not plain or _hooks(True) is not None
 
 
 def literal(tensor):

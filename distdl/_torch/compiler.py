@@ -13,27 +13,36 @@ from torch._guards import TracingContext
 
 register_opaque_type: Any = None  # of a class whose instances are constants of a graph; None in older torch
 read_while_tracing: Any = None  # how a member of such a class is looked up
+
+
+class Constant:
+    """The base of such classes: equal is what is the same, where they do not say more."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        name = f"{type(self).__name__}_{id(self):x}"
+        return name, {name: self}
+
+
 try:
     from torch._library import opaque_object as _constants
 
-    class _Constant:
-        """Tells whether torch takes any class: 2.11 wants one of its own bases."""
-
-        def __eq__(self, other: object) -> bool:
-            return type(other) is type(self)
-
-        def __hash__(self) -> int:
-            return 0
-
-        def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-            return "", {}
-
     if "hoist" in _constants.register_opaque_type.__kwdefaults__:
-        _constants.register_opaque_type(_Constant, typ="value")
         register_opaque_type = _constants.register_opaque_type
         read_while_tracing = _constants.MemberType.USE_REAL
-except (ImportError, AttributeError, TypeError):
+        register_opaque_type(type("_Tried", (Constant,), {}), typ="value")
+except (ImportError, AttributeError):
     pass
+except TypeError:  # 2.11 wants a base of its own
+    from torch import _opaque_base
+
+    _Base: Any = _opaque_base.OpaqueBase
+    Constant = type(_Base)("Constant", (Constant, _Base), {})  # type: ignore[misc]
 
 _under_way = TracingContext.try_get
 _modes = torch._C._get_dispatch_mode
@@ -91,28 +100,36 @@ def as_node(function: Callable[..., Any]) -> None:
 
 @functools.cache
 def keep_order(operators: Any) -> None:
-    """Calls of ``move`` and ``agree`` keep their order, and are all made: in AOTAutograd's graphs by effect tokens, in
-    inductor's code by an argument.
+    """Calls of ``move``, ``agree`` and ``count`` keep their order, and are all made: in AOTAutograd's graphs by effect
+    tokens, in inductor's code by an argument.
 
     torch 2.13 keys the dependence that a token stands for by the buffer's name, where its scheduler looks for the
     operation's: with the tokens alone only data would order messages. So inductor's code calls another operator, which
-    takes and gives an empty tensor besides: a dependence like any other.
+    takes and gives an empty tensor besides: a dependence like any other. Of a movement the code calls the function
+    itself: torch's dispatcher, and its way back into Python, would take half as long as a small movement.
     """
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V
 
-    def lower(operator: Any, ordered: Any, results: int | None) -> None:
+    def lower(operator: Any, ordered: Callable[..., Any], results: int | None, direct: str = "") -> None:
         _register_effectful_op(operator, _EffectType.ORDERED)
 
         @register_lowering(operator, type_promotion_kind=None)
         def lowered(*args: Any) -> Any:
             graph: Any = V.graph
-            made: Any = ir.FallbackKernel.create(ordered, *args, getattr(graph, "distdl_order", None))
-            made = [one.wrap_for_lowering() for one in made]
+            after = getattr(graph, "distdl_order", None)
+            made: Any = ir.FallbackKernel.create(ordered(args[-1]), *args, after)
+            if direct and not graph.cpp_wrapper:
+                made[0].inputs[0].python_kernel_name = direct
+            made = [ir.TensorBox.create(one) for one in made]
             graph.distdl_order = made[-1]
             return made[:results]
 
-    lower(operators.move.default, operators.ordered_move.default, -1)
-    lower(operators.agree.default, operators.ordered_agree.default, None)
+    def ordered_move(name: str) -> Any:
+        return (operators.ordered_move if operators.by_device(name) else operators.ordered_staged_move).default
+
+    lower(operators.move.default, ordered_move, -1, "torch.ops.distdl.now")
+    lower(operators.agree.default, lambda name: operators.ordered_agree.default, None)
+    lower(operators.count.default, lambda name: operators.ordered_count.default, -1)

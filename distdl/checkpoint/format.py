@@ -65,6 +65,25 @@ class Entry:
     holders: dict[Box, tuple[int, ...]]
 
 
+_ITEMS = "distdl.items"  # a dictionary whose keys are no texts, as JSON has none: [[key, value], ...]
+
+
+def keyed(value: Any) -> Any:
+    """Metadata that JSON gives back with its keys: a scheduler's milestones are numbers, and would come back as
+    texts."""
+    if isinstance(value, (list, tuple)):
+        return [keyed(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    items = [[key, keyed(part)] for key, part in value.items()]
+    return dict(items) if all(isinstance(key, str) for key in value) and _ITEMS not in value else {_ITEMS: items}
+
+
+def unkeyed(found: dict[str, Any]) -> dict[Any, Any]:
+    """For JSON's ``object_hook``: what :func:`keyed` has written."""
+    return dict(found[_ITEMS]) if found.keys() == {_ITEMS} else found
+
+
 def volume(box: Box) -> int:
     """Number of elements."""
     return math.prod(stop - start for start, stop in box)

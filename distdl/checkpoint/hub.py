@@ -20,7 +20,7 @@ import torch
 from .._types import Place
 from ..boxes import row_major
 from .choice import Layouts, Names, block_of, chosen
-from .format import DTYPES, Box, volume
+from .format import DTYPES, Box, unkeyed, volume
 from .group import Group, Path
 from .reading import checked_sources, refuse_half
 from .writing import bytes_of
@@ -195,7 +195,7 @@ def load_safetensors(
             there = file_of("").table if files is None else files
             if files is None:
                 described, token = file_of("").metadata, file_of("").token
-                described = json.loads(described["distdl"]) if "distdl" in described else described
+                described = json.loads(described["distdl"], object_hook=unkeyed) if "distdl" in described else described
             for own, name in chosen(names, layouts, there).items():
                 file = file_of(name)
                 dtype, shape = file.kind(name)

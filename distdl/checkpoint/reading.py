@@ -17,7 +17,7 @@ from .._types import Device, Place
 from ..boxes import row_major
 from ..partition import Layout
 from .choice import check_layouts, listed
-from .format import DTYPES, volume
+from .format import DTYPES, unkeyed, volume
 from .group import Group, Path
 from .sums import MARK, sealed
 from .writing import bytes_of
@@ -59,7 +59,7 @@ def read(
                     refuse_half(texts)
                 if checked is not None and table != texts:
                     raise ValueError("another save replaced the file while it was opened")
-                metadata.update(json.loads(texts.get("distdl", "{}")))
+                metadata.update(json.loads(texts.get("distdl", "{}"), object_hook=unkeyed))
                 chosen = choose(names)
                 lacking = sorted(set(chosen) - set(names))
                 if lacking:

@@ -30,7 +30,7 @@ from ..boxes import row_major
 from ..errors import CheckpointError
 from ..partition import Layout
 from .choice import check_layouts
-from .format import DTYPES, Box, Report, header, plan
+from .format import DTYPES, Box, Report, header, keyed, plan
 from .group import Group, Path
 from .sums import parts, whole
 
@@ -78,13 +78,9 @@ def describe(
 
 
 def _json(metadata: Any) -> str:
-    try:
-        return json.dumps(metadata)
-    except TypeError:
-        place, what = next(_unwritable(metadata, "metadata"))
-        raise TypeError(
-            f"JSON cannot write {place}, {what}: save tensors as tensors, or their .item() or .tolist()"
-        ) from None
+    for place, what in _unwritable(metadata, "metadata"):
+        raise TypeError(f"JSON cannot write {place}, {what}: save tensors as tensors, or their .item() or .tolist()")
+    return json.dumps(keyed(metadata))
 
 
 def _unwritable(value: Any, place: str) -> Iterator[tuple[str, str]]:
@@ -160,9 +156,11 @@ class Pending:
                 str(error), "give every rank its blocks of the same tensors, and the same metadata"
             ) from error
         self._folder, self._name = os.path.split(group.path)
+        self._folder = os.path.abspath(self._folder)  # the same however it is spelt, and wherever the process goes
         self._temporary = os.path.join(self._folder, f".{self._name}.{self._token}.saving")
         boxes = {name: box for name, (_, _, box) in reports[group.world.rank].tensors.items()}
         self._blocks: list[tuple[str, Box, torch.Tensor]] = []  # that this rank holds
+        self._made = False  # whether this rank has made the temporary file
         group.step(lambda: self._create(tensors, boxes, background), self._remove)
         self._checksums: Checksums = ({}, {})
         self._failure: Exception | None = None
@@ -207,15 +205,16 @@ class Pending:
         if not self._group.leads:
             return
         with suppress(FileNotFoundError):
-            if not stat.S_ISREG(os.stat(self._group.path).st_mode):
+            if not stat.S_ISREG(os.stat(os.path.join(self._folder, self._name)).st_mode):
                 raise ValueError("there is something that is no regular file, and stays")
         stale = re.compile(rf"\.{re.escape(self._name)}\.[^.]+\.saving")  # the token has no dot: no other target's
-        for name in os.listdir(self._folder or "."):
+        for name in os.listdir(self._folder):
             path = os.path.join(self._folder, name)
             if stale.fullmatch(name) and path not in _under_way:  # of a job that was killed while it saved
                 os.unlink(path)
         end = max((e.end for e in self._entries.values()), default=0)
         fd = os.open(self._temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        self._made = True
         try:
             os.posix_fallocate(fd, 0, self._start + end)  # a full disk shows here, before any data travels
         finally:
@@ -270,15 +269,15 @@ class Pending:
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.replace(self._temporary, self._group.path)
-        fd = os.open(self._folder or ".", os.O_RDONLY)
+        os.replace(self._temporary, os.path.join(self._folder, self._name))
+        fd = os.open(self._folder, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
 
     def _remove(self) -> None:
-        if self._group.leads:
+        if self._made:
             with suppress(FileNotFoundError):
                 os.unlink(self._temporary)
 

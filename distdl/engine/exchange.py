@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from .. import _torch
-from ..errors import ShapeError
+from ..errors import ShapeError, TransportError
 from ..flat import parts_of, vector_of
 from . import transport as traffic
 from .local import LocalTransport
@@ -33,6 +33,8 @@ class Exchange:
         x = xs[0]
         self.home = self.handle = None
         if not x.is_cpu and x.device.type not in transport.device_types:  # memory that the engine cannot read
+            if _torch.capturing is not None and _torch.capturing():
+                raise _no_capture(plans, transport)
             self.home = x.device
             xs = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(_torch.plain(x)) for x in xs]
         program, xs = program_of(plans, xs, transport)
@@ -115,6 +117,19 @@ class Exchange:
     def __del__(self):
         if self.handle is not None:  # dropped, or given up in an error: the memory must outlive the messages
             self.transport.abandon(self.handle, (self.xs, self.ys, self.staging))
+
+
+def _no_capture(plans, transport) -> TransportError:
+    op, partitions = plans[0].named
+    return TransportError(
+        "a CUDA graph cannot hold a movement that goes through the host",
+        op=op,
+        partitions=partitions,
+        rank=transport.rank,
+        expected="an engine that moves CUDA tensors itself",
+        actual=type(transport).__name__,
+        next_step="let NCCL move them (see python -m distdl info), or leave this call out of the graph",
+    )
 
 
 def _sum(transport, xs, ys, group) -> None:

@@ -1,8 +1,9 @@
 """What tracers record: a movement as the torch operator ``distdl::move``, under a name that says which.
 
 make_fx, torch.func.linearize and torch.compile see it in place of the messages, which are sent when their graph runs.
-``ordered_move`` is the same in inductor's code (:func:`distdl._torch.keep_order`), and ``agree`` an agreement on the
-batches of vmap, which a graph makes where eager ranks make theirs.
+``ordered_move`` is the same in inductor's code (:func:`distdl._torch.keep_order`), ``ordered_staged_move`` where a CUDA
+graph cannot hold it, and ``agree`` an agreement on the batches of vmap, which a graph makes where eager ranks make
+theirs.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from . import transport as traffic
 
 _library = torch.library.Library("distdl", "DEF")
 _strides_as_they_come = [torch.Tag.flexible_layout] if hasattr(torch.Tag, "flexible_layout") else []
+# Tags of what a CUDA graph cannot hold.
+on_host = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
 _library.define("move(Tensor[] xs, str movement) -> Tensor[]", tags=_strides_as_they_come)
-_library.define("ordered_move(Tensor[] xs, str movement, Tensor? after) -> Tensor[]", tags=_strides_as_they_come)
-_library.define("agree(Tensor like, str question) -> Tensor[]")
-_library.define("ordered_agree(Tensor like, str question, Tensor? after) -> Tensor[]")
+_ORDERED = "(Tensor[] xs, str movement, Tensor? after) -> Tensor[]"
+_library.define(f"ordered_move{_ORDERED}", tags=_strides_as_they_come)
+_library.define(f"ordered_staged_move{_ORDERED}", tags=[*_strides_as_they_come, *on_host])
+_library.define("agree(Tensor like, str question) -> Tensor[]", tags=on_host)
+_library.define("ordered_agree(Tensor like, str question, Tensor? after) -> Tensor[]", tags=on_host)
 _known: dict[str, Any] = {}  # by the names in graphs: steps of movements, and questions
 
 
@@ -65,6 +70,18 @@ def _move(xs, movement):
     with _torch.no_modes():
         ys = steps[0].together(steps, xs, False)
     return [y.contiguous() for y in ys]  # as the tracer was told
+
+
+def _now(xs, movement, after):
+    """``ordered_move`` as inductor's code calls it."""
+    steps = _known[movement]
+    ys = [y.contiguous() for y in steps[0].together(steps, xs, False)]
+    return [*ys, xs[0].new_empty(0) if after is None else after]
+
+
+def _by_device(movement):
+    """Whether the device alone moves its tensors, so that a CUDA graph can hold the movement."""
+    return _known[movement][0].world.cuda == "nccl"
 
 
 def _move_fake(xs, movement):
@@ -136,12 +153,16 @@ def _agree(like, question):
 for _key in ("CPU", "CUDA"):
     _library.impl("move", _move, _key)
     _library.impl("agree", _agree, _key)
-    _library.impl("ordered_move", lambda xs, movement, after: [*_move(xs, movement), xs[0].new_empty(0)], _key)
+    for _ordered in ("ordered_move", "ordered_staged_move"):
+        _library.impl(_ordered, lambda xs, movement, after: [*_move(xs, movement), xs[0].new_empty(0)], _key)
     _library.impl("ordered_agree", lambda like, question, after: _agree(like, question), _key)
 _library.impl("move", _move_autograd, "Autograd")
 _fakes: dict[str, Any] = {
     "move": _move_fake,
-    "ordered_move": lambda xs, movement, after: [*_move_fake(xs, movement), xs[0].new_empty(0)],
+    **dict.fromkeys(
+        ("ordered_move", "ordered_staged_move"),
+        lambda xs, movement, after: [*_move_fake(xs, movement), xs[0].new_empty(0)],
+    ),
     "agree": lambda like, question: [like.new_empty(0)],
     "ordered_agree": lambda like, question, after: [like.new_empty(0)],
 }
@@ -150,3 +171,5 @@ for _name_of, _fake in _fakes.items():
 torch.library.register_vmap("distdl::move", _move_vmap, lib=_library)
 for _operator in (torch.ops.distdl.move.default, torch.ops.distdl.agree.default):
     torch.fx.node.has_side_effect(_operator)  # its messages count, also where its output is not used
+for _name_of, _function in {"now": _now, "by_device": _by_device}.items():  # no operators: for inductor's code
+    setattr(torch.ops.distdl, _name_of, _function)

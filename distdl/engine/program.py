@@ -420,4 +420,6 @@ def program_of(plans, xs, transport):
             program.name(plans, dtypes)
         if program.straight is not None:
             program.run = transport.reach.bind(program, xs)
+        if transport.reach is not None and transport.reach.plain is not None:
+            program_of(plans, xs, transport.reach.plain)  # a graph that is captured can make no tables
     return program, xs

@@ -31,7 +31,8 @@ class Straight:
         if reach is None or leaves > reach.leaves:
             return None
         there, here = (
-            {peer: by_peer.pop(peer) for peer in sorted(by_peer) if peer in reach} for by_peer in (sends, receives)
+            {p: by_peer.pop(p) for p in sorted(by_peer) if p in reach and reach.takes(by_peer[p])}
+            for by_peer in (sends, receives)
         )
         if not there and not here:
             return None

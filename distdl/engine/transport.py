@@ -75,8 +75,13 @@ class Reach(Protocol):
     Whether a rank is one of them is the same on both ends."""
 
     leaves: int  # tensors of a movement, at most: others go as messages
+    plain: Any  # the engine without it, where that must be ready for the same movements (for CUDA graphs); or None
 
     def __contains__(self, rank: int) -> bool: ...
+
+    def takes(self, parts: list) -> bool:
+        """Whether it moves a message of these :class:`distdl.engine.part.Part`, which has the same sizes on both
+        ends."""
 
     def bind(self, program: Any, xs: list) -> Any:
         """A function (inputs, outputs, staging memory) that moves all that ``program.straight`` says, for tensors that

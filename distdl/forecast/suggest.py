@@ -75,6 +75,13 @@ def suggest(
 
     Raises:
         PartitionError: no candidates.
+
+    Example:
+        >>> def step(P):
+        ...     return F.dist_sum(F.uniform(dd.Layout(P, (8, 8)), 1), P, 0)
+        ...
+        >>> len(dd.suggest(step, 4))
+        3
     """
     found = []
     for P in _candidates(candidates, ndim):

@@ -67,6 +67,12 @@ def trace(
         DistdlError: the numbers in tensors decide what the program does.
 
     Messages: none.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((4, 1)), (8, 8))
+        >>> program = dd.trace(lambda x: F.repartition(x, L, dd.Partition((1, 4))), L)
+        >>> program.size
+        4
     """
     rank = rank if isinstance(rank, str) else _several(rank)
     if size is None:

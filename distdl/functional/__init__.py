@@ -10,7 +10,7 @@ negotiates, AgreementError on every rank.
 from .._arguments import check_functions
 from .._names import only_public
 from ..calls import public
-from ..compiled import constants, in_graphs
+from ..compiled import constants, in_graphs, outside
 from ..index import Index
 from ..movement.blocks import gather, repartition, roll, scatter
 from ..movement.copies import all_sum_reduce, broadcast, invariant_sum, mark_varying, sum_reduce
@@ -23,11 +23,12 @@ from ..movement.split_phase import start, wait
 from ..partition import Layout, Partition
 from ..ties import nothing, tie
 from .attention import attention_needs, dist_attention
+from .class_loss import dist_cross_entropy, dist_nll_loss
 from .conv import conv_layout, dist_conv
 from .conv_transpose import conv_transpose_layout, dist_conv_transpose
 from .dropout import dist_dropout, dist_feature_dropout
 from .embedding import dist_embedding
-from .enter import check_bias, replicated
+from .enter import check_bias, layout_of, replicated
 from .expert import dist_expert_linear, expert_parallel
 from .fft import (
     dist_fftfreq,
@@ -44,12 +45,10 @@ from .linear import dist_linear
 from .loss import (
     dist_bce_loss,
     dist_bce_with_logits_loss,
-    dist_cross_entropy,
     dist_huber_loss,
     dist_kl_div,
     dist_l1_loss,
     dist_mse_loss,
-    dist_nll_loss,
     dist_poisson_nll_loss,
     dist_smooth_l1_loss,
 )
@@ -57,6 +56,7 @@ from .matmul import dist_matmul, matmul_layout
 from .neighborhood import dist_neighborhood_attention
 from .neon import dist_lcn, dist_local_conv, dist_local_conv_transpose
 from .norm import dist_batch_norm, dist_group_norm, dist_instance_norm, dist_layer_norm, dist_rms_norm
+from .pad import dist_pad, dist_unpad, pad_layout
 from .pool import (
     dist_adaptive_avg_pool,
     dist_adaptive_max_pool,
@@ -72,11 +72,8 @@ from .reshape import (
     cat_layout,
     dist_cat,
     dist_flatten,
-    dist_pad,
     dist_stack,
     dist_unflatten,
-    dist_unpad,
-    pad_layout,
     stack_layout,
 )
 from .rotary import rotary_embedding
@@ -128,6 +125,8 @@ __all__ = [
     "dist_embedding",
     "dist_expert_linear",
     "expert_parallel",
+    # for layers of your own
+    "layout_of",
     "check_bias",
     "replicated",
     # dense linear algebra
@@ -220,7 +219,8 @@ __all__ = [
 ]
 public({name: globals()[name] for name in __all__})
 constants(Partition, Layout, HaloSpec, Index)
-in_graphs(globals(), __all__)
+in_graphs(globals(), set(__all__) - {"layout_of"})
+outside(globals(), ("layout_of",), "distdl: ask for layouts outside of compiled functions")
 check_functions(globals(), __all__)
 __getattr__ = only_public(__name__)
-del HaloSpec, Index, Layout, Partition, check_functions, constants, in_graphs, only_public, public
+del HaloSpec, Index, Layout, Partition, check_functions, constants, in_graphs, only_public, outside, public

@@ -60,6 +60,11 @@ def attention_needs(
 
     Raises:
         PartitionError, ShapeError: layouts that do not fit together, a negative window, documents that do not rise.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1, 1, 4, 1)), (1, 2, 64, 8))
+        >>> F.attention_needs(L, L, causal=True).windows[2]  # the keys that come to each rank
+        ((0, 16), (0, 32), (0, 48), (0, 64))
     """
     for L in (L_q, L_kv):
         check_dims(L)
@@ -104,7 +109,7 @@ def dist_attention(
             (:func:`mark_varying`).
         positions: integers, the place in the sequence of each of this rank's rows, where they stand in another order
             (that of a permutation of yours); of q's and k's rows alike. All rows' are gathered, and all keys come.
-        order: likewise by name, as :func:`reorder` dealt out the rows of q and k, and nothing need be gathered:
+        order: likewise by name, as :func:`reorder` dealt out the rows of q and k, as many of each; nothing is gathered:
             "zigzag" is causal attention's balance, of which torch's kernels then leave out what no query sees.
         scale: default 1/√features.
         method: how queries and keys meet. "gather": the keys that a rank's queries see come at once. "ring": one rank's
@@ -132,6 +137,13 @@ def dist_attention(
         ShapeError: tensors, heads or a mask that do not fit together.
         PartitionError: a window below 0, documents that do not rise or cover the sequence, no such method or kernel, or
             one that the partition or the derivative does not allow.
+
+    Example:
+        >>> q = k = v = torch.ones(1, 1, 3, 2)  # (batch, heads, seq, features)
+        >>> F.dist_attention(q, k, v, dd.Partition((1, 1, 1, 1)), causal=True)[0, 0]
+        tensor([[1., 1.],
+                [1., 1.],
+                [1., 1.]])
     """
     pattern = pattern_of(P, causal, window, documents)
     if kernel not in KERNELS:

@@ -71,7 +71,7 @@ def check_dims(P: Place) -> Partition:
 
 def check_layouts(L_q: Layout, L_k: Layout, L_v: Layout, pattern: Pattern) -> None:
     (B, H, S, D), (B_k, H_k, S_k, D_k) = L_q.shape, L_k.shape
-    if (B_k, D_k) != (B, D) or L_k.shape[:FEATURES] != L_v.shape[:FEATURES] or L_q.sizes(0) != L_k.sizes(0):
+    if (B_k, D_k) != (B, D) or L_k.shape[:FEATURES] != L_v.shape[:FEATURES]:
         raise ShapeError(
             "q, k and v do not fit together",
             partitions=L_q,
@@ -88,11 +88,12 @@ def check_layouts(L_q: Layout, L_k: Layout, L_v: Layout, pattern: Pattern) -> No
             actual=f"{H} heads of q, {H_k} of k",
             next_step="choose a number of heads of k that divides q's",
         )
-    if L_k.partition != L_q.partition or L_k.sizes(SEQ) != L_v.sizes(SEQ) or L_k.sizes(HEADS) != L_v.sizes(HEADS):
+    apart = L_q.sizes(0) != L_k.sizes(0) or any(L_k.sizes(d) != L_v.sizes(d) for d in (0, HEADS, SEQ))
+    if L_k.partition != L_q.partition or apart:
         raise PartitionError(
             "k and v lie otherwise than q",
             partitions=(L_q, L_k, L_v),
-            expected="one partition, and blocks of one size for k and v",
+            expected="one partition, one batch in the same blocks, and blocks of one size for k and v",
             actual=(L_k, L_v),
             next_step="repartition them first",
         )
@@ -194,7 +195,15 @@ def enter_all(q, k, v, P: Place, shape: Any, kv_shape: Any):
 
 
 def runs_in_order(order: Order, L_q: Layout, L_k: Layout) -> tuple[Ranges, ...]:
-    """The runs of rows that each coordinate of seq has."""
+    """The runs of rows that each coordinate of seq has, of queries and of keys alike."""
+    if L_q.shape[SEQ] != L_k.shape[SEQ]:
+        raise ShapeError(
+            "an order deals out the rows of one sequence",
+            partitions=(L_q, L_k),
+            expected=f"as many rows of k as of q, {L_q.shape[SEQ]}, where order= is given",
+            actual=f"{L_k.shape[SEQ]} rows of k, order={order!r}",
+            next_step="leave order out where q and k are of different sequences, with rows in their own order",
+        )
     runs = runs_of(L_q, SEQ, order)
     sizes = tuple(sum(b - a for a, b in some) for some in runs)
     if not L_q.sizes(SEQ) == L_k.sizes(SEQ) == sizes:

@@ -74,7 +74,13 @@ def conv_layout(
     dilation: Size = 1,
 ) -> Layout:
     """The layout of :func:`dist_conv`'s result for an x of layout ``L``; ``out_channels`` a number, or one for each
-    block."""
+    block.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1, 1, 2)), (8, 3, 32))
+        >>> F.conv_layout(L, 6, 5).shape
+        (8, 6, 28)
+    """
     kernel, stride, dilation = (per_dim(v, L.ndim - 2, "an argument") for v in (kernel_size, stride, dilation))
     space = window_spec(L, None, kernel, stride, _paddings(padding, kernel, stride, dilation), dilation).out_layout
     return with_sizes(L, channel_blocks(out_channels, L), space.shape[2:])
@@ -204,6 +210,11 @@ def dist_conv(
 
     Raises:
         PartitionError, ShapeError: arguments that the serial layer would refuse, or blocks that do not fit.
+
+    Example:
+        >>> x, w = torch.tensor([[[1.0, 2.0, 3.0]]]), torch.ones(1, 1, 3)
+        >>> F.dist_conv(x, w, dd.Partition((1, 1, 1)), padding=1)
+        tensor([[[3., 6., 5.]]])
     """
     n, grid = kernel_dims(w, "(out, in, *kernel)"), partition_of(P)
     stride, padding, dilation, groups = settled(stride, padding, dilation, groups)

@@ -36,7 +36,13 @@ def conv_transpose_layout(
     output_padding: Size = 0,
     dilation: Size = 1,
 ) -> Layout:
-    """The layout of :func:`dist_conv_transpose`'s result for an x of layout ``L``."""
+    """The layout of :func:`dist_conv_transpose`'s result for an x of layout ``L``.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1, 1, 2)), (8, 3, 32))
+        >>> F.conv_transpose_layout(L, 6, 2, stride=2).shape
+        (8, 6, 64)
+    """
     options = (kernel_size, stride, padding, output_padding, dilation)
     space = transposed_size(L.shape[2:], *(per_dim(v, L.ndim - 2, "an argument") for v in options))
     return with_sizes(L, channel_blocks(out_channels, L), space)
@@ -153,6 +159,11 @@ def dist_conv_transpose(
 
     y[b,o,p] = bias[o] + Σ_{c,i,k: stride·i - padding + dilation·k = p} w[c,o,k] x[b,c,i]: each rank fetches the inputs
     that its outputs read, so the sum over overlaps is local.
+
+    Example:
+        >>> x, w = torch.tensor([[[1.0, 2.0]]]), torch.ones(1, 1, 2)
+        >>> F.dist_conv_transpose(x, w, dd.Partition((1, 1, 1)), stride=2)
+        tensor([[[1., 1., 2., 2.]]])
     """
     n, grid = kernel_dims(w, "(in, out, *kernel)"), partition_of(P)
     stride, padding, output_padding, dilation, groups = settled(stride, padding, output_padding, dilation, groups)

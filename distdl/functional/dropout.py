@@ -81,6 +81,10 @@ def dist_dropout(
     Raises:
         PartitionError: ``p`` outside [0, 1].
         ShapeError: a seed that is no integer.
+
+    Example:
+        >>> F.dist_dropout(torch.ones(4), dd.Layout(dd.Partition((1,)), (4,)), 0.5, seed=2)
+        tensor([0., 2., 2., 0.])
     """
     return _dropout(x, P, p, seed, shape, training, None)
 
@@ -98,5 +102,10 @@ def dist_feature_dropout(
     """Dropout of whole channels of each example, as torch's Dropout1d, 2d and 3d: x is (batch, channels, *any).
 
     All ranks of a spatial partition drop the same channels. Otherwise as :func:`dist_dropout`; no messages.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1, 1, 1)), (1, 3, 2))
+        >>> F.dist_feature_dropout(torch.ones(1, 3, 2), L, 0.5, seed=2)[0, :, 0]
+        tensor([0., 2., 2.])
     """
     return _dropout(x, P, p, seed, shape, training, 2)

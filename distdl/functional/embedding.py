@@ -100,6 +100,11 @@ def dist_embedding(
     Raises:
         PartitionError, ShapeError: unknown layouts, floating indices, an index outside the table, blocks that do not
             fit P.
+
+    Example:
+        >>> F.dist_embedding(torch.tensor([2, 0]), torch.tensor([[1.0], [2.0], [3.0]]), dd.Partition((1, 1, 1)))
+        tensor([[3.],
+                [1.]])
     """
     grid = partition_of(P)
     if y_layout not in LAYOUTS or idx_layout not in ("root", "replicated"):

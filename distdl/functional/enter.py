@@ -31,7 +31,7 @@ from ..partition import Layout, partition_of
 from ..ties import nothing
 from .autocast import autocast
 
-__all__ = ["check_bias", "replicated"]
+__all__ = ["check_bias", "layout_of", "replicated"]
 
 ANY, SMOOTH, FLOATING, REAL = "any dtype", "a floating or complex dtype", "a floating dtype", "a real dtype"
 
@@ -130,6 +130,37 @@ def check_block(x, P, what="x") -> None:
         )
 
 
+def layout_of(x: torch.Tensor, P: Place, *others: Place) -> Layout | None:
+    """The layout of a tensor of which every rank knows its own block: what :func:`distdl.functional` functions ask for
+    at each call with a bare partition, asked once.
+
+    Args:
+        x: this rank's block over ``P``, any dtype; blocks may be uneven and empty. Of a rank outside anything.
+        P: the partition of x; a Layout is checked against x here, and returned.
+        others: partitions whose ranks shall know it too: where x is to go, say.
+
+    Returns:
+        The same Layout on all ranks of P and of the others; ``None`` on ranks that are in none of them.
+
+    Messages: one small all-gather among these ranks; of a Layout none. Nothing of x moves, and nothing is
+    differentiated: under torch.compile, call it outside of the compiled function.
+
+    Raises:
+        AgreementError: on every rank, where a block does not fit, or dtypes, device kinds or numbers of dims differ.
+        ShapeError: x is not this rank's block of a Layout.
+        PartitionError: P or another is no partition.
+
+    Example:
+        >>> F.layout_of(torch.zeros(3, 4), dd.Partition((1, 1)))
+        Layout(Partition((1, 1)), (3, 4))
+    """
+    partitions = tuple(partition_of(other) for other in others)
+    _, layouts = resolve([x], P, None, partitions)
+    if isinstance(P, Layout) and P.active:
+        check_block(x, P)
+    return layouts and layouts[0]
+
+
 def check_kind(x, kinds) -> None:
     """Raise where a layer is not of tensors of x's dtype: on every rank, as those outside pass the dtype that the
     others have."""
@@ -189,7 +220,16 @@ def present(*tensors):
 
 def check_bias(op: str, P: Place, bias: torch.Tensor | None, features: int) -> None:
     """Raise unless ``bias`` has one number for each of this rank's output features: nothing is broadcast, or left
-    out."""
+    out.
+
+    No messages.
+
+    Raises:
+        ShapeError: it has not.
+
+    Example:
+        >>> F.check_bias("my_layer", dd.Partition((1,)), torch.zeros(3), 3)  # says nothing: it fits
+    """
     if bias is not None and tuple(getattr(bias, "shape", ())) != (features,):
         raise ShapeError(
             "bias is not this rank's block",
@@ -218,6 +258,11 @@ def replicated(
 
     Raises:
         PartitionError: another value of ``params``.
+
+    Example:
+        >>> w, bias = F.replicated("invariant", dd.Partition((1, 1)), 0, torch.ones(2), None)
+        >>> w, bias
+        (tensor([1., 1.]), None)
     """
     if params == "varying":
         return tensors

@@ -23,7 +23,7 @@ from ..plan import Axis, Side, whole
 from ..ties import nothing
 from ..world import world
 from .autocast import autocast
-from .enter import outside
+from .enter import outside, present
 
 __all__ = ["dist_expert_linear", "expert_parallel"]
 
@@ -73,6 +73,12 @@ def expert_parallel(
     Raises:
         AgreementError: experts return different numbers of features, or dtypes.
         PartitionError, ShapeError: P has other than one dim; shapes that do not fit; an expert that does not exist.
+
+    Example:
+        >>> x, expert = torch.ones(2, 1), torch.tensor([1, 0])
+        >>> F.expert_parallel(lambda k, tokens: (k + 1) * tokens, x, expert, dd.Partition((1,)), 2)
+        tensor([[2.],
+                [1.]])
     """
     return _parallel(f, x, expert, P, num_experts)
 
@@ -128,7 +134,7 @@ def _parallel(f, x, expert, P, num_experts, features=None, parameters=()):
             next_step="let f return the same on all ranks",
         )
     width, dtype = kinds.pop()
-    y = nothing((0, width), arrived, dtype=dtype) if y is None else y
+    y = nothing((0, width), arrived, *present(*parameters), dtype=dtype) if y is None else y
     back = _dispatch(grid, counts, width, "dispatch").T(y)
     return back.index_select(0, torch.argsort(order))
 
@@ -151,6 +157,12 @@ def dist_expert_linear(
 
     Returns:
         (tokens, out). Messages as for :func:`expert_parallel`; the gradients of w and bias send nothing.
+
+    Example:
+        >>> x, w, expert = torch.ones(2, 1), torch.tensor([[[1.0]], [[5.0]]]), torch.tensor([1, 0])
+        >>> F.dist_expert_linear(x, w, dd.Partition((1,)), expert, num_experts=2)
+        tensor([[5.],
+                [1.]])
     """
     if bias is not None and bias.shape != w.shape[:2]:
         raise ShapeError(

@@ -77,6 +77,10 @@ def fft_stages(
         layout after the transforms). The moves are as few as can be, and then those in which the busiest rank moves the
         fewest
         elements: the most truncated dims come first.
+
+    Example:
+        >>> len(F.fft_stages(dd.Layout(dd.Partition((2, 1)), (8, 8)), (0, 1)))  # layouts, one after the other
+        2
     """
     return schedule(transform_of(L, *asked(L, dims, s, keep), bool(real), bool(inverse), P_out))
 
@@ -97,6 +101,10 @@ def fft_layout(
     ``fft_layout(fft_layout(L, ...), ..., inverse=True, s=sizes)`` is a layout that leads there, the one by the fewest
     moves: ``L`` where sizes divide and some dim of dims is whole (the last one for ``real``). ``P_out=L`` brings the
     tensor back to any ``L``, explicit splits too, in as many moves.
+
+    Example:
+        >>> F.fft_layout(dd.Layout(dd.Partition((2, 1)), (8, 8)), (0, 1), real=True).shape
+        (8, 5)
     """
     return fft_stages(L, dims, real=real, inverse=inverse, s=s, keep=keep)[-1].result
 
@@ -138,6 +146,10 @@ def dist_fftfreq(
         n: length of the transform along the dim.
         d: distance of two points.
         keep: (low, high) as for :func:`dist_fftn`, where wave numbers were cut off.
+
+    Example:
+        >>> F.dist_fftfreq(dd.Layout(dd.Partition((1,)), (4,)), 0, 4)
+        tensor([ 0.0000,  0.2500, -0.5000, -0.2500])
     """
     return _frequencies(L, dim, n, d, keep, dtype, device, False)
 
@@ -153,7 +165,12 @@ def dist_rfftfreq(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """This rank's part of torch.fft.rfftfreq(n, d): the same for the dim of which there is half a spectrum."""
+    """This rank's part of torch.fft.rfftfreq(n, d): the same for the dim of which there is half a spectrum.
+
+    Example:
+        >>> F.dist_rfftfreq(dd.Layout(dd.Partition((1,)), (3,)), 0, 4)
+        tensor([0.0000, 0.2500, 0.5000])
+    """
     return _frequencies(L, dim, n, d, keep, dtype, device, True)
 
 
@@ -200,6 +217,10 @@ def dist_fftn(
     Raises:
         PartitionError: dims, s, norm or keep that do not fit; a tensor of one dim that ranks split.
         ShapeError: half precision, outside of autocast.
+
+    Example:
+        >>> F.dist_fftn(torch.tensor([1.0, 0.0, 0.0, 0.0]), dd.Partition((1,)), 0)
+        tensor([1.+0.j, 1.+0.j, 1.+0.j, 1.+0.j])
     """
     return transformed(_FFTN, x, P, dims, s, norm, keep, P_out, shape)
 
@@ -221,6 +242,11 @@ def dist_ifftn(
         s: the sizes of the result; needed where ``keep`` says what the spectrum has lost.
         keep: the wave numbers that x has; zeros are put in the place of others, after the last repartition.
         P_out: ``None``: the layout from which :func:`dist_fftn` comes to that of x.
+
+    Example:
+        >>> P = dd.Partition((1,))
+        >>> F.dist_ifftn(F.dist_fftn(torch.arange(3.0), P, 0), P, 0).real.round()
+        tensor([0., 1., 2.])
     """
     return transformed(_IFFTN, x, P, dims, s, norm, keep, P_out, shape)
 
@@ -239,7 +265,12 @@ def dist_rfftn(
     """The transform of a real tensor, as torch.fft.rfftn: of the last of ``dims`` there are the wave numbers 0 .. n//2
     only. Otherwise as :func:`dist_fftn`; the last of dims keeps (low, 0), or a number. Where a rank splits it, it is
     made
-    whole first: one more repartition, of real numbers."""
+    whole first: one more repartition, of real numbers.
+
+    Example:
+        >>> F.dist_rfftn(torch.tensor([1.0, 0.0, 0.0, 0.0]), dd.Partition((1,)), 0)
+        tensor([1.+0.j, 1.+0.j, 1.+0.j])
+    """
     return transformed(_RFFTN, x, P, dims, s, norm, keep, P_out, shape)
 
 
@@ -256,5 +287,11 @@ def dist_irfftn(
 ) -> torch.Tensor:
     """The inverse of :func:`dist_rfftn`, as torch.fft.irfftn: a real tensor. An odd size must be asked for by ``s``:
     half a spectrum of 5 is of 8 or 9. Imaginary parts of wave numbers that are their own conjugates (0 and n/2 of the
-    last dim, when the others are transformed) are not read, on any device. Otherwise as :func:`dist_ifftn`."""
+    last dim, when the others are transformed) are not read, on any device. Otherwise as :func:`dist_ifftn`.
+
+    Example:
+        >>> P = dd.Partition((1,))
+        >>> F.dist_irfftn(F.dist_rfftn(torch.arange(4.0), P, 0), P, 0)
+        tensor([0., 1., 2., 3.])
+    """
     return transformed(_IRFFTN, x, P, dims, s, norm, keep, P_out, shape)

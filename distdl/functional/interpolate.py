@@ -90,7 +90,12 @@ def _scales(n, scale_factor) -> tuple:
 def interpolate_layout(
     L: Layout, size: Size | None = None, scale_factor: float | Sequence[float] | None = None
 ) -> Layout:
-    """The layout of :func:`dist_interpolate`'s result for an x of layout ``L``."""
+    """The layout of :func:`dist_interpolate`'s result for an x of layout ``L``.
+
+    Example:
+        >>> F.interpolate_layout(dd.Layout(dd.Partition((1, 1, 2)), (8, 3, 32)), scale_factor=2).shape
+        (8, 3, 64)
+    """
     return L.with_shape((*L.shape[:2], *_sizes(L, size, scale_factor, None)[0]))
 
 
@@ -213,6 +218,10 @@ def dist_interpolate(
 
     Raises:
         PartitionError: arguments that torch would refuse.
+
+    Example:
+        >>> F.dist_interpolate(torch.tensor([[[0.0, 4.0]]]), dd.Partition((1, 1, 1)), 4, mode="linear")
+        tensor([[[0., 1., 3., 4.]]])
     """
     if mode not in _MODES:
         raise PartitionError(

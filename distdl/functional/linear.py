@@ -60,6 +60,11 @@ def dist_linear(
     Raises:
         PartitionError, ShapeError: unknown layouts; P without one dim for each of x's and one more; w that does not fit
             x.
+
+    Example:
+        >>> x, w = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 1.0], [0.0, 3.0]])
+        >>> F.dist_linear(x, w, dd.Partition((1, 1, 1)))  # (batch, out, in)
+        tensor([[3., 6.]])
     """
     check_layouts(x_layout, y_layout)
     L = P if isinstance(P, Layout) else None

@@ -24,7 +24,7 @@ from ..boxes import balanced, is_int
 from ..errors import PartitionError, ShapeError
 from ..linear_map import LinearMap, movement
 from ..movement.call import laid_out, move, rule
-from ..partition import Layout, layout_of, partition_of
+from ..partition import Layout, as_layout, partition_of
 from ..plan import Axis, Side
 from ..remat import remat
 from .autocast import autocast
@@ -59,6 +59,11 @@ def dist_matmul(
     Raises:
         ShapeError: blocks that are not P's, another dtype of b, sizes that do not fit, or no number of panels.
         PartitionError: P has fewer than two dims.
+
+    Example:
+        >>> P, a = dd.Partition((1, 1)), torch.tensor([[1.0, 2.0]])
+        >>> F.dist_matmul(a, a.T, P)
+        tensor([[5.]])
     """
     grid = partition_of(P)
     if grid.ndim < 2:
@@ -108,7 +113,7 @@ def _layouts(a, b, P, shapes):
     """((a, b), the layouts of A and of B); no layouts on a rank that takes no part and has not heard of them."""
     grid = partition_of(P)
     if shapes is not None:
-        places = [s if isinstance(s, Layout) else layout_of(grid, s) for s in shapes]
+        places = [s if isinstance(s, Layout) else as_layout(grid, s) for s in shapes]
         if len(places) != 2 or any(L.partition != grid for L in places):
             raise ShapeError(
                 "shapes are not those of A and B",
@@ -116,7 +121,7 @@ def _layouts(a, b, P, shapes):
                 actual=shapes,
                 next_step="shapes=(A.shape, B.shape)",
             )
-        return (a, b), places if not isinstance(P, Layout) else [layout_of(P, places[0].shape), places[1]]
+        return (a, b), places if not isinstance(P, Layout) else [as_layout(P, places[0].shape), places[1]]
     if isinstance(P, Layout):
         (b,), of_b = resolve([b], grid)
         if of_b is None:
@@ -160,6 +165,11 @@ def matmul_layout(L_a: Layout, L_b: Layout) -> Layout:
 
     Raises:
         ShapeError: A and B cannot be multiplied where they lie.
+
+    Example:
+        >>> P = dd.Partition((2, 1))
+        >>> F.matmul_layout(dd.Layout(P, (4, 3)), dd.Layout(P, (3, 5))).shape
+        (4, 5)
     """
     fault = _fit(laid_out(L_a), laid_out(L_b))
     if fault is not None:

@@ -100,6 +100,11 @@ def dist_neighborhood_attention(
     Raises:
         PartitionError: sizes below 1, a window larger than a dim, or features that are split.
         ShapeError: tensors that are not alike.
+
+    Example:
+        >>> q = torch.ones(1, 1, 4, 2)
+        >>> F.dist_neighborhood_attention(q, q, q, dd.Partition((1, 1, 1, 1)), 3).shape
+        torch.Size([1, 1, 4, 2])
     """
     ndim = partition_of(P).ndim
     n = ndim - 3
@@ -149,12 +154,14 @@ def dist_neighborhood_attention(
 
 def _check(L: Layout, layouts: list[Layout], k: tuple[int, ...], d: tuple[int, ...]) -> None:
     if any(M != L for M in layouts):
+        shapes = [M.shape for M in layouts]
+        alike = len(set(shapes)) == 1
         raise ShapeError(
-            "q, k and v are not alike",
+            "q, k and v are not alike" if not alike else "q, k and v lie in different blocks",
             partitions=L,
-            expected=L.shape,
-            actual=[M.shape for M in layouts],
-            next_step="pass tensors of one shape",
+            expected=L if alike else L.shape,
+            actual=layouts if alike else shapes,
+            next_step="repartition them first" if alike else "pass tensors of one shape",
         )
     if L.partition.shape[-1] != 1 or any(a * b > n for a, b, n in zip(k, d, L.shape[2:-1])):
         raise PartitionError(

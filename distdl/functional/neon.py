@@ -146,6 +146,12 @@ def dist_local_conv(
 
     Raises:
         PartitionError, ShapeError: a kernel larger than x; w that does not fit x or this rank's output block.
+
+    Example:
+        >>> x = torch.tensor([[[[1.0, 2.0]]]])
+        >>> w = torch.tensor([10.0, 1.0]).reshape(1, 1, 2, 1, 1, 1)  # a filter for each pixel
+        >>> F.dist_local_conv(x, w, dd.Partition((1, 1, 1, 1)))
+        tensor([[[[10.,  2.]]]])
     """
     n, kernel, stride = _arguments(w, P, stride)
     (w,) = replicated(params, P, (0,), w)
@@ -218,6 +224,12 @@ def dist_local_conv_transpose(
     gradient, but for the all-reduce that ``params="invariant"`` needs where the batch is split.
 
     x[b,c,q] = Σ_{f,p,Δ: stride·p + Δ = q} w[f,p,c,Δ] y[b,f,p].
+
+    Example:
+        >>> y = torch.tensor([[[[10.0, 2.0]]]])
+        >>> w = torch.tensor([10.0, 1.0]).reshape(1, 1, 2, 1, 1, 1)
+        >>> F.dist_local_conv_transpose(y, w, dd.Layout(dd.Partition((1, 1, 1, 1)), y.shape), output_size=(1, 2))
+        tensor([[[[100.,   2.]]]])
     """
     n, kernel, stride = _arguments(w, P, stride)
     (w,) = replicated(params, P, (0,), w)
@@ -278,6 +290,10 @@ def dist_lcn(x: torch.Tensor, P: Place, kernel_size: Size, *, shape: Sequence[in
 
     Raises:
         PartitionError: an even kernel.
+
+    Example:
+        >>> F.dist_lcn(torch.ones(1, 1, 5, 5), dd.Partition((1, 1, 1, 1)), 3).shape
+        torch.Size([1, 1, 5, 5])
     """
     n = spatial(P)
     kernel = per_dim(kernel_size, n, "kernel_size")

@@ -141,6 +141,12 @@ def dist_batch_norm(
 
     Messages, with C channels on this rank: training, one all-gather of 2C; backward one reduce-scatter. Evaluation:
     none.
+
+    Example:
+        >>> P, x, running = dd.Partition((1, 1)), torch.tensor([[1.0], [3.0]]), torch.ones(1)
+        >>> y, mean, var = F.dist_batch_norm(x, P, running, running, training=True, momentum=1.0)
+        >>> mean, var
+        (tensor([2.]), tensor([2.]))
     """
     x, L, at = enter(x, P, layer="dist_batch_norm", kinds=FLOATING, least=2)
     if at is None:
@@ -208,6 +214,10 @@ def dist_instance_norm(
 
     Messages, with b examples and C channels on this rank, and space split: one all-gather of 2bC; backward one
     reduce-scatter.
+
+    Example:
+        >>> F.dist_instance_norm(torch.tensor([[[1.0, 3.0]]]), dd.Partition((1, 1, 1)), eps=0.0)
+        tensor([[[-1.,  1.]]])
     """
     x, L, at = enter(x, P, layer="dist_instance_norm", kinds=FLOATING, least=3)
     if at is None:
@@ -246,6 +256,13 @@ def dist_layer_norm(
 
     Messages, with N sets of statistics on this rank (its leading sizes), where trailing dims are split: one all-gather
     of 2N; backward one reduce-scatter.
+
+    Raises:
+        ShapeError, PartitionError: sizes that are not x's, weights that are not this rank's, or no floating x.
+
+    Example:
+        >>> F.dist_layer_norm(torch.tensor([[1.0, 3.0]]), dd.Partition((1, 1)), (2,), eps=0.0)
+        tensor([[-1.,  1.]])
     """
     x, L, at = enter(x, P, layer="dist_layer_norm", kinds=FLOATING, least=1)
     if at is None:
@@ -282,6 +299,13 @@ def dist_rms_norm(
 
     Messages, with N sets on this rank (its leading sizes), where trailing dims are split: one all-reduce of N; backward
     another.
+
+    Raises:
+        ShapeError, PartitionError: sizes that are not x's, weights that are not this rank's, or no floating x.
+
+    Example:
+        >>> F.dist_rms_norm(torch.tensor([[3.0, 3.0]]), dd.Partition((1, 1)), (2,), eps=0.0)
+        tensor([[1., 1.]])
     """
     x, L, at = enter(x, P, layer="dist_rms_norm", kinds=FLOATING, least=1)
     if at is None:
@@ -313,6 +337,13 @@ def dist_group_norm(
 
     Messages, with b examples on this rank, whose channels touch G groups, where space is split, or channels amid a
     group: one all-gather of 2bG; backward one reduce-scatter.
+
+    Raises:
+        ShapeError, PartitionError: sizes that are not x's, weights that are not this rank's, or no floating x.
+
+    Example:
+        >>> F.dist_group_norm(torch.tensor([[1.0, 3.0]]), dd.Partition((1, 1)), 1, eps=0.0)
+        tensor([[-1.,  1.]])
     """
     x, L, at = enter(x, P, layer="dist_group_norm", kinds=FLOATING, least=2)
     if at is None:

@@ -89,7 +89,17 @@ def pool_layout(
     dilation: Size = 1,
     ceil_mode: bool = False,
 ) -> Layout:
-    """The layout of a pooling's result for an x of layout ``L``."""
+    """The layout of a pooling's result for an x of layout ``L``.
+
+    Pure: no messages.
+
+    Raises:
+        PartitionError: a window that is larger than the padded input, or sizes that torch would refuse.
+
+    Example:
+        >>> F.pool_layout(dd.Layout(dd.Partition((1, 1, 2)), (8, 3, 32)), 2).shape
+        (8, 3, 16)
+    """
     return _kernel(L, kernel_size, stride, padding, dilation, ceil_mode).windows(L).out_layout
 
 
@@ -134,6 +144,10 @@ def dist_max_pool(
 
     Raises:
         PartitionError: arguments that torch would refuse.
+
+    Example:
+        >>> F.dist_max_pool(torch.tensor([[[1.0, 5.0, 2.0, 3.0]]]), dd.Partition((1, 1, 1)), 2)
+        tensor([[[5., 3.]]])
     """
     kernel = _kernel(P, kernel_size, stride, padding, dilation, ceil_mode)
     x, L, at = enter(x, P, layer="dist_max_pool", shape=shape, kinds=REAL)
@@ -207,6 +221,10 @@ def dist_avg_pool(
         This rank's block, of layout :func:`pool_layout`.
 
     Messages: one halo exchange; its transpose in backward.
+
+    Example:
+        >>> F.dist_avg_pool(torch.tensor([[[1.0, 5.0, 2.0, 3.0]]]), dd.Partition((1, 1, 1)), 2)
+        tensor([[[3.0000, 2.5000]]])
     """
     if divisor_override == 0:
         raise PartitionError(
@@ -264,6 +282,10 @@ def dist_l2_pool(
         This rank's block, of layout :func:`pool_layout`.
 
     Messages: one halo exchange; its transpose in backward.
+
+    Example:
+        >>> F.dist_l2_pool(torch.tensor([[[3.0, 4.0]]]), dd.Partition((1, 1, 1)), 2)
+        tensor([[[5.]]])
     """
     kernel = _kernel(P, kernel_size, stride)
     x, L, at = enter(x, P, layer="dist_l2_pool", shape=shape, kinds=REAL)
@@ -323,6 +345,10 @@ def dist_adaptive_max_pool(
         others: as for :func:`dist_max_pool`.
 
     Messages: one halo exchange; its transpose in backward.
+
+    Example:
+        >>> F.dist_adaptive_max_pool(torch.tensor([[[1.0, 5.0, 2.0]]]), dd.Partition((1, 1, 1)), 2)
+        tensor([[[5., 5.]]])
     """
     x, L, at = enter(x, P, layer="dist_adaptive_max_pool", shape=shape, kinds=REAL)
     spec = L and _adaptive(L, output_size)
@@ -358,6 +384,10 @@ def dist_adaptive_avg_pool(
     ``output_size=1`` is global average pooling: local sums, then one sum_reduce of |y| to the ranks that hold the
     output (a mean of means would be wrong on uneven blocks). Otherwise one halo exchange; arguments as for
     :func:`dist_adaptive_max_pool`.
+
+    Example:
+        >>> F.dist_adaptive_avg_pool(torch.tensor([[[1.0, 5.0, 2.0]]]), dd.Partition((1, 1, 1)), 1)
+        tensor([[[2.6667]]])
     """
     x, L, at = enter(x, P, layer="dist_adaptive_avg_pool", shape=shape, kinds=REAL)
     spec = L and _adaptive(L, output_size)

@@ -47,6 +47,11 @@ def dist_tsqr(a: torch.Tensor, P: Place, *, shape: Sequence[int] | None = None) 
     Raises:
         ShapeError: a is not this rank's block, of real or complex numbers; or it has fewer rows than columns in all.
         PartitionError: P splits columns.
+
+    Example:
+        >>> q, r = F.dist_tsqr(torch.tensor([[3.0], [4.0]]), dd.Partition((1, 1)))
+        >>> r.abs()
+        tensor([[5.]])
     """
     grid = partition_of(P)
     if grid.ndim not in (1, 2) or grid.shape[1:] not in ((), (1,)):

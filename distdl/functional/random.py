@@ -8,6 +8,7 @@ device; normal numbers go through erfinv, and may differ in the last bit between
 
 from __future__ import annotations
 
+import functools
 import math
 from operator import index as as_int
 
@@ -16,6 +17,8 @@ import torch
 from .. import _torch
 from .._arguments import checked
 from .._types import Device
+from ..compiled import constants
+from ..engine.operators import on_host
 from ..errors import DistdlError, ShapeError
 from ..partition import Layout
 from ..remat import Regions
@@ -82,6 +85,13 @@ def fold_in(seed: int | torch.Tensor, *numbers: int | torch.Tensor) -> int | tor
     """A new seed from ``seed`` and integers (number of a layer, of a step): ``fold_in(seed, layer, step)``.
 
     Order matters. Returns an int, or a tensor where ``seed`` or a number is one.
+
+    Raises:
+        ShapeError: a seed or number that is no integer.
+
+    Example:
+        >>> F.fold_in(7, 1)  # the seed of layer 1
+        -4196405110082178282
     """
     for n in numbers:
         device = next((t.device for t in (seed, n) if isinstance(t, torch.Tensor)), None)
@@ -95,7 +105,7 @@ def examples(device):
     return [_torch.examples(level, size, device) for level, (size, kind) in found if kind == "Different"]
 
 
-class Calls:
+class Calls(_torch.Constant):
     """Numbers of calls: 1, 2, ... and, where a call is run again, the number that it had.
 
     They are counted, as ranks' generators may differ: the same calls have the same numbers on all ranks. But each call
@@ -115,6 +125,20 @@ class Calls:
 
     def __getstate__(self):
         return {"count": self.count, "_known": {}}
+
+    def in_graph(self) -> torch.Tensor:
+        """The number of each call of a graph that is traced: :meth:`next` of when it runs."""
+        if _torch.vmap_levels():
+            raise DistdlError(
+                "compiled code draws one mask for all examples of a vmap",
+                op="Dropout",
+                expected="a call outside of vmap",
+                actual="a vmap",
+                next_step="use F.dist_dropout, and give it a seed for each example",
+            )
+        name = next((name for name, calls in _counted.items() if calls is self), f"calls {len(_counted) + 1}")
+        _counted[name] = self
+        return torch.ops.distdl.count(name)[0]
 
     def next(self) -> int:
         """The number of this call."""
@@ -139,6 +163,10 @@ class Calls:
             if len(self._known) > self.most:
                 del self._known[next(iter(self._known))]
         return self.count
+
+
+_counted: dict[str, Calls] = {}  # by their names in graphs
+constants(Calls)
 
 
 def _merged(box, shape):
@@ -194,6 +222,24 @@ _library = torch.library.Library("distdl", "FRAGMENT")
 _library.define("bits(Tensor? keys, int key, int[] starts, int[] stops, int[] shape, Device device) -> Tensor")
 
 
+def _real_number(calls):
+    with _torch.no_modes():
+        return torch.tensor(_counted[calls].next(), device="cpu")
+
+
+_DEVICES = "CompositeExplicitAutograd"
+# On the host, once for each time that the graph runs: inductor's code calls ``ordered_count``, as ``ordered_move``.
+_library.define("count(str calls) -> Tensor[]", tags=on_host)
+_library.define("ordered_count(str calls, Tensor? after) -> Tensor[]", tags=on_host)
+_library.impl("count", lambda calls: [_real_number(calls)], _DEVICES)
+_library.impl("ordered_count", lambda calls, after: [_real_number(calls), torch.empty(0, device="cpu")], _DEVICES)
+_number = functools.partial(torch.empty, (), dtype=torch.int64, device="cpu")
+torch.library.register_fake("distdl::count", lambda calls: [_number()], lib=_library)
+torch.library.register_fake(
+    "distdl::ordered_count", lambda calls, after: [_number(), torch.empty(0, device="cpu")], lib=_library
+)
+
+
 def _bits_real(keys, key, starts, stops, shape, device):
     with _torch.no_modes():
         return _bits(tuple(zip(starts, stops)), shape, key if keys is None else keys, device, lambda h: h)
@@ -208,7 +254,7 @@ def _bits_vmap(info, in_dims, keys, *others):
     return torch.ops.distdl.bits(keys.movedim(in_dims[0], 0), *others), 0
 
 
-_library.impl("bits", _bits_real, "CompositeExplicitAutograd")
+_library.impl("bits", _bits_real, _DEVICES)
 torch.library.register_fake("distdl::bits", _bits_fake, lib=_library)
 torch.library.register_vmap("distdl::bits", _bits_vmap, lib=_library)
 
@@ -243,6 +289,11 @@ def uniform(
         layout: the :class:`distdl.Layout` of the global tensor.
         seed: an int, or an integer tensor without dims (a batch of them under vmap).
         dtype: a floating one; default torch's default dtype. Each draws its own numbers: as many bits as it can hold.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1,)), (3,))
+        >>> torch.equal(F.uniform(L, seed=1), F.uniform(L, seed=1))
+        True
     """
     dtype = dtype or torch.get_default_dtype()
     unit = _unit(dtype)
@@ -258,7 +309,12 @@ def normal(
     mean: float = 0.0,
     std: float = 1.0,
 ) -> torch.Tensor:
-    """As :func:`uniform`, normally distributed: √2 erfinv(2u - 1), worked out in float64, |z| < 8.3."""
+    """As :func:`uniform`, normally distributed: √2 erfinv(2u - 1), worked out in float64, |z| < 8.3.
+
+    Example:
+        >>> F.normal(dd.Layout(dd.Partition((1,)), (3,)), seed=1).shape
+        torch.Size([3])
+    """
     return trunc_normal(layout, seed, dtype, device, mean, std, -math.inf, math.inf)
 
 
@@ -275,10 +331,15 @@ def trunc_normal(
 ) -> torch.Tensor:
     """Normal numbers between ``a`` and ``b``: the inverse of the distribution function, so no draw is rejected."""
     dtype = dtype or torch.get_default_dtype()
+    return normal_box(_block(layout), layout.shape, seed, dtype, device, mean, std, a, b)
+
+
+def normal_box(box, shape, seed, dtype, device, mean=0.0, std=1.0, a=-math.inf, b=math.inf):
+    """The same for any box of a global ``shape``."""
     low, high = (math.erf((v - mean) / (std * math.sqrt(2))) if std else (1 if v > mean else -1) for v in (a, b))
 
     def make(h):
         z = mean + std * math.sqrt(2) * torch.erfinv(low + (high - low) * _open_unit(h))
         return z.clamp(a, b).to(dtype)
 
-    return bits(_block(layout), layout.shape, seed, device, make)
+    return bits(box, shape, seed, device, make)

@@ -36,7 +36,7 @@ __all__ = [
 def _enter(layer, x, P, dim, kinds=ANY):
     """(x, its layout or partition, the partition and the reduced dims, this rank's coordinates)."""
     grid = partition_of(P)
-    dims = grid.dims(None if dim == () else dim)  # (): all, as in torch
+    dims = grid.dims(None if type(dim) is tuple and not dim else dim)  # (): all, as in torch
     x, L, at = enter(x, P, layer=layer, kinds=kinds, agreed=False)
     return x, L, grid, dims, at
 
@@ -56,6 +56,14 @@ def dist_sum(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool =
     """The sum over ``dim``. Half precision is summed in float32, and integers as torch does.
 
     Messages: one all-reduce of N elements; none backward.
+
+    Raises:
+        ShapeError, PartitionError: an x that is not this rank's block or of such a dtype, or dims that P does not have.
+
+    Example:
+        >>> P, x = dd.Partition((1, 1)), torch.tensor([[1.0, 5.0], [3.0, 3.0]])
+        >>> F.dist_sum(x, P, 0)
+        tensor([4., 8.])
     """
     x, L, grid, dims, at = _enter("dist_sum", x, P, dim)
     if at is None:
@@ -68,6 +76,14 @@ def dist_mean(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool 
     """The mean over ``dim``: sum by count, exact on uneven blocks. NaN where there is nothing to average.
 
     Messages: one all-reduce of N + 1 elements (the count goes along), N with a Layout; none backward.
+
+    Raises:
+        ShapeError, PartitionError: an x that is not this rank's block or of such a dtype, or dims that P does not have.
+
+    Example:
+        >>> P, x = dd.Partition((1, 1)), torch.tensor([[1.0, 5.0], [3.0, 3.0]])
+        >>> F.dist_mean(x, P, 0)
+        tensor([2., 4.])
     """
     x, L, grid, dims, at = _enter("dist_mean", x, P, dim, SMOOTH)
     if at is None:
@@ -83,6 +99,14 @@ def dist_var(
     x the mean of |x - mean|², as in torch.
 
     Messages: two all-reduces, of N + 1 elements (N with a Layout) and of N; backward one of N, for the mean.
+
+    Raises:
+        ShapeError, PartitionError: an x that is not this rank's block or of such a dtype, or dims that P does not have.
+
+    Example:
+        >>> P, x = dd.Partition((1, 1)), torch.tensor([[1.0, 5.0], [3.0, 3.0]])
+        >>> F.dist_var(x, P, 0)
+        tensor([2., 2.])
     """
     x, L, grid, dims, at = _enter("dist_var", x, P, dim, SMOOTH)
     if at is None:
@@ -97,6 +121,14 @@ def dist_logsumexp(x: torch.Tensor, P: Place, dim: Dims, keepdim: bool = False) 
     """log Σ exp(x) over ``dim``, one or several, relative to the largest x of all ranks.
 
     Messages: one all-gather and one all-reduce, of N elements each; none backward.
+
+    Raises:
+        ShapeError, PartitionError: an x that is not this rank's block or of such a dtype, or dims that P does not have.
+
+    Example:
+        >>> P, x = dd.Partition((1, 1)), torch.tensor([[1.0, 5.0], [3.0, 3.0]])
+        >>> F.dist_logsumexp(x, P, 1)
+        tensor([5.0181, 3.6931])
     """
     x, L, grid, dims, at = _enter("dist_logsumexp", x, P, dim, FLOATING)
     if at is None:
@@ -116,12 +148,29 @@ def dist_max(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool =
     tensor has no maximum: ShapeError with a Layout, NaN without.
 
     Messages: one all-gather of 2N elements and one all-reduce of N (integers: an all-gather of N); none backward.
+
+    Raises:
+        ShapeError, PartitionError: an x that is not this rank's block or of such a dtype, or dims that P does not have.
+
+    Example:
+        >>> P, x = dd.Partition((1, 1)), torch.tensor([[1.0, 5.0], [3.0, 3.0]])
+        >>> F.dist_max(x, P, 1)
+        tensor([5., 3.])
     """
     return _extreme("dist_max", x, P, dim, keepdim, torch.amax)
 
 
 def dist_min(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: bool = False) -> torch.Tensor:
-    """The smallest element over ``dim``; as :func:`dist_max`."""
+    """The smallest element over ``dim``; as :func:`dist_max`.
+
+    Raises:
+        ShapeError, PartitionError: an x that is not this rank's block or of such a dtype, or dims that P does not have.
+
+    Example:
+        >>> P, x = dd.Partition((1, 1)), torch.tensor([[1.0, 5.0], [3.0, 3.0]])
+        >>> F.dist_min(x, P, 1)
+        tensor([1., 3.])
+    """
     return _extreme("dist_min", x, P, dim, keepdim, torch.amin)
 
 
@@ -179,6 +228,14 @@ def dist_norm(
         ord: any number; ``inf`` and ``-inf`` are the largest and the smallest |x|, and 0 counts what is not 0.
 
     Messages: one all-reduce of N elements (``inf``: as :func:`dist_max`); none backward.
+
+    Raises:
+        ShapeError, PartitionError: an x that is not this rank's block or of such a dtype, or dims that P does not have.
+
+    Example:
+        >>> P, x = dd.Partition((1, 1)), torch.tensor([[1.0, 5.0], [3.0, 3.0]])
+        >>> F.dist_norm(x, P, 0)
+        tensor([3.1623, 5.8310])
     """
     x, L, grid, dims, at = _enter("dist_norm", x, P, dim, SMOOTH)
     if abs(ord) == math.inf:
@@ -202,6 +259,11 @@ def dist_argmax(x: torch.Tensor, P: Place, dim: Dims | None = None, keepdim: boo
 
     Raises:
         ShapeError: the reduced dims have no element.
+
+    Example:
+        >>> P, x = dd.Partition((1, 1)), torch.tensor([[1.0, 5.0], [3.0, 3.0]])
+        >>> F.dist_argmax(x, P, 1)
+        tensor([1, 0])
     """
     x, L, grid, dims, at = _enter("dist_argmax", x, P, dim, REAL)
     if at is None:

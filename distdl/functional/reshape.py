@@ -1,4 +1,4 @@
-"""What networks need between layers: flatten and unflatten, pad and unpad, concatenate and stack, across a partition.
+"""What networks need between layers: flatten and unflatten, concatenate and stack, across a partition.
 
 Results lie in documented layouts, and each ``*_layout`` function gives the one that does not follow at a glance. No
 rank ever holds more than its blocks.
@@ -20,22 +20,17 @@ from ..agree import resolve
 from ..boxes import joined, row_major
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
-from ..movement.halo import HaloSpec, halo_exchange, sizes_of
-from ..partition import Layout, Partition, layout_of, partition_of
+from ..partition import Layout, Partition, as_layout, partition_of
 from ..plan import Axis, Side
 from ..ties import nothing
-from .enter import at_least, check_block, enter, outside, supposed
-from .window import kept
+from .enter import check_block, outside, supposed
 
 __all__ = [
     "cat_layout",
     "dist_cat",
     "dist_flatten",
-    "dist_pad",
     "dist_stack",
     "dist_unflatten",
-    "dist_unpad",
-    "pad_layout",
     "stack_layout",
 ]
 
@@ -92,7 +87,7 @@ def _flat_layout(P, shape) -> Layout:
             actual=partition_of(P).ndim,
             next_step="give the result a partition with one dim for each of its own",
         )
-    return layout_of(P, shape)
+    return as_layout(P, shape)
 
 
 def _in_between(L, flat):
@@ -132,6 +127,10 @@ def dist_flatten(
 
     Raises:
         PartitionError: partitions that do not fit the shapes.
+
+    Example:
+        >>> F.dist_flatten(torch.ones(2, 3, 4), dd.Partition((1, 1, 1)), dd.Partition((1, 1))).shape
+        torch.Size([2, 12])
     """
     grid = partition_of(P_out)
     (x,), layouts = resolve([x], P_in, shape, (grid,))
@@ -164,8 +163,12 @@ def dist_unflatten(
         shape: the *global* shape of the result, so nothing is negotiated.
 
     Messages: those of the flattening's adjoint.
+
+    Example:
+        >>> F.dist_unflatten(torch.ones(2, 12), dd.Partition((1, 1)), dd.Partition((1, 1, 1)), (2, 3, 4)).shape
+        torch.Size([2, 3, 4])
     """
-    L = layout_of(P_out, tuple(shape))
+    L = as_layout(P_out, tuple(shape))
     flat = _flat_layout(P_in, _flat_shape(L, start_dim))
     between = _in_between(L, flat)
     A = _flattening(L, flat).T if between is None else maps.repartition(between, L)
@@ -174,107 +177,6 @@ def dist_unflatten(
         x = x.reshape(A.in_shape)
     y = A(x)
     return y.reshape(L.local_shape()) if y.numel() else nothing(L.local_shape(), y)
-
-
-# ---------------------------------------------------------------- pad
-
-_BOUNDARY = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
-
-
-def _pads(ndim, pad):
-    """``pad``, in torch's order (the last dim first), as (before, after) of each dim."""
-    pad = sizes_of(pad, "pad")
-    if len(pad) % 2 or len(pad) > 2 * ndim:
-        raise PartitionError(
-            "pad needs two numbers for each padded dim",
-            actual=pad,
-            expected=f"an even number, at most {2 * ndim}",
-            next_step="give (before, after) for the last dim, then the one before it, as torch does",
-        )
-    pairs = [tuple(pad[i : i + 2]) for i in range(0, len(pad), 2)][::-1]
-    return (*((0, 0),) * (ndim - len(pairs)), *pairs)
-
-
-@checked
-def pad_layout(L: Layout, pad: Sequence[int]) -> Layout:
-    """The layout of :func:`dist_pad`'s result for an x of layout ``L``: splits stay where sizes do, else balanced."""
-    shape = [n + a + b for n, (a, b) in zip(L.shape, _pads(L.ndim, pad))]
-    if min(shape, default=0) < 0:
-        raise PartitionError(
-            "more is cut off than there is",
-            expected="sizes >= 0",
-            actual=pad,
-            next_step="cut off less",
-        )
-    return L.with_shape(shape)
-
-
-@lru_cache(maxsize=1024)
-def _padding(L: Layout, out: Layout, pairs, boundary) -> HaloSpec:
-    return HaloSpec.needs(L, None, out, lambda d, o0, o1: (o0 - pairs[d][0], o1 - pairs[d][0]), boundary)
-
-
-def dist_pad(
-    x: torch.Tensor,
-    P: Place,
-    pad: Sequence[int],
-    mode: str = "constant",
-    value: float = 0,
-    *,
-    shape: Sequence[int] | None = None,
-) -> torch.Tensor:
-    """Pad, or cut where ``pad`` is negative, as torch.nn.functional.pad.
-
-    Args:
-        x: this rank's block, any dtype and number of dims.
-        P: partition or Layout of x.
-        pad: (before, after) of the last dim, then of the one before, and so on.
-        mode: "constant", "reflect", "replicate" or "circular" (here on any dims; torch knows the last ones only).
-        value: what "constant" fills with.
-        shape: the global shape of x; left out with a bare partition, it is negotiated.
-
-    Returns:
-        This rank's block, of layout :func:`pad_layout`.
-
-    Messages: one halo exchange: from each rank that holds some of the result's block, just that part; backward its
-    transpose.
-
-    Raises:
-        PartitionError: an unknown mode, an odd number of pads, a reflection beyond the tensor, or more cut than there
-            is.
-    """
-    if mode not in _BOUNDARY:
-        raise PartitionError(
-            "no such mode",
-            expected=sorted(_BOUNDARY),
-            actual=mode,
-            next_step="use one of them",
-        )
-    if mode != "constant" and value:
-        raise PartitionError(
-            f"mode '{mode}' takes no value",
-            expected=0,
-            actual=value,
-            next_step="leave value out, or use mode 'constant'",
-        )
-    x, L, at = enter(x, P, shape=shape)
-    pairs = _pads(partition_of(P).ndim, pad)
-    if at is None:
-        return outside(x, like=L and pad_layout(at_least(L, [-a - b for a, b in pairs]), pad))
-    spec = _padding(L, pad_layout(L, pad), pairs, _BOUNDARY[mode])
-    y = halo_exchange(x, spec)
-    if not value:
-        return kept(y, x)
-    beyond = torch.zeros((), dtype=torch.bool, device=y.device)
-    for d, ((lo, hi), n) in enumerate(zip(spec.out_box, L.shape)):
-        place = torch.arange(lo, hi, device=y.device).reshape(-1, *(1,) * (L.ndim - d - 1))
-        beyond = beyond | (place < 0) | (place >= n)
-    return kept(torch.where(beyond, value, y).to(y.dtype), x)
-
-
-def dist_unpad(x: torch.Tensor, P: Place, pad: Sequence[int], *, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """Cut ``pad`` elements off, given as for :func:`dist_pad`, whose inverse this is; same layout rule and messages."""
-    return dist_pad(x, P, [-n for n in pad], shape=shape)
 
 
 # ---------------------------------------------------------------- concatenate and stack
@@ -308,7 +210,13 @@ def _as_the_first(layouts, dim):
 
 
 def cat_layout(layouts: Sequence[Layout], dim: int = 0) -> Layout:
-    """The layout of :func:`dist_cat`'s result: balanced blocks along ``dim``, the others as they are."""
+    """The layout of :func:`dist_cat`'s result: balanced blocks along ``dim``, the others as they are.
+
+    Example:
+        >>> P = dd.Partition((2,))
+        >>> F.cat_layout([dd.Layout(P, (3,)), dd.Layout(P, (4,))], 0).shape
+        (7,)
+    """
     first, (dim,) = layouts[0], layouts[0].partition.dims(dim)
     _check_same(layouts, dim)
     splits = list(first.splits or (None,) * first.ndim)
@@ -348,7 +256,7 @@ def _enter(xs, P, dim, shapes):
             next_step="give as many layouts (or shapes) as tensors, and at least one tensor",
         )
     if shapes is not None:
-        layouts = [layout_of(Q, tuple(shape)) for Q, shape in zip(layouts, shapes)]
+        layouts = [as_layout(Q, tuple(shape)) for Q, shape in zip(layouts, shapes)]
     if not all(isinstance(Q, Layout) for Q in layouts):
         if any(layouts[0] != Q for Q in layouts):
             raise PartitionError(
@@ -393,6 +301,11 @@ def dist_cat(
 
     Raises:
         PartitionError: tensors whose other dims lie differently.
+
+    Example:
+        >>> P = dd.Partition((1,))
+        >>> F.dist_cat([torch.tensor([1]), torch.tensor([2, 3])], P, 0)
+        tensor([1, 2, 3])
     """
     xs, layouts, at = _enter(xs, P, dim, shapes)
     if at is None:
@@ -402,7 +315,12 @@ def dist_cat(
 
 @checked
 def stack_layout(L: Layout, dim: int = 0, n: int = 1) -> Layout:
-    """The layout of :func:`dist_stack`'s result: L with a new dim of size ``n``, not split."""
+    """The layout of :func:`dist_stack`'s result: L with a new dim of size ``n``, not split.
+
+    Example:
+        >>> F.stack_layout(dd.Layout(dd.Partition((2,)), (3,)), 0, 5).shape
+        (5, 3)
+    """
     P, at = L.partition, dim + L.ndim + 1 if dim < 0 else dim
     if not 0 <= at <= L.ndim:
         raise PartitionError(
@@ -430,6 +348,12 @@ def dist_stack(
 
     Returns:
         This rank's block, of layout :func:`stack_layout`: over the same ranks, with a dim of size 1 more. No messages.
+
+    Example:
+        >>> P = dd.Partition((1,))
+        >>> F.dist_stack([torch.tensor([1, 2]), torch.tensor([3, 4])], P, 0)
+        tensor([[1, 2],
+                [3, 4]])
     """
     xs, layouts, at = _enter(xs, P, None, shapes)
     if at is None:

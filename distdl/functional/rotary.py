@@ -32,6 +32,12 @@ def rotary_embedding(
 
     Raises:
         ShapeError: an odd number of features, or not one position for each row.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0]])  # two rows, at the places 0 and 1
+        >>> F.rotary_embedding(x, torch.tensor([0, 1]))
+        tensor([[1.0000, 0.0000],
+                [0.5403, 0.8415]])
     """
     check_kind(x, FLOATING)
     if x.dim() < 2 or x.shape[-1] % 2 or tuple(positions.shape) != (x.shape[-2],):

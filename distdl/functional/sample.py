@@ -187,6 +187,12 @@ def sample_index(L: Layout, points: torch.Tensor, *, order: int = 1, boundary: s
     Raises:
         AgreementError: on every rank, where some rank's points are no finite floating tensor (points, dims).
         PartitionError: no such order or boundary, or no grid point. ShapeError: points are a batch of vmap.
+
+    Example:
+        >>> L, points = dd.Layout(dd.Partition((1,)), (3,)), torch.tensor([[0.5], [1.25]])
+        >>> index = F.sample_index(L, points)  # once, for many fields
+        >>> F.dist_sample(torch.tensor([0.0, 10.0, 20.0]), L, points, index=index)
+        tensor([ 5.0000, 12.5000])
     """
     check_ndim(laid_out(L), 1)
     G, fault = _checked(L, points, order, boundary)
@@ -288,6 +294,11 @@ def dist_sample(
 
     Raises:
         AgreementError, PartitionError, ShapeError: as :func:`sample_index`; or an index of other points.
+
+    Example:
+        >>> grid = torch.tensor([0.0, 10.0, 20.0])
+        >>> F.dist_sample(grid, dd.Partition((1,)), torch.tensor([[0.5], [1.25]]))
+        tensor([ 5.0000, 12.5000])
     """
     x, L, at = enter(x, P, shape=shape, kinds=SMOOTH, least=1)
     if at is None:
@@ -324,6 +335,11 @@ def dist_deposit(
 
     Raises:
         As :func:`dist_sample`; ShapeError: not one value for each point.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1,)), (3,))
+        >>> F.dist_deposit(torch.tensor([8.0]), torch.tensor([[1.25]]), L)
+        tensor([0., 6., 2.])
     """
     check_ndim(laid_out(L), 1)
     if L.box() is None:

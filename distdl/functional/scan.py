@@ -132,6 +132,11 @@ def dist_scan(
     Raises:
         ShapeError: a has not b's shape, ``initial`` not b's without ``dim``, or blocks that are not P's.
         PartitionError: no such dim.
+
+    Example:
+        >>> a, b = torch.tensor([0.5, 0.5]), torch.tensor([1.0, 1.0])
+        >>> F.dist_scan(a, b, dd.Partition((1,)), 0)  # h = a h + b
+        tensor([1.0000, 1.5000])
     """
     grid = partition_of(P)
     dim = grid.dim(dim)
@@ -201,6 +206,10 @@ def dist_cumsum(
 
     Raises:
         ShapeError: x is not this rank's block. PartitionError: no such dim.
+
+    Example:
+        >>> F.dist_cumsum(torch.tensor([1, 2, 3]), dd.Partition((1,)), 0)
+        tensor([1, 3, 6])
     """
     return _cumulative("dist_cumsum", x, P, dim, reverse, shape, torch.cumsum, lambda x, d: x.sum(d, True))
 
@@ -217,6 +226,10 @@ def dist_cumprod(
 
     Raises:
         ShapeError: x is not this rank's block. PartitionError: no such dim.
+
+    Example:
+        >>> F.dist_cumprod(torch.tensor([1, 2, 3]), dd.Partition((1,)), 0)
+        tensor([1, 2, 6])
     """
     return _cumulative("dist_cumprod", x, P, dim, reverse, shape, torch.cumprod, lambda x, d: x.prod(d, True))
 
@@ -277,6 +290,10 @@ def associative_scan(fn: Callable[[Any, Any], Any], xs: Any, P: Place, dim: int,
         ShapeError: xs are not tensors of one size along ``dim`` over ``P``, or ``fn`` returns another structure, other
             shapes or dtypes.
         PartitionError: no such dim.
+
+    Example:
+        >>> F.associative_scan(torch.maximum, torch.tensor([1, 3, 2]), dd.Partition((1,)), 0)
+        tensor([1, 3, 3])
     """
     grid = partition_of(P)
     dim, at = grid.dim(dim), grid.index()

@@ -33,6 +33,12 @@ def dist_spmv(x: torch.Tensor, index: Index, rows: torch.Tensor, values: torch.T
 
     Raises:
         ShapeError: rows and values that are not one for each column, or a row outside of the block.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1,)), (2,))
+        >>> index = dd.Index(L, torch.tensor([0, 1, 1]))  # the columns of three entries
+        >>> F.dist_spmv(torch.tensor([1.0, 10.0]), index, torch.tensor([0, 0, 1]), torch.tensor([1.0, 2.0, 3.0]), L)
+        tensor([21., 30.])
     """
     if not isinstance(index, Index) or not isinstance(L_out, Layout) or not L_out.ndim:
         raise PartitionError(

@@ -69,6 +69,10 @@ def spectral_layout(P: Place, modes: Keeps, in_channels: int, out_channels: int,
         P: partition or Layout of x.
         modes: as there.
         real: whether x is.
+
+    Example:
+        >>> F.spectral_layout(dd.Partition((1, 1, 2)), 3, 6, 4).shape
+        (6, 4, 3)
     """
     S, kept = spectral_grid(P, modes, bool(real))
     dims = tuple(range(2, S.ndim))
@@ -111,6 +115,11 @@ def dist_spectral_conv(
     Raises:
         PartitionError: fewer than 3 dims, modes that a dim does not have.
         ShapeError: w that is not this rank's block.
+
+    Example:
+        >>> x, w = torch.ones(1, 1, 4), torch.ones(1, 1, 1, dtype=torch.complex64)
+        >>> F.dist_spectral_conv(x, w, dd.Partition((1, 1, 1)), 1).shape
+        torch.Size([1, 1, 4])
     """
     check_norm(norm)
     modes, where = _modes(P, modes), partition_of(P)

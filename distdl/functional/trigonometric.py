@@ -168,6 +168,10 @@ def dist_dctn(
     Raises:
         PartitionError: dims, type, s or norm that do not fit; a tensor of one dim that ranks split.
         ShapeError: half precision, outside of autocast.
+
+    Example:
+        >>> F.dist_dctn(torch.tensor([1.0, 1.0]), dd.Partition((1,)), 0).shape
+        torch.Size([2])
     """
     return _trigonometric("dist_dctn", False, False, x, P, dims, type, s, norm, P_out, shape)
 
@@ -188,6 +192,11 @@ def dist_idctn(
     Args:
         s: the sizes of the result: higher wave numbers of x are cut off, or taken as zeros.
         P_out: ``None``: ``fft_layout(L, dims, inverse=True, s=s)``, from which :func:`dist_dctn` comes to that of x.
+
+    Example:
+        >>> P, x = dd.Partition((1,)), torch.tensor([1.0, 3.0])
+        >>> F.dist_idctn(F.dist_dctn(x, P, 0), P, 0).round()
+        tensor([1., 3.])
     """
     return _trigonometric("dist_idctn", False, True, x, P, dims, type, s, norm, P_out, shape)
 
@@ -206,7 +215,12 @@ def dist_dstn(
     """The sine transform over ``dims``, as scipy.fft.dstn. For fields that are zero at the boundary: type 1 where the
     next points beyond the last ones are it, 2 Σ_j x[j] sin(π (j+1)(k+1) / (n+1)), type 2 where it is half a step away.
     Otherwise as :func:`dist_dctn`; a wave number is its place and one: 1 .. n, and the factor of norm "forward" is
-    1/2n (of type 1: 1/2(n+1))."""
+    1/2n (of type 1: 1/2(n+1)).
+
+    Example:
+        >>> F.dist_dstn(torch.tensor([1.0, 1.0]), dd.Partition((1,)), 0).shape
+        torch.Size([2])
+    """
     return _trigonometric("dist_dstn", True, False, x, P, dims, type, s, norm, P_out, shape)
 
 
@@ -222,5 +236,11 @@ def dist_idstn(
     shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """The inverse of :func:`dist_dstn` of the same type and norm, as scipy.fft.idstn; arguments as for
-    :func:`dist_idctn`."""
+    :func:`dist_idctn`.
+
+    Example:
+        >>> P, x = dd.Partition((1,)), torch.tensor([1.0, 3.0])
+        >>> F.dist_idstn(F.dist_dstn(x, P, 0), P, 0).round()
+        tensor([1., 3.])
+    """
     return _trigonometric("dist_idstn", True, True, x, P, dims, type, s, norm, P_out, shape)

@@ -10,14 +10,23 @@ from .._types import Place, Tree
 from ..boxes import is_int
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
-from ..partition import Layout, layout_of, partition_of
+from ..partition import Layout, as_layout, partition_of
 from ..plan import Axis, Run, Side
 from .call import by_layout, by_map, laid_out, moved, on_one_rank, rule
 
 
 @rule
 def repartition_map(where: Layout, P_out: Place) -> LinearMap:
-    """Blocks of one layout -> blocks of another, of the same global shape (an all-to-all in general)."""
+    """Blocks of one layout -> blocks of another, of the same global shape (an all-to-all in general).
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> A = dd.maps.repartition(dd.Layout(dd.Partition((2, 1)), (4, 4)), dd.Partition((1, 2)))
+        >>> dd.viz.messages(A)  # (from, to, elements)
+        [(0, 0, 4), (0, 1, 4), (1, 0, 4), (1, 1, 4)]
+    """
     where, P = laid_out(where), partition_of(P_out)
     if P.ndim != where.ndim:
         raise PartitionError(
@@ -35,7 +44,7 @@ def repartition_map(where: Layout, P_out: Place) -> LinearMap:
             actual=P_out.shape,
             next_step="use layouts of one global shape",
         )
-    return movement("repartition", Side.of(where), Side.of(layout_of(P_out, where.shape)))
+    return movement("repartition", Side.of(where), Side.of(as_layout(P_out, where.shape)))
 
 
 @opaque
@@ -49,13 +58,35 @@ def repartition(x: Tree, P_in: Place, P_out: Place, *, shape: Sequence[int] | No
 
     Returns:
         This rank's block over ``P_out``. Adjoint: the repartition back.
+
+    Raises:
+        PartitionError, ShapeError: partitions that do not fit x, or an x that is not this rank's block.
+        AgreementError: on every rank of a bare partition, where blocks or calls disagree.
+
+    Example:
+        >>> rows, columns = dd.Partition((1, 1)), dd.Partition((1, 1))
+        >>> F.repartition(torch.eye(2), rows, columns)  # blocks of rows to blocks of columns
+        tensor([[1., 0.],
+                [0., 1.]])
     """
     return moved(*by_layout(x, P_in, shape, repartition_map, P_out, to=P_out))
 
 
 @rule
 def scatter_map(where: Layout, root: int = 0) -> LinearMap:
-    """The whole tensor on rank ``root`` -> the blocks of ``where``. Adjoint: gather."""
+    """The whole tensor on rank ``root`` -> the blocks of ``where``. Adjoint: gather.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1,)), (3,))
+        >>> A = dd.maps.scatter(L)
+        >>> A.T(A(torch.arange(3)))
+        tensor([0, 1, 2])
+    """
     where = laid_out(where)
     one = Layout(on_one_rank(root, where.ndim, where.partition.world), where.shape)
     return movement("scatter", Side.of(one), Side.of(where))
@@ -68,17 +99,37 @@ def scatter(x: Tree, P: Place, *, root: int = 0, shape: Sequence[int] | None = N
     Args:
         x: the global tensor on ``root``, ignored elsewhere.
         shape: its shape; left out (and without a Layout), it is negotiated.
+
+    Raises:
+        PartitionError, ShapeError: partitions that do not fit x, or an x that is not this rank's block.
+        AgreementError: on every rank of a bare partition, where blocks or calls disagree.
+
+    Example:
+        >>> F.scatter(torch.arange(3), dd.Partition((1,)))  # each rank its block of root's tensor
+        tensor([0, 1, 2])
     """
     where = partition_of(P)
     if where is not P or shape is not None:
-        return moved(*by_map(x, scatter_map(layout_of(P, shape), root)))
+        return moved(*by_map(x, scatter_map(as_layout(P, shape), root)))
     one = on_one_rank(root, where.ndim, where.world)
     return moved(*by_layout(x, one, None, lambda L: scatter_map(Layout(where, L.shape), root), to=where))
 
 
 @rule
 def gather_map(where: Layout, root: int = 0) -> LinearMap:
-    """Blocks -> the whole tensor on rank ``root``. Adjoint: scatter."""
+    """Blocks -> the whole tensor on rank ``root``. Adjoint: scatter.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1,)), (3,))
+        >>> A = dd.maps.gather(L)
+        >>> A.T(A(torch.arange(3)))
+        tensor([0, 1, 2])
+    """
     where = laid_out(where)
     one = Layout(on_one_rank(root, where.ndim, where.partition.world), where.shape)
     return movement("gather", Side.of(where), Side.of(one))
@@ -86,7 +137,18 @@ def gather_map(where: Layout, root: int = 0) -> LinearMap:
 
 @opaque
 def gather(x: Tree, P: Place, *, root: int = 0, shape: Sequence[int] | None = None) -> Tree:
-    """Collect the blocks of ``x`` over ``P`` as one tensor on rank ``root``. Adjoint: scatter."""
+    """Collect the blocks of ``x`` over ``P`` as one tensor on rank ``root``. Adjoint: scatter.
+
+    Messages: one from each rank with a block to ``root``.
+
+    Raises:
+        PartitionError, ShapeError: partitions that do not fit x, or an x that is not this rank's block.
+        AgreementError: on every rank of a bare partition, where blocks or calls disagree.
+
+    Example:
+        >>> F.gather(torch.arange(3), dd.Partition((1,)))
+        tensor([0, 1, 2])
+    """
     where = partition_of(P)
     one = on_one_rank(root, where.ndim, where.world)
     return moved(*by_layout(x, P, shape, gather_map, root, to=one))
@@ -94,7 +156,19 @@ def gather(x: Tree, P: Place, *, root: int = 0, shape: Sequence[int] | None = No
 
 @rule
 def roll_map(where: Layout, dim: int, by: int) -> LinearMap:
-    """Blocks -> the same blocks of ``torch.roll(x, by, dim)`` of the *global* tensor. Adjoint: the roll by ``-by``."""
+    """Blocks -> the same blocks of ``torch.roll(x, by, dim)`` of the *global* tensor. Adjoint: the roll by ``-by``.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1,)), (3,))
+        >>> A = dd.maps.roll(L, 0, 1)
+        >>> A.T(A(torch.arange(3)))
+        tensor([0, 1, 2])
+    """
     where = laid_out(where)
     dim, held = where.partition.dim(dim), Side.of(where)
     if not is_int(by):
@@ -124,5 +198,13 @@ def roll(x: Tree, P: Place, dim: int, by: int, *, shape: Sequence[int] | None = 
         x: this rank's block over ``P``, any dtype; blocks may be uneven or empty.
         dim, by: a dim, and by how many elements of it, negative ones towards its beginning.
         shape: the global shape; left out (and without a Layout), block sizes are negotiated.
+
+    Raises:
+        PartitionError, ShapeError: partitions that do not fit x, or an x that is not this rank's block.
+        AgreementError: on every rank of a bare partition, where blocks or calls disagree.
+
+    Example:
+        >>> F.roll(torch.arange(4), dd.Partition((1,)), 0, 1)
+        tensor([3, 0, 1, 2])
     """
     return moved(*by_layout(x, P, shape, roll_map, dim, by))

@@ -56,7 +56,11 @@ def rule(build: Callable[_Arguments, _Map]) -> Callable[_Arguments, _Map]:
 
 @rule
 def transposed(name: str, A: LinearMap) -> LinearMap:
-    """The transpose of a movement as a movement of its own name."""
+    """The transpose of a movement as a movement of its own name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+    """
     return movement(name, A.plan.wanted, A.plan.held)
 
 

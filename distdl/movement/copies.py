@@ -13,6 +13,7 @@ from typing import Any
 from .. import _torch
 from .._types import Dims, Place, Tree
 from ..agree import negotiate, outside
+from ..boxes import is_int
 from ..errors import PartitionError
 from ..held import name_when_checking, tag
 from ..linear_map import LinearMap, Move, Space, movement
@@ -30,6 +31,16 @@ def broadcast_map(P_src: Place, P_dst: Partition, shape: Sequence[int] | None = 
     """The tensor of each rank of ``P_src`` -> its copies on ``P_dst``, numpy-like. Adjoint: sum_reduce.
 
     ``P_src`` may be a Layout (then blocks may differ in size); otherwise ``shape`` is the copied tensor's own shape.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> P, shape = dd.Partition((1,)), (2,)
+        >>> dd.maps.broadcast(P, P, shape)(torch.ones(2))
+        tensor([1., 1.])
     """
     where, tensor = tensor_axes(P_src, shape)
     src = left_padded(where, P_dst)
@@ -54,6 +65,15 @@ def broadcast(x: Tree, P_src: Place, P_dst: Place, *, shape: Sequence[int] | Non
         x: any shape; it may differ between the ranks of ``P_src``.
         P_src, P_dst: like numpy shapes: ``P_src`` is padded with 1s on the left, and each dim is equal or 1.
         shape: the copied tensor's own shape, when it is the same on all ranks; left out, shapes are negotiated.
+
+    Raises:
+        PartitionError: partitions whose dims are neither equal nor 1 where they should be.
+        AgreementError: on every rank, where shapes, dtypes or calls disagree.
+
+    Example:
+        >>> P = dd.Partition((1,))
+        >>> F.broadcast(torch.tensor([1.0, 2.0]), P, P)  # of P_src = Partition((1,)) to any P_dst
+        tensor([1., 2.])
     """
     return moved(*_copying(x, P_src, P_dst, shape))
 
@@ -61,13 +81,36 @@ def broadcast(x: Tree, P_src: Place, P_dst: Place, *, shape: Sequence[int] | Non
 @rule
 def sum_reduce_map(P_src: Partition, P_dst: Place, shape: Sequence[int] | None = None) -> LinearMap:
     """Tensors of ``P_src`` -> their sums on the smaller ``P_dst``: broadcast's transpose, with its arguments
-    swapped."""
+    swapped.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> P, shape = dd.Partition((1,)), (2,)
+        >>> dd.maps.sum_reduce(P, P, shape)(torch.ones(2))
+        tensor([1., 1.])
+    """
     return transposed("sum_reduce", broadcast_map(P_dst, P_src, shape))
 
 
 @_torch.opaque
 def sum_reduce(x: Tree, P_src: Place, P_dst: Place, *, shape: Sequence[int] | None = None) -> Tree:
-    """Sum the tensors of ``P_src`` along the dims in which ``P_dst`` is 1. Adjoint: broadcast."""
+    """Sum the tensors of ``P_src`` along the dims in which ``P_dst`` is 1. Adjoint: broadcast.
+
+    Raises:
+        PartitionError: partitions whose dims are neither equal nor 1 where they should be.
+        AgreementError: on every rank, where shapes, dtypes or calls disagree.
+
+    Messages: one from each rank to that which has its sum; or the engine's own reduction.
+
+    Example:
+        >>> P = dd.Partition((1,))
+        >>> F.sum_reduce(torch.tensor([1.0, 2.0]), P, P)
+        tensor([1., 2.])
+    """
     return moved(*_copying(x, P_dst, P_src, shape, summed=True))
 
 
@@ -198,12 +241,25 @@ def _grid_dims(dims: Any) -> Any:
             actual=dims,
             next_step="name the partition dims to sum over; tensor dims stay as they are",
         )
-    return tuple(dims) if isinstance(dims, (list, set)) else dims
+    if type(dims) is tuple or not hasattr(dims, "__iter__") or is_int(dims):
+        return dims
+    return tuple(dims)  # hashable, as lists and arrays are not
 
 
 @rule
 def all_sum_reduce_map(where: Place, shape: Sequence[int] | None = None, dims: Dims = None) -> LinearMap:
-    """Every rank gets the sum over its fibre along ``dims``: sum_reduce, then broadcast. Its own adjoint."""
+    """Every rank gets the sum over its fibre along ``dims``: sum_reduce, then broadcast. Its own adjoint.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> A = dd.maps.all_sum_reduce(dd.Partition((1,)), (2,))
+        >>> A(torch.ones(2)), A.T(torch.ones(2))
+        (tensor([1., 1.]), tensor([1., 1.]))
+    """
     _, summed, _ = _all_sum(where, shape, dims)
     return movement("all_sum_reduce", summed.held, summed.wanted)
 
@@ -211,14 +267,32 @@ def all_sum_reduce_map(where: Place, shape: Sequence[int] | None = None, dims: D
 @_torch.opaque
 def all_sum_reduce(x: Tree, P: Place, dims: Dims = None) -> Tree:
     """The sum over partition dims ``dims`` (None: all), on every rank: k varying copies. Its own adjoint. No
-    negotiation."""
+    negotiation.
+
+    Raises:
+        PartitionError: no such dims of P, or ranks beyond the world.
+        ShapeError: x is no tensor, and no pytree of tensors.
+
+    Example:
+        >>> F.all_sum_reduce(torch.tensor([1.0, 2.0]), dd.Partition((1,)))  # on k ranks: k times that
+        tensor([1., 2.])
+    """
     along = _grid_dims(dims)
     return moved(*by_shape(x, P, lambda shape: all_sum_reduce_map(P, shape, along)))
 
 
 @rule
 def mark_varying_map(where: Place, shape: Sequence[int] | None = None, dims: Dims = None) -> LinearMap:
-    """Invariant -> varying along ``dims``: the identity, whose adjoint is the all-reduce. Megatron's f, JAX's pvary."""
+    """Invariant -> varying along ``dims``: the identity, whose adjoint is the all-reduce. Megatron's f, JAX's pvary.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> A = dd.maps.mark_varying(dd.Partition((1,)), (2,))
+        >>> A(torch.ones(2)), A.T(torch.ones(2))
+        (tensor([1., 1.]), tensor([1., 1.]))
+    """
     same, summed, copies = _all_sum(where, shape, dims)
     return LinearMap((Move("mark_varying", same, summed, domain=Space(copies)),))
 
@@ -230,6 +304,15 @@ def mark_varying(x: Tree, P: Place, dims: Dims = None) -> Tree:
     Data parallelism is ``w = F.mark_varying(w, P)``: every rank uses its copy, and the gradient is their sum. A layer
     with ``params="invariant"`` that gets the result itself does not sum over these ranks again. It changes no shape: a
     rank outside ``P`` gets back what it passed.
+
+    Raises:
+        PartitionError: no such dims of P, or ranks beyond the world.
+        ShapeError: x is no tensor, and no pytree of tensors.
+
+    Example:
+        >>> w = F.mark_varying(torch.tensor(2.0, requires_grad=True), dd.Partition((1,)))
+        >>> (3 * w).item()  # and the gradient is summed over the ranks
+        6.0
     """
     where = partition_of(P)
     if not where.active:
@@ -238,13 +321,22 @@ def mark_varying(x: Tree, P: Place, dims: Dims = None) -> Tree:
     name_when_checking(x)
     along = _grid_dims(dims)
     y = moved(*by_shape(x, P, lambda shape: mark_varying_map(P, shape, along)))
-    tag(y, x, P, dims)
+    tag(y, x, P, along)
     return y
 
 
 @rule
 def invariant_sum_map(where: Place, shape: Sequence[int] | None = None, dims: Dims = None) -> LinearMap:
-    """Varying -> invariant: the all-reduce along ``dims``, whose adjoint is the identity. Megatron's g, JAX's psum."""
+    """Varying -> invariant: the all-reduce along ``dims``, whose adjoint is the identity. Megatron's g, JAX's psum.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> A = dd.maps.invariant_sum(dd.Partition((1,)), (2,))
+        >>> A(torch.ones(2)), A.T(torch.ones(2))
+        (tensor([1., 1.]), tensor([1., 1.]))
+    """
     same, summed, copies = _all_sum(where, shape, dims)
     return LinearMap((Move("invariant_sum", summed, same, range=Space(copies)),))
 
@@ -252,6 +344,15 @@ def invariant_sum_map(where: Place, shape: Sequence[int] | None = None, dims: Di
 @_torch.opaque
 def invariant_sum(x: Tree, P: Place, dims: Dims = None) -> Tree:
     """Varying -> invariant: the all-reduce along ``dims``, whose adjoint is the identity. What losses should end
-    with."""
+    with.
+
+    Raises:
+        PartitionError: no such dims of P, or ranks beyond the world.
+        ShapeError: x is no tensor, and no pytree of tensors.
+
+    Example:
+        >>> F.invariant_sum(torch.tensor(2.0), dd.Partition((1,)))  # one value, known to all ranks
+        tensor(2.)
+    """
     along = _grid_dims(dims)
     return moved(*by_shape(x, P, lambda shape: invariant_sum_map(P, shape, along)))

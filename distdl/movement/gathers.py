@@ -26,7 +26,19 @@ def _gather_layout(where: Layout, dims: tuple[int, ...]) -> LinearMap:
 
 
 def all_gather_map(where: Layout, dims: Dims = None) -> LinearMap:
-    """Blocks -> the whole along ``dims``, on every rank of the fibre. Adjoint: reduce_scatter."""
+    """Blocks -> the whole along ``dims``, on every rank of the fibre. Adjoint: reduce_scatter.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1,)), (3,))
+        >>> A = dd.maps.all_gather(L)
+        >>> A.T(A(torch.arange(3)))
+        tensor([0, 1, 2])
+    """
     return _gather_layout(where, laid_out(where).partition.dims(dims))
 
 
@@ -50,6 +62,11 @@ def gathering(
         shape: the gathered tensor's shape on this rank.
         pairs: {tensor dim: partition dim} that it is gathered along.
         sizes: {tensor dim: block sizes}; default balanced.
+
+    No messages until it is applied: then one to each rank along the dims.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
     """
     return _gathering(P, tuple(shape), tuple(pairs.items()), tuple(sizes.items()) if sizes else None)
 
@@ -61,6 +78,14 @@ def all_gather(x: Tree, P: Place, dims: Dims | dict[int, int] = None, *, shape: 
     Args:
         dims: tensor dims that are also partition dims, or {tensor dim: partition dim}; ``None``: all.
         shape: shape of the gathered tensor on this rank; left out, block sizes are negotiated.
+
+    Raises:
+        PartitionError, ShapeError: partitions that do not fit x, or an x that is not this rank's block.
+        AgreementError: on every rank of a bare partition, where blocks or calls disagree.
+
+    Example:
+        >>> F.all_gather(torch.arange(3), dd.Layout(dd.Partition((1,)), (3,)))
+        tensor([0, 1, 2])
     """
     if isinstance(P, Layout):
         return moved(*by_layout(x, P, shape, all_gather_map, _layout_dims(P, dims)))
@@ -77,7 +102,19 @@ def all_gather(x: Tree, P: Place, dims: Dims | dict[int, int] = None, *, shape: 
 
 
 def reduce_scatter_map(where: Layout, dims: Dims = None) -> LinearMap:
-    """Every rank's whole (along ``dims``) -> the sum's blocks of ``where``. Adjoint: all_gather."""
+    """Every rank's whole (along ``dims``) -> the sum's blocks of ``where``. Adjoint: all_gather.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1,)), (3,))
+        >>> A = dd.maps.reduce_scatter(L)
+        >>> A.T(A(torch.arange(3)))
+        tensor([0, 1, 2])
+    """
     return transposed("reduce_scatter", all_gather_map(where, dims))
 
 
@@ -89,6 +126,14 @@ def reduce_scatter(x: Tree, P: Place, dims: Dims | dict[int, int] = None) -> Tre
     Args:
         x: whole along ``dims`` on every rank; a Layout's splits, else balanced blocks, say who keeps what.
         dims: as for :func:`all_gather`.
+
+    Raises:
+        PartitionError: no such dims of P, or ranks beyond the world.
+        ShapeError: x is no tensor, and no pytree of tensors.
+
+    Example:
+        >>> F.reduce_scatter(torch.arange(3), dd.Layout(dd.Partition((1,)), (3,)))
+        tensor([0, 1, 2])
     """
     if isinstance(P, Layout):
         return moved(*by_map(x, reduce_scatter_map(P, _layout_dims(P, dims))))

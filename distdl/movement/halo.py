@@ -1,7 +1,7 @@
-"""Halos: which window of the global tensor each rank needs, and the exchange of it.
+"""Halos: which window of the global tensor each rank needs, and the exchange of it. Specs are pure.
 
 A boundary condition is one index function: ghost index -> real index (boundary.py). Its ghosts are runs of the wanted
-side of a plan, so corners, halos wider than a neighbour's block, and the adjoint need no code of their own.
+side of a plan, so corners, wide halos and the adjoint need no code of their own; bad specs are errors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .._value import Value
 from ..boxes import is_bool, is_int
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
-from ..partition import Layout, layout_of
+from ..partition import Layout, as_layout
 from ..plan import Axis, Plan, Run, Side
 from .around import Whole
 from .boundary import Boundaries, Boundary, check_reach, clipped, runs_of, settled, without_zeros
@@ -113,6 +113,10 @@ class HaloSpec(Value):
     Raises:
         PartitionError: negative widths, an unknown boundary, a circular side opposite another, or a reflection that
             reaches beyond the tensor.
+
+    Example:
+        >>> dd.HaloSpec(dd.Partition((3,)), (10,), 1).windows
+        (((0, 5), (3, 8), (6, 10)),)
     """
 
     in_layout: Layout
@@ -143,7 +147,7 @@ class HaloSpec(Value):
                     next_step="HaloSpec(layout, left, right), or HaloSpec(partition, shape, left, right)",
                 )
             left, right, shape = shape, left, None
-        layout = layout_of(P, shape)
+        layout = as_layout(P, shape)
         try:
             lefts = tuple(as_int(n) for n in per_dim(left, layout.ndim, "left"))
             rights = tuple(as_int(n) for n in per_dim(left if right is None else right, layout.ndim, "right"))
@@ -206,7 +210,7 @@ class HaloSpec(Value):
             PartitionError: an output of another number of dims or in another world, or ``need`` gives no range; and as
                 :class:`HaloSpec`.
         """
-        in_layout = layout_of(P, shape)
+        in_layout = as_layout(P, shape)
         out_layout = out_shape if isinstance(out_shape, Layout) else in_layout.with_shape(out_shape)
         world = in_layout.partition.world
         if (out_layout.ndim, out_layout.partition.world) != (in_layout.ndim, world):
@@ -245,7 +249,7 @@ class HaloSpec(Value):
         Raises:
             PartitionError: sizes that torch would refuse, or a kernel larger than the padded input.
         """
-        in_layout = layout_of(P, shape)
+        in_layout = as_layout(P, shape)
         k = plain(kernel, "kernel")
         k = k if isinstance(k, tuple) else (k,) * max(in_layout.ndim - 2, 1)
         first, n = in_layout.ndim - len(k), len(k)
@@ -398,6 +402,11 @@ def halo_exchange(x: Tree, spec: HaloSpec | tuple[Any, ...] | list[Any] | dict[A
     Raises:
         PartitionError: not a HaloSpec, not one for each field, or fields of other ranks. ShapeError: x is not this
             rank's block.
+
+    Example:
+        >>> spec = dd.HaloSpec(dd.Partition((1,)), (3,), 1, boundary="circular")
+        >>> F.halo_exchange(torch.tensor([1, 2, 3]), spec)
+        tensor([3, 1, 2, 3, 1])
     """
     if isinstance(spec, (tuple, list, dict)):
         return moved(*_by_specs(x, spec))

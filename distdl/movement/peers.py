@@ -23,6 +23,15 @@ def shift_map(
     """Every rank's tensor -> the rank ``offset`` further along ``dim``; where nothing arrives, zeros of the own shape.
 
     With a Layout, blocks may differ in size. Adjoint: the shift by ``-offset``.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> dd.maps.shift(dd.Partition((1,)), 0, shape=(2,))(torch.ones(2))
+        tensor([1., 1.])
     """
     P, held = tensor_axes(where, shape)
     (dim,) = P.dims(dim)
@@ -51,6 +60,14 @@ def shift(x: Tree, P: Place, dim: int, offset: int = 1, *, periodic: bool = True
 
     Where nothing arrives (``periodic=False``) the result is zero, in the shape of this rank's own tensor. Shapes are
     equal along ``dim``, unless a Layout says how they differ. No negotiation.
+
+    Raises:
+        PartitionError: no such dim, or pairs of ranks that are not P's or stand twice.
+        ShapeError: x is no tensor.
+
+    Example:
+        >>> F.shift(torch.tensor([1.0]), dd.Partition((1,)), 0)  # from the rank before; of one rank, its own
+        tensor([1.])
     """
     return moved(*by_shape(x, P, lambda shape: shift_map(P, dim, offset, periodic, shape)))
 
@@ -67,6 +84,11 @@ def keyed(
     """Whole tensors from rank to rank: place j of ``wanted_P`` gets the tensor of place ``source[j]`` of ``held_P``.
 
     Shapes are given for every place; ``source[j]`` may be ``None``: zeros.
+
+    No messages until it is applied: then one for each pair of ranks that share a key.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
     """
 
     def side(P: Partition, keys: Iterable[int | None], shapes: tuple[tuple[int, ...], ...]) -> Side:
@@ -82,6 +104,15 @@ def permute_map(
     """Tensors from source to destination ranks, ``pairs`` of (source, destination); zeros where nothing arrives.
 
     ``shape`` is the local shape, or a list with one for each rank of ``P``. Adjoint: the reversed pairs.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> dd.maps.permute(dd.Partition((1,)), ((0, 0),), (2,))(torch.ones(2))
+        tensor([1., 1.])
     """
     P = partition_of(P)
     places = {r: i for i, r in enumerate(P.ranks)}
@@ -107,6 +138,14 @@ def permute(x: Tree, P: Place, pairs: Iterable[tuple[int, int]]) -> Tree:
 
     A source may have several destinations (the adjoint then sums), a destination one source. Shapes may differ by rank,
     and are negotiated (not with a Layout). Place nothing arrives the result is zero, in this rank's own shape.
+
+    Raises:
+        PartitionError: no such dim, or pairs of ranks that are not P's or stand twice.
+        ShapeError: x is no tensor.
+
+    Example:
+        >>> F.permute(torch.tensor([1.0]), dd.Partition((1,)), [(0, 0)])
+        tensor([1.])
     """
     where = partition_of(P)
     try:

@@ -104,6 +104,10 @@ def reorder_layout(L: Layout, dim: int, order: Order) -> Layout:
 
     Raises:
         PartitionError: no such dim, or no such order.
+
+    Example:
+        >>> F.reorder_layout(dd.Layout(dd.Partition((2,)), (10,)), 0, "zigzag").sizes(0)
+        (5, 5)
     """
     return _ordered(*_asked(L, dim, order))
 
@@ -132,6 +136,10 @@ def positions(
 
     Raises:
         PartitionError: no such dim, or no such order.
+
+    Example:
+        >>> F.positions(dd.Layout(dd.Partition((2,)), (8,)), 0, "zigzag", rank=0)
+        tensor([0, 1, 6, 7])
     """
     if order is None:
         dim = laid_out(L).partition.dim(dim)
@@ -152,6 +160,10 @@ def zigzag_positions(
 
     Args:
         L, dim, rank, device: as for :func:`positions`.
+
+    Example:
+        >>> F.zigzag_positions(dd.Layout(dd.Partition((2,)), (8,)), 0, rank=1)
+        tensor([2, 3, 4, 5])
     """
     return positions(L, dim, "zigzag", rank=rank, device=device)
 
@@ -163,6 +175,11 @@ def reorder_map(where: Layout, dim: int, order: Order) -> LinearMap:
     Args:
         where: the layout of the tensor in its own order, with any block sizes.
         dim, order: as for :func:`distdl.functional.reorder`; ranges in tuples.
+
+    Example:
+        >>> A = dd.maps.reorder(dd.Layout(dd.Partition((1,)), (3,)), 0, (((1, 3), (0, 1)),))
+        >>> A(torch.arange(3)), A.T(A(torch.arange(3)))
+        (tensor([1, 2, 0]), tensor([0, 1, 2]))
     """
     where, dim, ranges = _asked(where, dim, order)
     held, runs = Side.of(where), []
@@ -226,6 +243,10 @@ def reorder(
 
     Raises:
         PartitionError: no such dim, no such order, or (``inverse``) blocks of another order.
+
+    Example:
+        >>> F.reorder(torch.arange(6), dd.Partition((1,)), 0, (((4, 6), (0, 4)),))
+        tensor([4, 5, 0, 1, 2, 3])
     """
     order = order if isinstance(order, str) else plain(order, "order")
     if not inverse:
@@ -240,6 +261,10 @@ def zigzag(x: Tree, P: Place, dim: int, *, inverse: bool = False, shape: Sequenc
 
     Args:
         x, P, dim, inverse, shape: as for :func:`reorder`.
+
+    Example:
+        >>> F.zigzag(torch.arange(4), dd.Partition((1,)), 0)  # of p ranks the first gets chunks 0 and 2p-1
+        tensor([0, 1, 2, 3])
     """
     return reorder(x, P, dim, "zigzag", inverse=inverse, shape=shape)
 
@@ -253,6 +278,10 @@ def block_cyclic(
     Args:
         x, P, dim, inverse, shape: as for :func:`reorder`.
         block: rows of one block, at least 1.
+
+    Example:
+        >>> F.block_cyclic(torch.arange(4), dd.Partition((1,)), 0, 2)
+        tensor([0, 1, 2, 3])
     """
     if not is_int(block) or block < 1:
         raise PartitionError(

@@ -110,12 +110,34 @@ def _rows(name: str, index: Index, tail_shape: Sequence[int], adds: bool) -> Lin
 
 
 def gather_rows_map(index: Index, tail_shape: Sequence[int] = ()) -> LinearMap:
-    """This rank's rows -> the rows that it wanted, each of local shape ``tail_shape``. Adjoint: scatter_add_rows."""
+    """This rank's rows -> the rows that it wanted, each of local shape ``tail_shape``. Adjoint: scatter_add_rows.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> index = dd.Index(dd.Layout(dd.Partition((1,)), (3,)), torch.tensor([2, 0]))
+        >>> dd.maps.gather_rows(index)(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([3., 1.])
+    """
     return _rows("gather_rows", index, tail_shape, adds=False)
 
 
 def scatter_add_rows_map(index: Index, tail_shape: Sequence[int] = ()) -> LinearMap:
-    """Rows as they were wanted -> added where they came from. Adjoint: gather_rows."""
+    """Rows as they were wanted -> added where they came from. Adjoint: gather_rows.
+
+    No messages until it is applied, then those of the function of its name.
+
+    Raises:
+        PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> index = dd.Index(dd.Layout(dd.Partition((1,)), (3,)), torch.tensor([2, 0]))
+        >>> dd.maps.scatter_add_rows(index)(torch.tensor([1.0, 2.0]))
+        tensor([2., 0., 1.])
+    """
     return _rows("scatter_add_rows", index, tail_shape, adds=True)
 
 
@@ -131,6 +153,13 @@ def gather_rows(x: Tree, index: Index) -> Tree:
     Returns:
         (wanted rows, *sizes of a row). Adjoint: :func:`scatter_add_rows`. Messages: each row once to each rank that
         wants it, however often it does; one message for each pair of ranks that share any. No negotiation.
+
+    Example:
+        >>> index = dd.Index(dd.Layout(dd.Partition((1,)), (3,)), torch.tensor([2, 0, 2]))
+        >>> F.gather_rows(torch.tensor([[1], [2], [3]]), index)
+        tensor([[3],
+                [1],
+                [3]])
     """
     return moved(*_by_index(x, index, gather_rows_map))
 
@@ -148,6 +177,13 @@ def scatter_add_rows(y: Tree, index: Index) -> Tree:
         adds up its own repetitions before it sends, one row for each; sums are taken in the order of ranks and rows, so
         that they are reproducible. Those of float16 and bfloat16 are taken in float32 at either end, and rounded to
         travel.
+
+    Example:
+        >>> index = dd.Index(dd.Layout(dd.Partition((1,)), (3,)), torch.tensor([2, 0, 2]))
+        >>> F.scatter_add_rows(torch.tensor([[1], [2], [3]]), index)
+        tensor([[2],
+                [0],
+                [4]])
     """
     return moved(*_by_index(y, index, scatter_add_rows_map))
 

@@ -51,6 +51,15 @@ def start(A: LinearMap | tuple[LinearMap, ...], x: Any) -> _Pending:
     Under torch.func, and for maps that are not a single plan, the whole movement happens in ``wait``; in compiled code
     in ``start``. Every rank must start and wait in the same order. On CUDA the adjoint overlaps too: in ``.backward()``
     it runs beside what stands between the two calls.
+
+    Raises:
+        ShapeError: an x that is not the map's; of ``wait`` something that was not started, or was waited for before.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1,)), (3,))
+        >>> pending = F.start(dd.maps.roll(L, 0, 1), torch.arange(3.0))  # work of your own may follow
+        >>> F.wait(pending)
+        tensor([2., 0., 1.])
     """
     maps, given = (A, tuple(x)) if isinstance(A, tuple) else ((A,), (x,))
     if not maps or len(given) != len(maps) or not all(isinstance(m, LinearMap) for m in maps):
@@ -67,7 +76,16 @@ def start(A: LinearMap | tuple[LinearMap, ...], x: Any) -> _Pending:
 
 
 def wait(pending: _Pending) -> Any:
-    """Finish what :func:`start` began, and return y; of a tuple of maps a list. Once only."""
+    """Finish what :func:`start` began, and return y; of a tuple of maps a list. Once only.
+
+    Raises:
+        ShapeError: an x that is not the map's; of ``wait`` something that was not started, or was waited for before.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1,)), (3,))
+        >>> F.wait(F.start(dd.maps.roll(L, 0, 1), torch.arange(3.0)))
+        tensor([2., 0., 1.])
+    """
     if isinstance(pending, _Moved):
         return pending.ys
     if not isinstance(pending, _Pending):

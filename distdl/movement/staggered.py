@@ -20,6 +20,8 @@ from .halo import HaloSpec, per_dim
 class Staggered(Value):
     """Where the values of a staggered grid lie, and how they are read from elsewhere on it.
 
+    Pure: no messages but those of :meth:`to`.
+
     Args:
         L: the layout of the cells.
         dims: the dims in which values lie between cells, ``None``: all. Of a grid of three dims none are cells, one is
@@ -36,6 +38,10 @@ class Staggered(Value):
 
     Raises:
         PartitionError: L is no Layout, or has no such dims.
+
+    Example:
+        >>> dd.Staggered(dd.Layout(dd.Partition((1,)), (4,)), 0).layout.shape  # faces between four cells
+        (5,)
     """
 
     cells: Layout

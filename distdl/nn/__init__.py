@@ -27,7 +27,7 @@ from .dropout import Dropout, FeatureDropout
 from .function import LCN, Movement, Upsample
 from .layer import Layer
 from .layouts import layouts
-from .linear import Embedding, Linear
+from .linear import Embedding, ExpertLinear, Linear
 from .losses import (
     BCELoss,
     BCEWithLogitsLoss,
@@ -59,6 +59,7 @@ from .pool import (
     MaxPool2d,
     MaxPool3d,
 )
+from .sharded import Sharded
 from .spectral import FNOBlock, SpectralConv
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "Layer",
     "Linear",
     "Embedding",
+    "ExpertLinear",
     "MultiheadAttention",
     "Conv1d",
     "Conv2d",
@@ -83,6 +85,7 @@ __all__ = [
     "RMSNorm",
     "GroupNorm",
     "InstanceNorm",
+    "Sharded",
     # without
     "MaxPool1d",
     "MaxPool2d",

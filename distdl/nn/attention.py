@@ -34,6 +34,11 @@ class MultiheadAttention(Checked, torch.nn.Module):
     Raises:
         PartitionError: sizes that the number of heads, or (of a bare partition) of ranks along heads, does not divide;
             a Layout of another number of heads.
+
+    Example:
+        >>> layer = dd.nn.MultiheadAttention(dd.Partition((1, 1, 1)), 8, 2)
+        >>> layer(torch.ones(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
     """
 
     q_proj: Linear

@@ -106,21 +106,39 @@ class _Conv(_Tied):
 
 class Conv1d(_Conv):
     """:func:`distdl.functional.dist_conv` over 1 spatial dim, with torch.nn.Conv1d's arguments; takes its ``x_layout``
-    and so on."""
+    and so on.
+
+    Example:
+        >>> layer = dd.nn.Conv1d(dd.Partition((1,) * 3), 2, 4, 3, padding=1)
+        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        torch.Size([1, 4, 8])
+    """
 
     n = 1
 
 
 class Conv2d(_Conv):
     """:func:`distdl.functional.dist_conv` over 2 spatial dims, with torch.nn.Conv2d's arguments; takes its ``x_layout``
-    and so on."""
+    and so on.
+
+    Example:
+        >>> layer = dd.nn.Conv2d(dd.Partition((1,) * 4), 2, 4, 3, padding=1)
+        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        torch.Size([1, 4, 8, 8])
+    """
 
     n = 2
 
 
 class Conv3d(_Conv):
     """:func:`distdl.functional.dist_conv` over 3 spatial dims, with torch.nn.Conv3d's arguments; takes its ``x_layout``
-    and so on."""
+    and so on.
+
+    Example:
+        >>> layer = dd.nn.Conv3d(dd.Partition((1,) * 5), 2, 4, 3, padding=1)
+        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        torch.Size([1, 4, 8, 8, 8])
+    """
 
     n = 3
 
@@ -169,19 +187,37 @@ class _ConvTranspose(_Tied):
 
 
 class ConvTranspose1d(_ConvTranspose):
-    """:func:`distdl.functional.dist_conv_transpose` over 1 spatial dim, with torch.nn.ConvTranspose1d's arguments."""
+    """:func:`distdl.functional.dist_conv_transpose` over 1 spatial dim, with torch.nn.ConvTranspose1d's arguments.
+
+    Example:
+        >>> layer = dd.nn.ConvTranspose1d(dd.Partition((1,) * 3), 2, 4, 2, stride=2)
+        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        torch.Size([1, 4, 16])
+    """
 
     n = 1
 
 
 class ConvTranspose2d(_ConvTranspose):
-    """:func:`distdl.functional.dist_conv_transpose` over 2 spatial dims, with torch.nn.ConvTranspose2d's arguments."""
+    """:func:`distdl.functional.dist_conv_transpose` over 2 spatial dims, with torch.nn.ConvTranspose2d's arguments.
+
+    Example:
+        >>> layer = dd.nn.ConvTranspose2d(dd.Partition((1,) * 4), 2, 4, 2, stride=2)
+        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        torch.Size([1, 4, 16, 16])
+    """
 
     n = 2
 
 
 class ConvTranspose3d(_ConvTranspose):
-    """:func:`distdl.functional.dist_conv_transpose` over 3 spatial dims, with torch.nn.ConvTranspose3d's arguments."""
+    """:func:`distdl.functional.dist_conv_transpose` over 3 spatial dims, with torch.nn.ConvTranspose3d's arguments.
+
+    Example:
+        >>> layer = dd.nn.ConvTranspose3d(dd.Partition((1,) * 5), 2, 4, 2, stride=2)
+        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        torch.Size([1, 4, 16, 16, 16])
+    """
 
     n = 3
 
@@ -214,20 +250,38 @@ class _LocalConv(_Windowed):
 
 class LocalConv1d(_LocalConv):
     """:func:`distdl.functional.dist_local_conv` over 1 spatial dim; ``input_size`` is the spatial size of x, as every
-    output pixel has its filters."""
+    output pixel has its filters.
+
+    Example:
+        >>> layer = dd.nn.LocalConv1d(dd.Partition((1,) * 3), 2, 4, 3, input_size=8)
+        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        torch.Size([1, 4, 6])
+    """
 
     n = 1
 
 
 class LocalConv2d(_LocalConv):
     """:func:`distdl.functional.dist_local_conv` over 2 spatial dims; ``input_size`` is the spatial size of x, as every
-    output pixel has its filters."""
+    output pixel has its filters.
+
+    Example:
+        >>> layer = dd.nn.LocalConv2d(dd.Partition((1,) * 4), 2, 4, 3, input_size=8)
+        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        torch.Size([1, 4, 6, 6])
+    """
 
     n = 2
 
 
 class LocalConv3d(_LocalConv):
     """:func:`distdl.functional.dist_local_conv` over 3 spatial dims; ``input_size`` is the spatial size of x, as every
-    output pixel has its filters."""
+    output pixel has its filters.
+
+    Example:
+        >>> layer = dd.nn.LocalConv3d(dd.Partition((1,) * 5), 2, 4, 3, input_size=8)
+        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        torch.Size([1, 4, 6, 6, 6])
+    """
 
     n = 3

@@ -167,6 +167,13 @@ def convert(module: M, P: Place, *, containers: Iterable[type[torch.nn.Module]] 
     Raises:
         PartitionError: split channels; a module that has no twin over this partition (Linear, LayerNorm, flattening, a
             subclass, a lazy, parametrized or pruned layer, ...), or one that is reached through a plain list.
+
+    Messages: a small all-gather of a seed for each layer with parameters; values are cut from the serial module's.
+
+    Example:
+        >>> net = dd.nn.convert(torch.nn.Sequential(torch.nn.Conv1d(2, 4, 3)), dd.Partition((1, 1, 1)))
+        >>> net(torch.ones(1, 2, 8)).shape
+        torch.Size([1, 4, 6])
     """
     grid = partition_of(P)
     if grid.ndim < 2 or grid.shape[1] != 1:
@@ -326,6 +333,16 @@ def stands_for(module: torch.nn.Module, classes: type[torch.nn.Module] | tuple[t
 
     Args:
         classes: a class, or a tuple of classes, as for ``isinstance``.
+
+    No messages.
+
+    Raises:
+        ShapeError: it is no module.
+
+    Example:
+        >>> net = dd.nn.convert(torch.nn.Sequential(torch.nn.Conv1d(2, 4, 3)), dd.Partition((1, 1, 1)))
+        >>> dd.nn.stands_for(net[0], torch.nn.Conv1d)
+        True
     """
     if isinstance(module, classes):
         return True

@@ -48,7 +48,15 @@ class Function(Checked, torch.nn.Module, Generic[Result]):
 
 
 class Movement(torch.nn.Module):
-    """A data movement as a module: ``Movement(F.repartition, P_in, P_out)``."""
+    """A data movement as a module: ``Movement(F.repartition, P_in, P_out)``.
+
+    Messages and errors are those of its function.
+
+    Example:
+        >>> layer = dd.nn.Movement(F.roll, dd.Partition((1,)), 0, 1)
+        >>> layer(torch.arange(3))
+        tensor([2, 0, 1])
+    """
 
     def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -64,7 +72,13 @@ class Movement(torch.nn.Module):
 
 
 class Upsample(Function[torch.Tensor]):
-    """:func:`distdl.functional.dist_interpolate`."""
+    """:func:`distdl.functional.dist_interpolate`.
+
+    Example:
+        >>> layer = dd.nn.Upsample(dd.Partition((1, 1, 1)), scale_factor=2)
+        >>> layer(torch.ones(1, 2, 8)).shape
+        torch.Size([1, 2, 16])
+    """
 
     function = staticmethod(F.dist_interpolate)
 
@@ -91,7 +105,13 @@ class Upsample(Function[torch.Tensor]):
 
 
 class LCN(Function[torch.Tensor]):
-    """:func:`distdl.functional.dist_lcn`: local contrast normalisation."""
+    """:func:`distdl.functional.dist_lcn`: local contrast normalisation.
+
+    Example:
+        >>> layer = dd.nn.LCN(dd.Partition((1, 1, 1, 1)), 3)
+        >>> layer(torch.ones(1, 2, 8, 8)).shape
+        torch.Size([1, 2, 8, 8])
+    """
 
     function = staticmethod(F.dist_lcn)
 

@@ -51,6 +51,9 @@ def _enter(layer: Layer) -> None:
     ranks, reduced = _torch.reduced_by_ddp()
     if ranks:
         _check_ignored(layer, ranks, reduced)
+    ranks = _torch.sharded_by_fsdp(layer)
+    if ranks:
+        _check_apart(layer, ranks)
 
 
 # A graph is traced once: its parameters were marked when they were registered.
@@ -71,6 +74,20 @@ def _check_ignored(layer: Layer, ranks: tuple[int, ...], reduced: frozenset[int]
             )
 
 
+def _check_apart(layer: Layer, ranks: tuple[int, ...]) -> None:
+    """Refuse that fully_shard takes the mean over ``ranks`` of other layers' gradients, and of this one's sums."""
+    R = Partition((len(ranks),), ranks, partition_of(layer.P).world)
+    if any(complete(held(p), R, name) for name, p in layer.named_parameters(recurse=False)):
+        raise PartitionError(
+            "this layer sums its gradients over the ranks itself",
+            partitions=layer.P,
+            expected=f"{type(layer).__name__} outside of torch's fully_shard",
+            actual=f"its parameters among those of which fully_shard takes means over {ranks}",
+            next_step="fully_shard(model, ignored_params=set(layer.parameters())); the layer's gradients are sums over "
+            "the ranks where torch's are means",
+        )
+
+
 class Layer(Checked, torch.nn.Module):
     """Base of the modules with parameters.
 
@@ -78,6 +95,16 @@ class Layer(Checked, torch.nn.Module):
         P: the partition (or Layout) that its function takes.
         layouts: the global layout of every parameter and buffer, by name (:func:`distdl.nn.layouts` asks a whole
             model).
+
+    Messages: one small all-gather of a seed among P's ranks when it is made; then those of its function.
+
+    Raises:
+        PartitionError: P is no partition and no Layout.
+
+    Example:
+        >>> layer = dd.nn.Layer(dd.Partition((1,)))
+        >>> layer.layouts
+        {}
     """
 
     P: Place

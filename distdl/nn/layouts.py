@@ -18,6 +18,15 @@ def layouts(module: torch.nn.Module) -> dict[str, Layout]:
 
     A name that is missing belongs to a module that knows no partition: its tensor is whole on every rank. A layout
     names the ranks of one copy, the one that this rank is in; where layers are replicated, other ranks name others.
+
+    No messages.
+
+    Raises:
+        ShapeError: it is no module.
+
+    Example:
+        >>> {n: L.shape for n, L in dd.nn.layouts(dd.nn.Linear(dd.Partition((1, 1, 1)), 3, 5)).items()}
+        {'weight': (5, 3), 'bias': (5,)}
     """
     return {
         f"{prefix}.{name}" if prefix else name: layout

@@ -32,6 +32,12 @@ class Loss(Checked, torch.nn.Module):
     """A loss of :mod:`distdl.functional` over partition ``P``, with its keyword arguments; an invariant value.
 
     A tensor among the arguments (class weights: this rank's block) becomes a buffer.
+
+    Messages and errors are those of its function.
+
+    Example:
+        >>> issubclass(dd.nn.MSELoss, dd.nn.Loss)
+        True
     """
 
     function: ClassVar[Callable[..., torch.Tensor]]
@@ -56,7 +62,12 @@ class Loss(Checked, torch.nn.Module):
 
 
 class CrossEntropyLoss(Loss):
-    """:func:`distdl.functional.dist_cross_entropy` as a module."""
+    """:func:`distdl.functional.dist_cross_entropy` as a module.
+
+    Example:
+        >>> dd.nn.CrossEntropyLoss(dd.Partition((1, 1)))(torch.zeros(1, 2), torch.tensor([1]))
+        tensor(0.6931)
+    """
 
     function = staticmethod(F.dist_cross_entropy)
 
@@ -75,7 +86,12 @@ class CrossEntropyLoss(Loss):
 
 
 class NLLLoss(Loss):
-    """:func:`distdl.functional.dist_nll_loss` as a module."""
+    """:func:`distdl.functional.dist_nll_loss` as a module.
+
+    Example:
+        >>> dd.nn.NLLLoss(dd.Partition((1, 1)))(torch.tensor([[-1.0, -2.0]]), torch.tensor([1]))
+        tensor(2.)
+    """
 
     function = staticmethod(F.dist_nll_loss)
 
@@ -86,7 +102,12 @@ class NLLLoss(Loss):
 
 
 class MSELoss(Loss):
-    """:func:`distdl.functional.dist_mse_loss` as a module."""
+    """:func:`distdl.functional.dist_mse_loss` as a module.
+
+    Example:
+        >>> dd.nn.MSELoss(dd.Partition((1,)))(torch.tensor([0.5]), torch.tensor([1.0]))
+        tensor(0.2500)
+    """
 
     function = staticmethod(F.dist_mse_loss)
 
@@ -95,7 +116,12 @@ class MSELoss(Loss):
 
 
 class L1Loss(Loss):
-    """:func:`distdl.functional.dist_l1_loss` as a module."""
+    """:func:`distdl.functional.dist_l1_loss` as a module.
+
+    Example:
+        >>> dd.nn.L1Loss(dd.Partition((1,)))(torch.tensor([0.5]), torch.tensor([1.0]))
+        tensor(0.5000)
+    """
 
     function = staticmethod(F.dist_l1_loss)
 
@@ -104,7 +130,12 @@ class L1Loss(Loss):
 
 
 class HuberLoss(Loss):
-    """:func:`distdl.functional.dist_huber_loss` as a module."""
+    """:func:`distdl.functional.dist_huber_loss` as a module.
+
+    Example:
+        >>> dd.nn.HuberLoss(dd.Partition((1,)))(torch.tensor([0.5]), torch.tensor([1.0]))
+        tensor(0.1250)
+    """
 
     function = staticmethod(F.dist_huber_loss)
 
@@ -113,7 +144,12 @@ class HuberLoss(Loss):
 
 
 class SmoothL1Loss(Loss):
-    """:func:`distdl.functional.dist_smooth_l1_loss` as a module."""
+    """:func:`distdl.functional.dist_smooth_l1_loss` as a module.
+
+    Example:
+        >>> dd.nn.SmoothL1Loss(dd.Partition((1,)))(torch.tensor([0.5]), torch.tensor([1.0]))
+        tensor(0.1250)
+    """
 
     function = staticmethod(F.dist_smooth_l1_loss)
 
@@ -122,7 +158,12 @@ class SmoothL1Loss(Loss):
 
 
 class BCELoss(Loss):
-    """:func:`distdl.functional.dist_bce_loss` as a module."""
+    """:func:`distdl.functional.dist_bce_loss` as a module.
+
+    Example:
+        >>> dd.nn.BCELoss(dd.Partition((1,)))(torch.tensor([0.5]), torch.tensor([1.0]))
+        tensor(0.6931)
+    """
 
     function = staticmethod(F.dist_bce_loss)
 
@@ -131,7 +172,12 @@ class BCELoss(Loss):
 
 
 class BCEWithLogitsLoss(Loss):
-    """:func:`distdl.functional.dist_bce_with_logits_loss` as a module."""
+    """:func:`distdl.functional.dist_bce_with_logits_loss` as a module.
+
+    Example:
+        >>> dd.nn.BCEWithLogitsLoss(dd.Partition((1,)))(torch.tensor([0.5]), torch.tensor([1.0]))
+        tensor(0.4741)
+    """
 
     function = staticmethod(F.dist_bce_with_logits_loss)
 
@@ -147,7 +193,12 @@ class BCEWithLogitsLoss(Loss):
 
 
 class KLDivLoss(Loss):
-    """:func:`distdl.functional.dist_kl_div` as a module."""
+    """:func:`distdl.functional.dist_kl_div` as a module.
+
+    Example:
+        >>> dd.nn.KLDivLoss(dd.Partition((1,)), reduction="sum")(torch.tensor([-1.0]), torch.tensor([1.0]))
+        tensor(1.)
+    """
 
     function = staticmethod(F.dist_kl_div)
 
@@ -156,7 +207,12 @@ class KLDivLoss(Loss):
 
 
 class PoissonNLLLoss(Loss):
-    """:func:`distdl.functional.dist_poisson_nll_loss` as a module."""
+    """:func:`distdl.functional.dist_poisson_nll_loss` as a module.
+
+    Example:
+        >>> dd.nn.PoissonNLLLoss(dd.Partition((1,)))(torch.tensor([0.5]), torch.tensor([1.0]))
+        tensor(1.1487)
+    """
 
     function = staticmethod(F.dist_poisson_nll_loss)
 

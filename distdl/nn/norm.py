@@ -24,6 +24,11 @@ class BatchNorm(Layer, torch.nn.modules.batchnorm._BatchNorm):
     In training it updates its running statistics (buffers), once, also where a checkpoint runs it again in backward;
     inside torch.func transforms use the pure function. An instance of torch's ``_BatchNorm``: what
     ``torch.optim.swa_utils.update_bn`` and its like do with one is right here.
+
+    Example:
+        >>> layer = dd.nn.BatchNorm(dd.Partition((1, 1, 1)), 2)
+        >>> layer(torch.ones(1, 2, 8)).shape
+        torch.Size([1, 2, 8])
     """
 
     running_mean: torch.Tensor
@@ -116,7 +121,16 @@ class _Norm(Layer):
 
 
 class LayerNorm(_Norm):
-    """:func:`distdl.functional.dist_layer_norm`; ``normalized_shape`` is global."""
+    """:func:`distdl.functional.dist_layer_norm`; ``normalized_shape`` is global.
+
+    Raises:
+        PartitionError, ShapeError: as its function does.
+
+    Example:
+        >>> layer = dd.nn.LayerNorm(dd.Partition((1, 1, 1)), 8)
+        >>> layer(torch.ones(1, 2, 8)).shape
+        torch.Size([1, 2, 8])
+    """
 
     def __init__(
         self,
@@ -139,7 +153,16 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(LayerNorm):
-    """:func:`distdl.functional.dist_rms_norm`; ``normalized_shape`` is global."""
+    """:func:`distdl.functional.dist_rms_norm`; ``normalized_shape`` is global.
+
+    Raises:
+        PartitionError, ShapeError: as its function does.
+
+    Example:
+        >>> layer = dd.nn.RMSNorm(dd.Partition((1, 1, 1)), 8)
+        >>> layer(torch.ones(1, 2, 8)).shape
+        torch.Size([1, 2, 8])
+    """
 
     def __init__(
         self,
@@ -158,7 +181,16 @@ class RMSNorm(LayerNorm):
 
 
 class GroupNorm(_Norm):
-    """:func:`distdl.functional.dist_group_norm`."""
+    """:func:`distdl.functional.dist_group_norm`.
+
+    Raises:
+        PartitionError, ShapeError: as its function does.
+
+    Example:
+        >>> layer = dd.nn.GroupNorm(dd.Partition((1, 1, 1)), 1, 2)
+        >>> layer(torch.ones(1, 2, 8)).shape
+        torch.Size([1, 2, 8])
+    """
 
     def __init__(
         self,
@@ -182,7 +214,13 @@ class GroupNorm(_Norm):
 
 
 class InstanceNorm(_Norm):
-    """:func:`distdl.functional.dist_instance_norm`."""
+    """:func:`distdl.functional.dist_instance_norm`.
+
+    Example:
+        >>> layer = dd.nn.InstanceNorm(dd.Partition((1, 1, 1)), 2)
+        >>> layer(torch.ones(1, 2, 8)).shape
+        torch.Size([1, 2, 8])
+    """
 
     def __init__(
         self,

@@ -58,19 +58,37 @@ class _MaxPool(Function[Any]):  # a block, or with return_indices two
 
 
 class MaxPool1d(_MaxPool):
-    """:func:`distdl.functional.dist_max_pool` over 1 spatial dim, with torch.nn.MaxPool1d's arguments."""
+    """:func:`distdl.functional.dist_max_pool` over 1 spatial dim, with torch.nn.MaxPool1d's arguments.
+
+    Example:
+        >>> layer = dd.nn.MaxPool1d(dd.Partition((1,) * 3), 2)
+        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        torch.Size([1, 2, 4])
+    """
 
     n = 1
 
 
 class MaxPool2d(_MaxPool):
-    """:func:`distdl.functional.dist_max_pool` over 2 spatial dims, with torch.nn.MaxPool2d's arguments."""
+    """:func:`distdl.functional.dist_max_pool` over 2 spatial dims, with torch.nn.MaxPool2d's arguments.
+
+    Example:
+        >>> layer = dd.nn.MaxPool2d(dd.Partition((1,) * 4), 2)
+        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        torch.Size([1, 2, 4, 4])
+    """
 
     n = 2
 
 
 class MaxPool3d(_MaxPool):
-    """:func:`distdl.functional.dist_max_pool` over 3 spatial dims, with torch.nn.MaxPool3d's arguments."""
+    """:func:`distdl.functional.dist_max_pool` over 3 spatial dims, with torch.nn.MaxPool3d's arguments.
+
+    Example:
+        >>> layer = dd.nn.MaxPool3d(dd.Partition((1,) * 5), 2)
+        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        torch.Size([1, 2, 4, 4, 4])
+    """
 
     n = 3
 
@@ -103,19 +121,37 @@ class _AvgPool(Function[torch.Tensor]):
 
 
 class AvgPool1d(_AvgPool):
-    """:func:`distdl.functional.dist_avg_pool` over 1 spatial dim, with torch.nn.AvgPool1d's arguments."""
+    """:func:`distdl.functional.dist_avg_pool` over 1 spatial dim, with torch.nn.AvgPool1d's arguments.
+
+    Example:
+        >>> layer = dd.nn.AvgPool1d(dd.Partition((1,) * 3), 2)
+        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        torch.Size([1, 2, 4])
+    """
 
     n = 1
 
 
 class AvgPool2d(_AvgPool):
-    """:func:`distdl.functional.dist_avg_pool` over 2 spatial dims, with torch.nn.AvgPool2d's arguments."""
+    """:func:`distdl.functional.dist_avg_pool` over 2 spatial dims, with torch.nn.AvgPool2d's arguments.
+
+    Example:
+        >>> layer = dd.nn.AvgPool2d(dd.Partition((1,) * 4), 2)
+        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        torch.Size([1, 2, 4, 4])
+    """
 
     n = 2
 
 
 class AvgPool3d(_AvgPool):
-    """:func:`distdl.functional.dist_avg_pool` over 3 spatial dims, with torch.nn.AvgPool3d's arguments."""
+    """:func:`distdl.functional.dist_avg_pool` over 3 spatial dims, with torch.nn.AvgPool3d's arguments.
+
+    Example:
+        >>> layer = dd.nn.AvgPool3d(dd.Partition((1,) * 5), 2)
+        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        torch.Size([1, 2, 4, 4, 4])
+    """
 
     n = 3
 
@@ -130,19 +166,37 @@ class _L2Pool(Function[torch.Tensor]):
 
 
 class L2Pool1d(_L2Pool):
-    """:func:`distdl.functional.dist_l2_pool` over 1 spatial dim."""
+    """:func:`distdl.functional.dist_l2_pool` over 1 spatial dim.
+
+    Example:
+        >>> layer = dd.nn.L2Pool1d(dd.Partition((1,) * 3), 2)
+        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        torch.Size([1, 2, 4])
+    """
 
     n = 1
 
 
 class L2Pool2d(_L2Pool):
-    """:func:`distdl.functional.dist_l2_pool` over 2 spatial dims."""
+    """:func:`distdl.functional.dist_l2_pool` over 2 spatial dims.
+
+    Example:
+        >>> layer = dd.nn.L2Pool2d(dd.Partition((1,) * 4), 2)
+        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        torch.Size([1, 2, 4, 4])
+    """
 
     n = 2
 
 
 class L2Pool3d(_L2Pool):
-    """:func:`distdl.functional.dist_l2_pool` over 3 spatial dims."""
+    """:func:`distdl.functional.dist_l2_pool` over 3 spatial dims.
+
+    Example:
+        >>> layer = dd.nn.L2Pool3d(dd.Partition((1,) * 5), 2)
+        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        torch.Size([1, 2, 4, 4, 4])
+    """
 
     n = 3
 
@@ -162,19 +216,37 @@ class _AdaptiveMaxPool(Function[Any]):  # a block, or with return_indices two
 
 
 class AdaptiveMaxPool1d(_AdaptiveMaxPool):
-    """:func:`distdl.functional.dist_adaptive_max_pool` over 1 spatial dim."""
+    """:func:`distdl.functional.dist_adaptive_max_pool` over 1 spatial dim.
+
+    Example:
+        >>> layer = dd.nn.AdaptiveMaxPool1d(dd.Partition((1,) * 3), 3)
+        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        torch.Size([1, 2, 3])
+    """
 
     n = 1
 
 
 class AdaptiveMaxPool2d(_AdaptiveMaxPool):
-    """:func:`distdl.functional.dist_adaptive_max_pool` over 2 spatial dims."""
+    """:func:`distdl.functional.dist_adaptive_max_pool` over 2 spatial dims.
+
+    Example:
+        >>> layer = dd.nn.AdaptiveMaxPool2d(dd.Partition((1,) * 4), 3)
+        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        torch.Size([1, 2, 3, 3])
+    """
 
     n = 2
 
 
 class AdaptiveMaxPool3d(_AdaptiveMaxPool):
-    """:func:`distdl.functional.dist_adaptive_max_pool` over 3 spatial dims."""
+    """:func:`distdl.functional.dist_adaptive_max_pool` over 3 spatial dims.
+
+    Example:
+        >>> layer = dd.nn.AdaptiveMaxPool3d(dd.Partition((1,) * 5), 3)
+        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        torch.Size([1, 2, 3, 3, 3])
+    """
 
     n = 3
 
@@ -189,18 +261,45 @@ class _AdaptiveAvgPool(Function[torch.Tensor]):
 
 
 class AdaptiveAvgPool1d(_AdaptiveAvgPool):
-    """:func:`distdl.functional.dist_adaptive_avg_pool` over 1 spatial dim."""
+    """:func:`distdl.functional.dist_adaptive_avg_pool` over 1 spatial dim.
+
+    Raises:
+        PartitionError, ShapeError: as its function does.
+
+    Example:
+        >>> layer = dd.nn.AdaptiveAvgPool1d(dd.Partition((1,) * 3), 3)
+        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        torch.Size([1, 2, 3])
+    """
 
     n = 1
 
 
 class AdaptiveAvgPool2d(_AdaptiveAvgPool):
-    """:func:`distdl.functional.dist_adaptive_avg_pool` over 2 spatial dims."""
+    """:func:`distdl.functional.dist_adaptive_avg_pool` over 2 spatial dims.
+
+    Raises:
+        PartitionError, ShapeError: as its function does.
+
+    Example:
+        >>> layer = dd.nn.AdaptiveAvgPool2d(dd.Partition((1,) * 4), 3)
+        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        torch.Size([1, 2, 3, 3])
+    """
 
     n = 2
 
 
 class AdaptiveAvgPool3d(_AdaptiveAvgPool):
-    """:func:`distdl.functional.dist_adaptive_avg_pool` over 3 spatial dims."""
+    """:func:`distdl.functional.dist_adaptive_avg_pool` over 3 spatial dims.
+
+    Raises:
+        PartitionError, ShapeError: as its function does.
+
+    Example:
+        >>> layer = dd.nn.AdaptiveAvgPool3d(dd.Partition((1,) * 5), 3)
+        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        torch.Size([1, 2, 3, 3, 3])
+    """
 
     n = 3

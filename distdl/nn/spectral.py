@@ -28,6 +28,11 @@ class SpectralConv(Layer):
 
     ``weight`` is (in, out, *kept modes, 2), the real and imaginary parts, so that it can be cast, saved and reduced as
     any parameter; each rank has its own modes. It fits x of any spatial size.
+
+    Example:
+        >>> layer = dd.nn.SpectralConv(dd.Partition((1, 1, 1)), 2, 3, 2)
+        >>> layer(torch.ones(1, 2, 8)).shape
+        torch.Size([1, 3, 8])
     """
 
     weight: torch.Tensor
@@ -75,6 +80,11 @@ class FNOBlock(Checked, torch.nn.Module):
         P: partition or Layout of x, (batch, channels, *space) of 1 to 3 spatial dims.
         modes: as :func:`distdl.functional.dist_spectral_conv` takes them.
         activation: a function of a tensor; ``None``: none, as after the last block.
+
+    Example:
+        >>> layer = dd.nn.FNOBlock(dd.Partition((1, 1, 1)), 2, 3, 2)
+        >>> layer(torch.ones(1, 2, 8)).shape
+        torch.Size([1, 3, 8])
     """
 
     def __init__(

@@ -35,6 +35,11 @@ def average_parameters(
 
     Raises:
         PartitionError: these ranks hold different blocks of a parameter.
+
+    Example:
+        >>> P, w = dd.Partition((1,)), {"w": torch.tensor([1.0, 2.0])}
+        >>> dd.parallel.average_parameters(w, P)
+        {'w': tensor([1., 2.])}
     """
     leaves, tree = _torch.flatten(params)
     where = partition_of(P)
@@ -64,6 +69,14 @@ def average_due(params: Tree, step: int, P: Place, periods: Mapping[int, Dims]) 
 
     Returns:
         The parameters as they are (no message) where no period divides ``step``. Every rank passes the same step.
+
+    Raises:
+        DistdlError: a period below 1. PartitionError: dims that P does not have.
+
+    Example:
+        >>> P, w = dd.Partition((1,)), {"w": torch.tensor([1.0, 2.0])}
+        >>> dd.parallel.average_due(w, 4, P, {4: 0})  # along dim 0 at every fourth step
+        {'w': tensor([1., 2.])}
     """
     if min(periods, default=0) < 1:
         raise DistdlError(

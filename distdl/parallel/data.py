@@ -35,6 +35,10 @@ def bucketed(leaves: Sequence[torch.Tensor], limits: Sequence[int] = LIMITS) -> 
 
     A bucket is closed once it has as many bytes as its limit; ``limits[0]`` is that of the first bucket, the last one
     that of all others. Tensors of one dtype and device share buckets (Li et al., arXiv:2006.15704, section 4.2).
+
+    Example:
+        >>> dd.parallel.bucketed([torch.ones(4), torch.ones(4), torch.ones(4)], (32, 32))
+        [[2, 1], [0]]
     """
     opened: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     counts: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -84,6 +88,11 @@ def replicas(tree: Tree, P: Place, *, root: int = 0, of: Any = None) -> Tree:
 
     Raises:
         PartitionError: parameters of which these ranks hold different blocks.
+
+    Example:
+        >>> P, w = dd.Partition((1,)), {"w": torch.tensor([1.0, 2.0])}
+        >>> dd.parallel.replicas(w, P)
+        {'w': tensor([1., 2.])}
     """
     where = partition_of(P)
     whole(holders(tree, of), where)
@@ -110,6 +119,11 @@ def replicate(params: Tree, P: Place, dims: Dims = None, *, of: Any = None, limi
 
     Raises:
         PartitionError: a layer sums over some of these ranks, and not over others.
+
+    Example:
+        >>> P, w = dd.Partition((1,)), {"w": torch.tensor([1.0, 2.0])}
+        >>> torch.func.grad(lambda w: dd.parallel.replicate(w, P)["w"].sum())(w)
+        {'w': tensor([1., 1.])}
     """
     leaves, tree = _torch.flatten(params)
     name_when_checking(params)
@@ -129,6 +143,10 @@ def global_mean(total: torch.Tensor, count: float | torch.Tensor, P: Place, dims
         65504.
 
     Messages: one all-reduce of one element more than ``total`` has. None backward.
+
+    Example:
+        >>> dd.parallel.global_mean(torch.tensor(6.0), 3, dd.Partition((1,)))
+        tensor(2.)
     """
     value, n = summed(wide(total), count, partition_of(P), dims)
     return (value / n).to(total.dtype)
@@ -160,6 +178,11 @@ def reduce_gradients(
 
     Raises:
         PartitionError: a layer sums over some of these ranks, and not over others.
+
+    Example:
+        >>> P, w = dd.Partition((1,)), {"w": torch.tensor([1.0, 2.0])}
+        >>> dd.parallel.reduce_gradients(w, P)[0]
+        {'w': tensor([1., 2.])}
     """
     ours = _unsummed(grads, of, P, dims)
     return _reduced(grads, ours, hook or all_reduce(P, dims), states, limits)
@@ -204,6 +227,15 @@ def accumulate(
     Returns:
         (mean loss, gradients, states), equal on all ranks. Messages: one all-reduce of two elements, and the gradients
         once.
+
+    Example:
+        >>> def loss(w, batch):
+        ...     return (w * batch).sum(), len(batch)
+        ...
+        >>> value, grads, _ = dd.parallel.accumulate(
+        ...     loss, torch.tensor(2.0), [torch.ones(2), torch.ones(4)], dd.Partition((1,)))
+        >>> value, grads
+        (tensor(2.), tensor(1.))
     """
     leaves, tree = _torch.flatten(params)
     like = next(leaf for leaf in leaves if is_smooth(leaf))

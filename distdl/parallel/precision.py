@@ -43,6 +43,16 @@ class Precision:
         reduce: in which gradients are summed over the ranks; not narrower than ``param`` (for that, see
             ``hooks.cast``).
         output: of the function's results.
+
+    No messages of its own.
+
+    Raises:
+        DistdlError: a ``reduce`` that cannot hold every value of ``param``.
+
+    Example:
+        >>> policy = dd.parallel.Precision(param=torch.bfloat16)
+        >>> policy.replicate([torch.ones(2)], dd.Partition((1,)))
+        [tensor([1., 1.], dtype=torch.bfloat16)]
     """
 
     param: torch.dtype | None = None
@@ -95,6 +105,12 @@ class LossScale:
         good: finite steps since it last changed; beside a tensor ``scale`` an integer tensor after the first step.
         growth, backoff, interval: times ``growth`` after ``interval`` finite steps in a row, as long as float32 holds
             it, times ``backoff`` after any other.
+
+    Messages: of ``unscaled`` one all-reduce of one number. No errors: an overflow is a value.
+
+    Example:
+        >>> dd.parallel.LossScale(scale=8.0).scale
+        8.0
     """
 
     scale: float | torch.Tensor = 2.0**16
@@ -135,7 +151,17 @@ class LossScale:
 
 
 def select(condition: torch.Tensor, yes: Tree, no: Tree) -> Tree:
-    """``yes`` where ``condition`` (a bool tensor) holds, else ``no``: pytrees of one structure."""
+    """``yes`` where ``condition`` (a bool tensor) holds, else ``no``: pytrees of one structure.
+
+    No messages; tensors of any shapes, the same in both.
+
+    Raises:
+        ShapeError: trees that differ, or a condition of more than one value.
+
+    Example:
+        >>> dd.parallel.select(torch.tensor(False), [torch.ones(2)], [torch.zeros(2)])
+        [tensor([0., 0.])]
+    """
     ours, tree = _torch.flatten(yes)
     theirs, _ = _torch.flatten(no)
 
@@ -154,6 +180,13 @@ def spread_overflow(grads: Tree, P: Place, dims: Dims = None) -> Tree:
     that were summed over the ranks have spread their infinities already; blocks of sharded ones have not.)
 
     Messages: one all-reduce of 4 bytes.
+
+    Raises:
+        PartitionError, ShapeError: ranks or dims that are not there, or leaves that are no tensors.
+
+    Example:
+        >>> dd.parallel.spread_overflow([torch.tensor([1.0])], dd.Partition((1,)))
+        [tensor([1.])]
     """
     leaves, tree = _torch.flatten(grads)
     finite = F.invariant_sum(_overflow(leaves), along(P, dims)) == 0

@@ -32,6 +32,11 @@ def export_rendezvous(name: str = "default", *, addr: str | None = None, port: i
         TORCHELASTIC_USE_AGENT_STORE is ``False``, because the ranks have a store of their own. On one node also
         GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME, the loopback interface,
         where they are not set: nothing then listens on a network.
+
+    Messages: one small all-gather; no tensor of any shape.
+
+    Raises:
+        ShapeError: a port that is no integer.
     """
     where, topology = world(name), Topology.discover(name)
     proposed = None

@@ -18,7 +18,10 @@ __all__ = ["Task", "Timeline", "schedule", "simulate"]
 
 
 class Task(NamedTuple):
-    """One piece of work: the forward ("F") or backward ("B") of micro-batch ``micro`` at ``stage``."""
+    """One piece of work: the forward ("F") or backward ("B") of micro-batch ``micro`` at ``stage``.
+
+    No errors, and no messages: a name for one cell, whose activations have any shape.
+    """
 
     kind: str
     stage: int
@@ -45,6 +48,11 @@ def schedule(kind: str, stages: int, microbatches: int, chunks: int = 1) -> tupl
 
     Raises:
         PartitionError: an unknown kind, sizes below 1, or micro-batches that are no multiple of p.
+
+    Example:
+        >>> for row in dd.parallel.schedule("1f1b", 2, 2): print(*(f"{t.kind[0]}{t.micro}" for t in row))
+        F0 F1 B0 B1
+        F0 B0 F1 B1
     """
     p, m, v = stages, microbatches, chunks
     if kind not in ("gpipe", "1f1b", "interleaved") or min(p, m, v) < 1 or (kind != "interleaved" and v > 1):
@@ -142,6 +150,10 @@ def simulate(
     Raises:
         PartitionError: a task is missing, doubled, or on the wrong device; or the devices wait for each other in a
             circle.
+
+    Example:
+        >>> dd.parallel.simulate(dd.parallel.schedule("gpipe", 2, 4)).makespan
+        15
     """
     p, tasks = len(table), Counter(Task(*t) for row in table for t in row)
     last, count = max((t.stage for t in tasks), default=-1), 1 + max((t.micro for t in tasks), default=-1)

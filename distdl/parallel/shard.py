@@ -4,7 +4,7 @@ FSDP).
 A *unit* of parameters (a layer's, say) is one flat vector, cut into balanced blocks. ``w = sharding.gather(block)`` is
 an all-gather; its adjoint, the reduce-scatter, brings this rank's block of the summed gradient. Optimizers that work
 element by element (SGD, Adam, ...) then step on blocks, exactly as they would on the whole (Rajbhandari et al.,
-arXiv:1910.02054):
+arXiv:1910.02054). Tensors that are not the unit's, and gradients that a layer has summed already, are refused:
 
     ZeRO-1   whole gradients, ``sharding.reduce(grads)``, a step on the block, ``sharding.gather(block)``
     ZeRO-2   :func:`chain` with ``remat=False``: a layer's gradient is reduce-scattered before the next layer's backward
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from ..errors import DistdlError, PartitionError, ShapeError
 from ..flat import parts_of, vector_of
 from ..functional.numeric import wide, wider
 from ..held import Held, ask, complete, declare, holders, tag
+from ..linear_map import LinearMap
 from ..partition import Layout, Partition
 from ..remat import remat as recomputed
 from ..world import world as world_of
@@ -48,11 +49,22 @@ class Sharding:
         structure, shapes: the pytree of the whole parameters.
         layout: the flat vector's balanced blocks over the ranks of this fibre; some are empty where ranks outnumber
             elements.
+
+    Example:
+        >>> w = [torch.ones(2, 2), torch.zeros(2)]
+        >>> sharding = dd.parallel.Sharding.of(w, dd.Partition((1,)))
+        >>> block = sharding.block(w)
+        >>> block, [p.shape for p in sharding.gather(block)]
+        (tensor([1., 1., 1., 1., 0., 0.]), [torch.Size([2, 2]), torch.Size([2])])
     """
 
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
     layout: Layout
+    _whole: LinearMap = field(init=False, repr=False, compare=False)  # made here: compiled code makes no maps
+
+    def __post_init__(self) -> None:
+        self.__dict__["_whole"] = maps.all_gather(self.layout)
 
     @classmethod
     def of(cls, params: Any, P: Place, dims: Dims = None) -> Sharding:
@@ -116,7 +128,7 @@ class Sharding:
 
     def start(self, block: torch.Tensor) -> Any:
         """Begin :meth:`gather`; messages travel until :meth:`wait`."""
-        return F.start(maps.all_gather(self.layout), self._declared(block))
+        return F.start(self._whole, self._declared(block))
 
     def wait(self, pending: Any) -> Any:
         """Finish what :meth:`start` began."""
@@ -320,6 +332,10 @@ def global_norm(grads: Any, P: Place, dims: Dims = None, *, of: Any = None, norm
         ShapeError: no tensor at all, which has neither dtype nor device: pass a zero on a rank that has no gradients.
         PartitionError: without ``of``, some gradients know what they are and others do not; blocks on ranks that are
             not in ``P``; a gradient that should be equal on all ranks is not.
+
+    Example:
+        >>> dd.parallel.global_norm([torch.tensor([3.0, 4.0])], dd.Partition((1,)))
+        tensor(5.)
     """
     leaves, _ = _torch.flatten(grads)
     if not leaves:

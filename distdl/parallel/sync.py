@@ -33,6 +33,8 @@ def ignore_in_ddp(module: torch.nn.Module, P: Place, dims: Dims = None) -> list[
 
     Raises:
         PartitionError: a layer sums over some of these ranks, and not over others.
+
+    No messages; parameters of any shape.
     """
     R = along(P, dims)
     ask(module)

@@ -21,6 +21,12 @@ def along(P: Place, dims: Dims = None) -> Partition:
 
     Raises:
         PartitionError: this rank is not part of ``P``.
+
+    No messages.
+
+    Example:
+        >>> dd.parallel.along(dd.Partition((1, 1)), 1)
+        Partition((1,))
     """
     where = partition_of(P)
     fibre = where.along(dims)
@@ -38,13 +44,32 @@ def block_mapping(processes: Iterable[int]) -> tuple[int, ...]:
     """The node of each rank when nodes are filled one after the other: ``processes[n]`` ranks on node n.
 
     With G ranks on every node this is R = n·G + g.
+
+    Pure: no messages.
+
+    Raises:
+        ShapeError: numbers of processes that are no integers, at least 0.
+
+    Example:
+        >>> dd.parallel.block_mapping((2, 1))  # the node of each of three ranks
+        (0, 0, 1)
     """
     return tuple(n for n, count in enumerate(processes) for _ in range(count))
 
 
 def cyclic_mapping(processes: Sequence[int]) -> tuple[int, ...]:
     """The node of each rank when ranks are dealt to the nodes in turn, as ``--map-by node`` does; full nodes are left
-    out."""
+    out.
+
+    Pure: no messages.
+
+    Raises:
+        ShapeError: numbers of processes that are no integers, at least 0.
+
+    Example:
+        >>> dd.parallel.cyclic_mapping((2, 1))
+        (0, 1, 0)
+    """
     return tuple(n for turn in range(max(processes, default=0)) for n, count in enumerate(processes) if turn < count)
 
 
@@ -62,6 +87,13 @@ def hierarchical_all_reduce(x: Tree, nodes: Iterable[Iterable[int]], *, world: s
     Messages, for n bytes and N equal nodes: n·(G-1)/G sent in the node, an all-reduce of n/G across, n·(G-1)/G in the
     node again. Backward the same. float16 and bfloat16 travel in float32 and are rounded once, as by the flat sum
     (not so in a world with ``half_sums="native"``).
+
+    Raises:
+        PartitionError, ShapeError: ranks or dims that are not there, or leaves that are no tensors.
+
+    Example:
+        >>> dd.parallel.hierarchical_all_reduce(torch.ones(2), [[0]])
+        tensor([1., 1.])
     """
     groups = [tuple(ranks) for ranks in nodes]
     own = [ranks for ranks in groups if Partition((len(ranks),), ranks, world).active]

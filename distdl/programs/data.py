@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import importlib.util
 import math
 import sys
@@ -35,14 +36,24 @@ def installed(package: str, *parts: str) -> Path:
     return path
 
 
+def tqdm():
+    """tqdm's class of progress bars.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    try:
+        return importlib.import_module("tqdm").tqdm
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError('progress bars are tqdm\'s: pip install "distdl[demo]"') from None
+
+
 def progress(items, **options):
     """``items`` with tqdm's progress bar on rank 0 (few lines where the output is no terminal); as they are
     elsewhere."""
     if world().rank:
         return items
-    from tqdm import tqdm
-
-    return tqdm(items, file=sys.stdout, mininterval=0.2 if sys.stdout.isatty() else 10, **options)
+    return tqdm()(items, file=sys.stdout, mininterval=0.2 if sys.stdout.isatty() else 10, **options)
 
 
 def batches(count: int, size: int, *, seed: int = 0, chosen=None):

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.nn.functional as local
 from torch.func import grad_and_value
-from tqdm import tqdm
 
 import distdl as dd
 import distdl.functional as F
@@ -242,7 +241,7 @@ def main(argv=None) -> int:
     shuffle = torch.Generator().manual_seed(2)
     batches = [b for _ in range(options.epochs) for b in torch.randperm(4000, generator=shuffle).split(64)]
     every = 0.2 if sys.stdout.isatty() else 10  # seconds; a log file needs few lines
-    bar = tqdm(total=len(batches), disable=not first, file=sys.stdout, unit="step", mininterval=every)
+    bar = data.tqdm()(total=len(batches), disable=not first, file=sys.stdout, unit="step", mininterval=every)
     dist = seq = None
     for dist, seq, loss, _ in steps(images, labels, torch.float32, 0.04, batches):  # noqa: B007 (the last ones are used below)
         bar.update()

@@ -370,6 +370,9 @@ def launch(
 
     An exception on a rank ends all of them and is raised here; its cause carries the rank and the traceback.
 
+    Raises:
+        DistdlError: no function, or no number of ranks; TimeoutError: see ``timeout``.
+
     >>> dd.launch(lambda: dd.world().rank, 3)()
     [0, 1, 2]
     """

@@ -58,6 +58,11 @@ def cg(
     Raises:
         SolverError: on every rank, at numbers that are not finite, or where A (or the preconditioner) is not positive.
         ShapeError: b is not this rank's block, or A does not return one.
+
+    Example:
+        >>> x, info = dd.solve.cg(lambda x: 2 * x, torch.tensor([2.0, 4.0]), dd.Partition((1,)))
+        >>> x, bool(info.converged)
+        (tensor([1., 2.]), True)
     """
     check_tolerance(P, tol, max_iter)
     if partition_of(P).index() is None:

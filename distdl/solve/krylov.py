@@ -37,6 +37,12 @@ def lanczos(A: Blocks, v0: torch.Tensor, P: Place, k: int) -> tuple[torch.Tensor
     Raises:
         SolverError: on every rank: numbers that are not finite, v0 is zero, or a space that is exhausted inside vmap.
         ShapeError: v0 is not this rank's block, no number of steps, or A does not return a block.
+
+    Example:
+        >>> A, P = torch.tensor([1.0, 3.0]), dd.Partition((1,))
+        >>> values, vectors = dd.solve.lanczos(lambda x: A * x, torch.ones(2), P, 2)
+        >>> values.round(decimals=3)
+        tensor([1., 3.])
     """
     grid = partition_of(P)
     if k < 1:

@@ -59,6 +59,12 @@ def lsqr(
             unknowns without ``damp``, where the normal equations do not tell it.
         ShapeError: b is not this rank's block, or A does not return one.
         PartitionError: nothing says what block of x this rank has.
+
+    Example:
+        >>> P, b = dd.Partition((1,)), torch.tensor([1.0, 3.0])
+        >>> x, info = dd.solve.lsqr(lambda x: torch.cat([x, x]), b, dd.Layout(P, (2,)), dd.Layout(P, (1,)))
+        >>> x.round(decimals=4)
+        tensor([2.])
     """
     check_tolerance(P_range, tol, max_iter)
     inner, grid = Inner(P_range, P_domain), partition_of(P_range)

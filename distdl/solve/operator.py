@@ -30,6 +30,8 @@ class Info(NamedTuple):
         iterations: how many steps were taken (int64).
         residual: what is left, relative to what there was; which residual, says the function.
         converged: whether that is within the tolerance. A rank outside of the partition: yes, after 0 steps.
+
+    A plain tuple of numbers: no messages, no errors.
     """
 
     iterations: torch.Tensor

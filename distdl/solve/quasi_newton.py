@@ -29,6 +29,8 @@ class Descent(NamedTuple):
         value: of the function, summed over ranks.
         gradient: its gradient's norm.
         converged: whether that is within the tolerance.
+
+    A plain tuple of numbers: no messages, no errors.
     """
 
     iterations: int
@@ -75,6 +77,12 @@ def lbfgs(
     Raises:
         SolverError: on every rank: f or its gradient is not finite at x0, or the call is made inside of torch.func.
         ShapeError: x0 has no real tensors, or f does not return a scalar.
+
+    Example:
+        >>> P = dd.Partition((1,))
+        >>> x, found = dd.solve.lbfgs(lambda x: F.dist_sum((x - 3) ** 2, P), torch.zeros(2), P, steps=10)
+        >>> x.round(decimals=3), found.converged
+        (tensor([3., 3.]), True)
     """
     if _torch.transforms_active():
         raise SolverError(

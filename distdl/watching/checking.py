@@ -27,6 +27,13 @@ def checking(timeout: float | None = None) -> Iterator[None]:
         AgreementError: inside the block, on every rank of the movement: the ranks disagree.
         AbsenceError: a rank did not come in time; the error says what it last completed, and where the others are.
         InvariantError: copies of an invariant cotangent or value differ; the error names the rule that was broken.
+
+    Example:
+        >>> with dd.checking():
+        ...     y = F.dist_sum(torch.ones(3), dd.Partition((1,)))
+        ...
+        >>> y
+        tensor(3.)
     """
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
         raise AgreementError(

@@ -186,6 +186,25 @@ def test_any_strides(tmp_path, x):
     assert torch.equal(load_file(tmp_path / "x")["w"], x) and torch.equal(checkpoint.load(tmp_path / "x")[0]["w"], x)
 
 
+def test_metadata_comes_back_with_its_keys(tmp_path):
+    """A scheduler's milestones have numbers as keys."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    made = lambda: torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([weight], 1.0), [2, 4])
+    scheduler, again = made(), made()
+    odd = {1: {2.5: [{None: "x", True: ()}]}, "distdl.items": [[1, 2]]}
+    checkpoint.save(tmp_path / "x", {"w": weight}, metadata={"scheduler": scheduler.state_dict(), "odd": odd})
+    _, metadata = checkpoint.load(tmp_path / "x")
+    assert metadata["odd"] == {1: {2.5: [{None: "x", True: []}]}, "distdl.items": [[1, 2]]}
+    again.load_state_dict(metadata["scheduler"])
+    rates = []
+    for one in (scheduler, again):
+        for _ in range(5):
+            one.optimizer.step()
+            one.step()
+            rates.append(one.get_last_lr()[0])
+    assert rates[:5] == rates[5:] == pytest.approx([1.0, 0.1, 0.1, 0.01, 0.01])
+
+
 def test_what_would_make_an_unreadable_file(tmp_path):
     """Names that are no text, what JSON cannot write (by its key), paths that are none: an error, and the old file
     stays."""
@@ -210,6 +229,9 @@ def test_what_would_make_an_unreadable_file(tmp_path):
             checkpoint.load(bad)
     assert path.read_bytes() == before and sorted(os.listdir(tmp_path)) == ["fifo", "x"]
     checkpoint.save(str(path).encode(), {'é€ \0\n"': torch.ones(1)}, metadata={"\ud800": "\udfff"})
+    for bad in (tmp_path / ("n" * 300), path / "below"):  # nothing was made, so there is nothing to remove
+        with pytest.raises(dd.errors.CheckpointError, match=r"too long|Not a directory"):
+            checkpoint.save(bad, w)
     found, metadata = checkpoint.load(path)
     assert found.keys() == load_file(path).keys() == {'é€ \0\n"'} and metadata == {"\ud800": "\udfff"}
 

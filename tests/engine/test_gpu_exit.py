@@ -81,7 +81,7 @@ def test_a_rank_that_does_not_come(leave, tmp_path):
     program.write_text(textwrap.dedent(LEAVES.format(leave=leave)))
     done = subprocess.run(
         [sys.executable, "-m", "distdl", "run", "-n", "2", str(program)],
-        env=os.environ | {"DISTDL_WATCHDOG_S": "8"},
+        env=os.environ | {"DISTDL_WATCHDOG_S": "8", "DISTDL_PEER": "1"},
         timeout=120,
         capture_output=True,
         text=True,

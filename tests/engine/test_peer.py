@@ -11,10 +11,12 @@ from fuzzing import BUILDERS, KINDS, draw, seed_of
 from test_device_double import arranged
 
 import distdl as dd
+from distdl import failure
 from distdl.engine import peer
 from distdl.engine.exchange import Exchange
 from distdl.engine.local import LocalTransport
 from distdl.engine.peer import region, tables
+from distdl.programs import _rank
 
 DTYPES = (torch.float32, torch.bool, torch.bfloat16, torch.float64, torch.complex128, torch.int16)
 
@@ -247,6 +249,35 @@ def test_several_tensors_at_once():
         for k in range(count):
             wanted = plan.simulate([x + k for x in xs])
             assert all(torch.equal(ys[k], w) for ys, w in zip(got, wanted))
+
+
+def test_short_rows_go_as_messages():
+    """By what both ends know; what is large, stays and lies in short words is left to torch's copies."""
+    L = dd.Layout(dd.Partition((1, 3)), (3000, 30))
+    for widths, straight in (((0, 1), False), ((1, 1), False), ((0, 4), True)):
+        plan = dd.maps.halo_exchange(dd.HaloSpec(L, widths, boundary="circular")).plan
+        ranks, xs = Ranks("aaa"), numbers(plan, torch.float32)
+        got = ranks.moves(plan, xs)
+        assert (ranks.moved > 0) == straight and all(map(torch.equal, got, plan.simulate(xs)))
+
+
+def test_what_stays_and_is_left_to_torch(monkeypatch):
+    monkeypatch.setattr(peer, "NARROW", 2**8)
+    plan = dd.maps.halo_exchange(
+        dd.HaloSpec(dd.Layout(dd.Partition((1, 3)), (300, 33)), (0, 4), boundary="circular")
+    ).plan
+    ranks, xs = Ranks("aaa"), numbers(plan, torch.int16)
+    under_way = ranks.begin(plan, xs)
+    assert all(one.program.kept and not one.program.straight.kept for one in under_way.values())
+    ranks.run()
+    assert all(map(torch.equal, [one.finish()[0] for one in under_way.values()], plan.simulate(xs)))
+
+
+def test_an_error_says_what_a_kernel_has_waited_for(monkeypatch):
+    """Also where the launcher's own handler reports it, which has loaded the file by its path."""
+    monkeypatch.setattr(failure, "notes", [lambda: "", lambda: "a kernel waited in vain"])
+    code, text = _rank.cause(RuntimeError("a device's"))
+    assert code == 1 and text.endswith("RuntimeError: a device's\na kernel waited in vain")
 
 
 def test_lanes():

@@ -20,7 +20,7 @@ def device():
 @pytest.fixture(autouse=True)
 def _one_device_each():
     if torch.cuda.device_count() < dd.world().size or dd.world().cuda != "nccl" or not peer.asked_for():
-        pytest.skip("needs a device for each rank, and peer memory")
+        pytest.skip("needs a device for each rank, and DISTDL_PEER=1")
     device()
 
 

@@ -1,10 +1,13 @@
 """Streams, CUDA graphs and a long run: what only a device can show."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
 import distdl as dd
 import distdl.functional as F
+from distdl import compiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 
@@ -185,6 +188,36 @@ def test_graph_capture(backward):
         same(value, loss(x * scale), "a replayed value")
         if backward:
             same(leaf.grad, torch.func.grad(loss)(x * scale), "a replayed gradient")
+
+
+@pytest.mark.skipif(not compiled.available or find_spec("triton") is None, reason="needs a compiler of graphs")
+@pytest.mark.filterwarnings("ignore")  # torch's compiler has warnings of its own
+@pytest.mark.parametrize("backward", [False, True])
+def test_graphs_of_compiled_code(backward):
+    """mode="reduce-overhead" runs a first time, records, and replays; where movements go through the host it holds what
+    is between them."""
+    loss, x = problem()
+    step = torch.func.grad(loss) if backward else loss
+    torch._dynamo.reset()
+    ours = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    for scale in (1.0, 0.5, -2.0, 3.0):
+        torch.compiler.cudagraph_mark_step_begin()
+        same(ours((x * scale).to(device())), step(x * scale), f"step {scale}")
+    torch._dynamo.reset()
+
+
+def test_a_graph_of_what_goes_through_the_host():
+    if dd.world().cuda != "staged" or dd.world().size == 1:
+        pytest.skip("of staged movements")
+    loss, x = problem()
+    x = x.to(device())
+    loss(x)
+    with (
+        pytest.raises(dd.errors.TransportError, match="a CUDA graph cannot hold"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        loss(x)
+    torch.cuda.synchronize()
 
 
 def test_all_dtypes():

@@ -25,13 +25,14 @@ from .region import CAPACITY, LANES, SMALL_SUM, Mailboxes
 from .tables import WORD, Table, box_of, ends_of, table_of, waiting
 
 _SPARE = 32  # multiprocessors that NCCL's kernels may need beside a kernel that waits for peers
-NARROW = 2**27  # bytes of a box that stays, from which words of fewer than 16 bytes are copied faster by torch
+NARROW_MESSAGE = 2**12  # bytes of a message from which short rows go by NCCL
+NARROW = 2**22  # bytes of a box that stays, from which words of fewer than 16 bytes are copied faster by torch
 _MINUTES = 30  # that a kernel waits for a peer, at most
 
 
 def asked_for() -> bool:
-    """Whether ranks of one node move by peer memory (``DISTDL_PEER``)."""
-    return os.environ.get("DISTDL_PEER", "1") != "0"
+    """Whether ranks of one node move by peer memory (``DISTDL_PEER=1``)."""
+    return os.environ.get("DISTDL_PEER", "0") not in ("", "0")
 
 
 def limit() -> int:
@@ -118,9 +119,17 @@ class PeerReach:
     def __init__(self, memory: PeerMemory, ranks: frozenset[int], lanes: int):
         self.memory, self.ranks, self.lanes = memory, ranks, lanes
         self.leaves = (memory.kernels.BASES - 1) // 2
+        self.plain: Any = None  # the engine that graphs hold on to
 
     def __contains__(self, rank: int) -> bool:
         return rank in self.ranks
+
+    def takes(self, parts) -> bool:
+        """Whether a message of these parts is faster so than by NCCL: their sizes are the same on both ends. Rows of
+        fewer bytes than a thread reads at once are not, but for small messages."""
+        return sum(part.nbytes for part in parts) < NARROW_MESSAGE or all(
+            part.size[-1] * part.dtype.itemsize >= WORD for part in parts if part.size
+        )
 
     def bind(self, program, xs) -> Any:
         """One kernel, bound to its table."""
@@ -191,10 +200,25 @@ class PeerTransport(NcclTransport):
     def __init__(self, plain: NcclTransport, reach: PeerReach, ranks):
         super().__init__(plain.engines, plain.comm, ranks)
         self.plain, self.reach, self.peers, self.ranks = plain, reach, reach, ranks
+        plain.collectives = self.collectives  # what it captures is made ready by what goes before, without other groups
+        reach.plain = plain
+        self._acquaint(sorted(reach.ranks))
         self.order = reach.memory.kernels.order_of(self.device.index)
         others = set(ranks) - {self.rank}
         self.near = len(others) <= reach.memory.kernels.PEERS and all(r in reach for r in others)
         self.small: dict[Any, Any] = {}  # sums of so many numbers
+
+    def _acquaint(self, peers) -> None:
+        """Let NCCL meet those whom it will meet in a captured graph only: there it cannot make what it needs."""
+        kernels = self.peers.memory.kernels
+        with self.device.here():
+            memory = kernels.scratch(2 * len(peers))
+            at = memory.data_ptr()
+            self.plain.post(
+                [(p, at + i, 1) for i, p in enumerate(peers)],
+                [(p, at + len(peers) + i, 1) for i, p in enumerate(peers)],
+            )
+            kernels.finish()
 
     def post(self, sends, receives, call=None, memory=None):
         if sends or receives:

@@ -209,6 +209,11 @@ def waited_in_vain() -> str:
     return f"a kernel of distdl waited in vain for rank {word % 2**32 - 1}, in {_names[word >> 32]}"
 
 
+def scratch(nbytes: int) -> torch.Tensor:
+    """Memory of the current device."""
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+
+
 def finish() -> None:
     """Wait for all that the current device has to do."""
     torch.cuda.synchronize()

@@ -8,6 +8,7 @@ import torch
 
 import distdl as dd
 import distdl.functional as F
+from distdl.engine import program
 from distdl.engine.peer import PeerTransport
 
 if type(dd.world().host).__name__ == "TorchTransport":
@@ -102,12 +103,16 @@ def test_memory_that_cannot_be_opened(use):
     assert len(found) == 4
 
 
-def test_a_graph_holds_on_to_nccl(use):
-    """While one is captured movements go by NCCL alone."""
+def test_a_graph_holds_on_to_nccl(use, monkeypatch):
+    """While one is captured movements go by NCCL alone, with programs and communicators that are there."""
     engines = use()
     wanted = moved()
+    made, communicators = [], set(engines.engines)
+    whole = program._program
+    monkeypatch.setattr(program, "_program", lambda *args: (made.append(args), whole(*args))[1])
     engines.device.captures = True
     engine = engines.get(tuple(range(dd.world().size)))
     assert not isinstance(engine, PeerTransport) and engine.reach is None
     assert all(map(torch.equal, moved(), wanted))
     engines.device.captures = False
+    assert not made and set(engines.engines) == communicators

@@ -265,6 +265,41 @@ def test_an_order_that_is_none():
         F.dist_attention(q, q, q, L, order="zigzag", positions=F.zigzag_positions(L, 2))
 
 
+def test_an_order_of_two_lengths():
+    """Rows of q and of k in one order are those of one sequence: every rank hears of both lengths."""
+    for P in (dd.Partition((1, 1, N, 1)), dd.Partition((1, 1, 1, 1), ranks=(N - 1,))):
+        L, M = (F.reorder_layout(dd.Layout(P, (1, 2, n, 4)), 2, "zigzag") for n in (16, 12))
+        q, k = (torch.zeros(place.local_shape()) for place in (L, M))
+        for place, options in ((L, {"kv_shape": M}), (P, {})):
+            if place is P and not P.active:
+                continue  # it hears of nothing
+            with pytest.raises(dd.errors.ShapeError) as caught:
+                F.dist_attention(q, k, k, place, causal=True, order="zigzag", **options)
+            error = caught.value
+            assert error.op == "dist_attention" and "16, where order=" in error.expected
+            assert error.actual == "12 rows of k, order='zigzag'" and error.partitions == (L, M)
+
+
+@pytest.mark.mpi(2)
+def test_blocks_of_other_sizes_are_named():
+    """Where shapes are equal and blocks are not, the error shows the blocks, not two equal shapes."""
+    P = dd.Partition((N, 1, 1, 1))
+    sizes = [1] * N
+    sizes[0], sizes[-1] = 2, 0
+    L, M = dd.Layout(P, (N, 1, 4, 2)), dd.Layout(P, (N, 1, 4, 2), (tuple(sizes), None, None, None))
+    q, k = (torch.zeros(place.local_shape()) for place in (L, M))
+    for a, b in ((k, k), (q, k), (k, q)):
+        with pytest.raises(dd.errors.PartitionError, match="one batch in the same blocks") as caught:
+            F.dist_attention(q, a, b, P)
+        assert str(tuple(sizes)) in str(caught.value)
+    P = dd.Partition((1, 1, N, 1, 1))
+    L, M = (dd.Layout(P, (1, 1, 4 * N, 4, 2), s) for s in (None, (None, None, (5, 3, *[4] * (N - 2)), None, None)))
+    q, k = (torch.zeros(place.local_shape()) for place in (L, M))
+    with pytest.raises(dd.errors.ShapeError, match="lie in different blocks") as caught:
+        F.dist_neighborhood_attention(q, k, k, P, 3)
+    assert caught.value.expected == L and caught.value.actual == [L, M, M]
+
+
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_zeros_stay_zeros(method):
     """No logarithm of values: a feature of v that is 0 everywhere gives exactly 0 (a merge by log|o| gives NaN)."""

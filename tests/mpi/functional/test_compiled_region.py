@@ -1,5 +1,6 @@
 """What stands inside and around compiled code: transforms, layers, maps, ranks that compile at different times."""
 
+import copy
 import random
 
 import pytest
@@ -95,6 +96,16 @@ def test_what_nobody_uses_is_sent(backend):
 def test_equal_calls_stay_apart(backend):
     """No common subexpression, also of one rank."""
     check(lambda x: (there(x) + there(x)).sum() * x, block(), backend=backend)
+
+
+def test_inductors_code_calls_a_movement_itself(monkeypatch):
+    """Not by torch's dispatcher; forward and backward."""
+    needs_cpp()
+    calls, now = [], torch.ops.distdl.now
+    monkeypatch.setattr(torch.ops.distdl, "now", lambda *args: (calls.append(args[1]), now(*args))[1])
+    _, sent = found(torch.compile(lambda x: back(there(x.sin())), fullgraph=True), (block(),))
+    assert [name.split()[0] for name in calls] == ["repartition"] * 2 + ["repartition.T"] * 2
+    assert N == 1 or sent
 
 
 def test_nothing_is_sent_while_tracing():
@@ -210,6 +221,23 @@ def test_layers(name):
     assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(block(L=L)), layer(block(L=L)))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_has_another_mask_at_each_call(backend):
+    """Numbers of calls are counted while a graph runs, in the program's order: the masks are those of eager code."""
+    needs_cpp(backend)
+    net = torch.nn.Sequential(dd.nn.Dropout(D, 0.5), torch.nn.Tanh(), dd.nn.Dropout(D, 0.3), dd.nn.Dropout(D, 0.2))
+    eager, masks = copy.deepcopy(net), []
+    ours = torch.compile(net, backend=backend, fullgraph=True)
+    for k in (1, 2, 3):
+        found_, _ = found(ours, (block(),))
+        wanted, _ = found(eager, (block(),))
+        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found_, wanted, strict=True))
+        assert [layer.calls for layer in net if hasattr(layer, "calls")] == [k] * 3
+        masks.append(found_[0] == 0)
+    every = [torch.cat(gather_objects(mask)) for mask in masks]
+    assert not torch.equal(every[0], every[1]) and not torch.equal(every[1], every[2])
+
+
 def test_words_of_a_refusal():
     """With fullgraph=True they are the library's own; else the graph breaks, and eager has its say."""
     dropout = dd.nn.Dropout(D, 0.5)
@@ -219,7 +247,7 @@ def test_words_of_a_refusal():
 
     cases = [
         (lambda x: dd.maps.repartition(D, M)(x), "make maps outside"),
-        (lambda x: dropout(x), "a mask for each call"),
+        (lambda x: vmap(dropout, randomness="different")(torch.stack([x, x])), "one mask for all examples"),
         (recorded, "inside of another construct"),
         (lambda x: dd.solve.cg(lambda v: 2 * v, x, D)[0], "solver looks at numbers"),
         (lambda x: F.repartition(x[:0].sin(), D, M), "next step: pass this rank's block"),

@@ -170,6 +170,83 @@ def test_bias_constants_and_fans():
             call()
 
 
+@pytest.mark.parametrize("shape", [(12, 7), (7, 12), (5, 5), (1, 6), (150, 3, 50), (9, 4, 3, 3), (0, 3), (4, 0)])
+def test_orthogonal(shape):
+    """One matrix on any partition, with orthonormal columns or rows; in float32 the same bits."""
+    X = dd.init.orthogonal(alone(shape), 5, gain=3.0, dtype=torch.float64)
+    M = X.flatten(1) if X.numel() else X.new_zeros(1, 1).add(3.0)
+    gram = M @ M.T if M.shape[0] <= M.shape[1] else M.T @ M
+    assert X.shape == shape and torch.allclose(gram, 9 * torch.eye(len(gram), dtype=gram.dtype), atol=1e-12)
+    for L in layouts(shape).values():
+        x = dd.init.orthogonal(L, 5, gain=3.0, dtype=torch.float64)
+        assert x.shape == L.local_shape() and (not L.active or torch.allclose(x, L.shard(X), rtol=0, atol=1e-13))
+        assert not L.active or torch.equal(dd.init.orthogonal(L, 5, gain=3.0), L.shard(X).float())
+    assert not X.numel() or not torch.allclose(X, dd.init.orthogonal(alone(shape), 6, gain=3.0, dtype=torch.float64))
+
+
+def test_orthogonal_is_a_product_of_reflections():
+    """By single reflections, written out; and the law is that of torch's: of the trace of Q of O(3), E tr² = 1 and
+    E tr⁴ = 3 (Diaconis & Shahshahani, 1994)."""
+    n, k = 70, 66  # more columns than a panel
+    X = dd.init.normal(alone((n, k)), 4, dtype=torch.float64)
+    Q = torch.eye(n, k, dtype=torch.float64)
+    for j in reversed(range(k)):
+        v = X[j:, j].clone()
+        sign = -1.0 if v[0] < 0 else 1.0
+        v[0] += sign * v.norm()
+        Q[:, j] *= -sign
+        Q[j:] -= 2 * torch.outer(v, v @ Q[j:]) / (v @ v)
+    assert torch.allclose(dd.init.orthogonal(alone((n, k)), 4, dtype=torch.float64), Q, atol=1e-13)
+    assert torch.allclose(dd.init.orthogonal(alone((k, n)), 4, dtype=torch.float64), Q.T, atol=1e-13)
+    draw = torch.func.vmap(lambda seed: dd.init.orthogonal(alone((3, 3)), seed, dtype=torch.float64))
+    traces = draw(torch.arange(20000)).diagonal(dim1=1, dim2=2).sum(1)
+    for power, expected in ((1, 0), (2, 1), (3, 0), (4, 3)):
+        assert abs(float((traces**power).mean()) - expected) < 0.15, power
+
+
+def test_orthogonal_needs_few_rows_of_the_whole():
+    """A rank has its own columns, and a panel of reflections; never the matrix."""
+    most = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            y = func(*args, **(kwargs or {}))
+            most.append(y.numel() if isinstance(y, torch.Tensor) else 0)
+            return y
+
+    L = dd.Layout(dd.Partition((1, WORLD.size)), (600, 400))
+    with Watch():
+        dd.init.orthogonal(L, 1)
+    assert max(most) <= 600 * max(L.local_shape()[1], 64)
+
+
+def test_identities():
+    for shape in ((4, 6), (6, 4), (1, 3), (0, 2), (3, 0)):
+        X = torch.nn.init.eye_(torch.empty(shape))
+        for L in layouts(shape).values():
+            x = dd.init.eye(L)
+            assert x.shape == L.local_shape() and (not L.active or torch.equal(x, L.shard(X)))
+    for shape, groups in (((6, 4, 3), 1), ((6, 2, 3, 4), 3), ((4, 7, 1, 2, 5), 2), ((8, 1, 3), 4), ((0, 2, 3), 1)):
+        X = torch.nn.init.dirac_(torch.empty(shape), groups)
+        for L in layouts(shape).values():
+            x = dd.init.dirac(L, groups=groups, dtype=torch.bfloat16)
+            assert x.shape == L.local_shape() and x.dtype == torch.bfloat16
+            assert not L.active or torch.equal(x.float(), L.shard(X))
+
+
+def test_shapes_of_no_such_matrix():
+    for call, words in (
+        (lambda: dd.init.orthogonal(alone((3,)), 1), "orthogonal: an orthogonal matrix has rows and columns"),
+        (lambda: dd.init.eye(alone((3, 3, 3))), "eye: an identity has rows and columns"),
+        (lambda: dd.init.dirac(alone((3, 3))), "dirac: no weight of a convolution"),
+        (lambda: dd.init.dirac(alone((3, 3, 3)), groups=2), "groups=2"),
+        (lambda: dd.init.dirac(alone((3, 3, 3)), groups=0), "groups=0"),
+    ):
+        with pytest.raises(dd.errors.PartitionError, match=words) as caught:
+            call()
+        assert caught.value.partitions and caught.value.next_step
+
+
 def test_parameter_layout():
     """A parameter split over some dims of a layer's partition: copies are equal, blocks are those of the whole."""
     n = WORLD.size

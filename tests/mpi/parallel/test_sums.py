@@ -1,6 +1,7 @@
 """Who already sums: layers whose adjoint sums their gradients, and everything that sums gradients, meet in one
 model."""
 
+import collections
 import copy
 import io
 import pickle
@@ -452,6 +453,70 @@ def test_ddp():
         torch.nn.parallel.DistributedDataParallel(alone)(torch.ones(1, 6)).sum().backward()
     finally:
         dist.destroy_process_group()
+
+
+@needs(2)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning", "ignore:.*reshard_after_forward:UserWarning")
+def test_fully_shard():
+    """Torch's fully_shard takes means: a layer that sums refuses to be among its layers, and may stand beside them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dp.export_rendezvous()
+    dist.init_process_group("gloo")
+    try:
+        mesh = init_device_mesh("cpu", (N,))
+        ours, serial = model("norm", dd.Partition((N, 1, 1, 1)))
+        wanted = serial_grads(serial)
+        inside = fully_shard(copy.deepcopy(ours), mesh=mesh)
+        for _ in range(2):
+            with pytest.raises(PartitionError, match="BatchNorm outside of torch's fully_shard"):
+                inside(X[rows(X)])
+        sums = {name for name, _ in ours[1].named_parameters(prefix="1")}
+        fully_shard(ours, mesh=mesh, ignored_params=set(ours[1].parameters()))
+        (ours(X[rows(X)]).square().sum() * N / 7).backward()
+        whole = {k: p.grad / N if k in sums else p.grad.full_tensor() for k, p in ours.named_parameters()}
+        check(whole, wanted, "fully_shard")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ordered", [dict, collections.OrderedDict])
+def test_told_by_a_module_in_any_order(ordered):
+    """What a dictionary holds comes in the order of its keys, and each tensor has its own parameter's mark."""
+    line, P = dd.Partition((N,)), dd.Partition((N, 1))
+    torch.manual_seed(3)
+    head = torch.nn.Linear(3, 2, **D)
+    ours = torch.nn.ModuleDict({"norm": nn.BatchNorm(P, 3, **D), "head": head})  # "norm" comes first, and sorts last
+    serial = torch.nn.Sequential(torch.nn.BatchNorm1d(3, **D), copy.deepcopy(head))
+    x = randn(7, 3)
+    serial(x).square().sum().backward()
+    grads = [p.grad for p in serial.parameters()]
+    wanted = dict(zip(("norm.weight", "norm.bias", "head.weight", "head.bias"), grads))
+
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both = ours
+
+        def forward(self, x):
+            return self.both["head"](self.both["norm"](x))
+
+    whole = Both()
+    for names in (list(wanted), list(wanted)[::-1], sorted(wanted)):
+        plain = ordered((f"both.{k}", whole.get_parameter(f"both.{k}").detach()) for k in names)
+        statistics = lambda: {k: b.clone() for k, b in whole.named_buffers()}
+        loss = lambda p, x: (functional_call(whole, (p, statistics()), (x,)).square().sum(), 1)
+        local = grad(lambda p: loss(p, x[rows(x)])[0])(plain)
+        own = lambda found: {k: found[f"both.{k}"] for k in wanted}
+        check(own(dp.reduce_gradients(local, line, of=whole)[0]), wanted, f"reduce_gradients, {names}")
+        called = grad(lambda p: F.invariant_sum(loss(dp.replicate(p, line, of=whole), x[rows(x)])[0], line))(plain)
+        check(own(called), wanted, f"replicate, {names}")
+        mean, found, _ = dp.accumulate(loss, plain, [x[rows(x)]], line, of=whole)
+        check(own(found), {k: g / N for k, g in wanted.items()}, f"accumulate, {names}")
+        norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+        reduced = dp.reduce_gradients(local, line, of=whole)[0]
+        assert torch.allclose(dp.global_norm(reduced, line, of=whole), norm), "global_norm"
 
 
 # ---------------------------------------------------------------- copies, by name
