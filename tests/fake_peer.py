@@ -298,13 +298,8 @@ def kernels(memory=Mapped, **changed):
     """What stands for :mod:`distdl.engine.peer.kernel`."""
     order = Order()
     names = {name: globals()[name] for name in ("BLOCK", "KEEPERS", "BASES", "PEERS", "Mover", "Summer")}
-    names |= {
-        "Memory": memory,
-        "order_of": lambda index: order,
-        "finish": lambda: None,
-        "scratch": lambda n: torch.zeros(n, dtype=torch.uint8),
-        "multiprocessors": lambda: 48,
-    }
+    names |= {"Memory": memory, "order_of": lambda index: order, "finish": lambda: None, "multiprocessors": lambda: 48}
+    names["scratch"] = lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8)
     return SimpleNamespace(**names | changed)
 
 

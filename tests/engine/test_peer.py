@@ -263,9 +263,8 @@ def test_short_rows_go_as_messages():
 
 def test_what_stays_and_is_left_to_torch(monkeypatch):
     monkeypatch.setattr(peer, "NARROW", 2**8)
-    plan = dd.maps.halo_exchange(
-        dd.HaloSpec(dd.Layout(dd.Partition((1, 3)), (300, 33)), (0, 4), boundary="circular")
-    ).plan
+    L = dd.Layout(dd.Partition((1, 3)), (300, 33))
+    plan = dd.maps.halo_exchange(dd.HaloSpec(L, (0, 4), boundary="circular")).plan
     ranks, xs = Ranks("aaa"), numbers(plan, torch.int16)
     under_way = ranks.begin(plan, xs)
     assert all(one.program.kept and not one.program.straight.kept for one in under_way.values())

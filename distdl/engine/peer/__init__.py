@@ -214,10 +214,8 @@ class PeerTransport(NcclTransport):
         with self.device.here():
             memory = kernels.scratch(2 * len(peers))
             at = memory.data_ptr()
-            self.plain.post(
-                [(p, at + i, 1) for i, p in enumerate(peers)],
-                [(p, at + len(peers) + i, 1) for i, p in enumerate(peers)],
-            )
+            there, here = ([(p, at + i, 1) for i, p in enumerate(peers, k)] for k in (0, len(peers)))
+            self.plain.post(there, here)
             kernels.finish()
 
     def post(self, sends, receives, call=None, memory=None):
