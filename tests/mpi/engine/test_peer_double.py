@@ -114,5 +114,5 @@ def test_a_graph_holds_on_to_nccl(use, monkeypatch):
     engine = engines.get(tuple(range(dd.world().size)))
     assert not isinstance(engine, PeerTransport) and engine.reach is None
     assert all(map(torch.equal, moved(), wanted))
-    engines.device.captures = False
+    engines.device.captures = engines.captured = False  # nobody holds on to what was captured
     assert not made and set(engines.engines) == communicators
