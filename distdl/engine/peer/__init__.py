@@ -226,7 +226,7 @@ class PeerTransport(NcclTransport):
         nbytes = count * dtype.itemsize
         if self.device.capturing():
             self.plain._collective(kind, source, target, count, dtype)
-        elif not self.near or nbytes > SMALL_SUM or dtype not in NcclTransport.sums:
+        elif kind != "all_reduce" or not self.near or nbytes > SMALL_SUM or dtype not in NcclTransport.sums:
             self._in_order(super()._collective, kind, source, target, count, dtype)
         else:
             found = self.small.get((dtype, count))

@@ -45,15 +45,21 @@ def use(monkeypatch):
 
 
 def moved():
-    """A repartition, a halo, its gradient and a sum."""
+    """A repartition, a halo, its gradient, a sum, and sums of blocks."""
     n, r = dd.world().size, dd.world().rank
     L = dd.Layout(dd.Partition((n, 1)), (2 * n + 1, 5))
     x = L.shard(torch.arange(L.shape[0] * 5.0).reshape(L.shape)).clone()
     spec = dd.HaloSpec(L, (1, 2), boundary="circular")
     call = lambda x: F.halo_exchange(x, spec) ** 2 * (r + 1)
     y, back = torch.func.vjp(call, x)
-    P = dd.Partition((n,))
-    return [F.repartition(x, L, dd.Partition((1, n))), y, *back(y), F.all_sum_reduce(x.sum(), P)]
+    P, whole = dd.Partition((n,)), torch.arange(2.0 * n) * (r + 1)
+    return [
+        F.repartition(x, L, dd.Partition((1, n))),
+        y,
+        *back(y),
+        F.all_sum_reduce(x.sum(), P),
+        F.reduce_scatter(whole, P),
+    ]
 
 
 @pytest.mark.parametrize("node", [lambda r: 0, lambda r: r // 2, lambda r: r % 2, lambda r: r])
@@ -100,7 +106,7 @@ def test_memory_that_cannot_be_opened(use):
     assert engine.reach is None and not engines.peer.boxes.own
     told = [str(one.message) for one in said if "DISTDL_PEER=0" in str(one.message)]
     assert len(told) == (dd.world().rank == 0) and all("rank 1: OSError: no such handle" in text for text in told)
-    assert len(found) == 4
+    assert len(found) == 5
 
 
 def test_a_graph_holds_on_to_nccl(use, monkeypatch):
