@@ -142,7 +142,8 @@ class NcclEngines:
         if len(self.engines) >= _MAX_GROUPS:
             wrong = f"more than {_MAX_GROUPS} groups of ranks; reuse partitions, or use fewer distinct ones"
         unique = self.nccl.get_unique_id() if self.nccl is not None and me == ranks[0] else None
-        found = where.all_gather((unique, wrong, self.why, self.device.name() if self.nccl else ""), ranks, "NCCL")
+        name, peers = self.device.name() if self.nccl else "", self.peer is not None
+        found = where.all_gather((unique, wrong, self.why, peers, name), ranks, "NCCL")
         refused, missing = ({r: one[i] for r, one in sorted(found.items()) if one[i]} for i in (1, 2))
         if refused:
             raise TransportError(
@@ -163,6 +164,16 @@ class NcclEngines:
                     stacklevel=2,
                 )
             return None
+        if len({asked for *_, asked, _ in found.values()}) > 1:
+            some = [r for r, (*_, asked, _) in found.items() if asked]
+            raise TransportError(
+                "some ranks move by peer memory within a node, and others do not",
+                op="NCCL",
+                rank=me,
+                expected="DISTDL_PEER alike on all ranks",
+                actual=f"ranks {some} of {ranks} ask for it",
+                next_step="set DISTDL_PEER=1 for all of them, or for none",
+            )
         names: dict[str, int] = {}
         for r, (*_, name) in sorted(found.items()):
             if names.setdefault(name, r) != r:

@@ -122,3 +122,12 @@ def test_a_graph_holds_on_to_nccl(use, monkeypatch):
     assert all(map(torch.equal, moved(), wanted))
     engines.device.captures = engines.captured = False  # nobody holds on to what was captured
     assert not made and set(engines.engines) == communicators
+
+
+def test_ranks_that_ask_for_different_things(use):
+    """All hear of it, before anybody waits for what the others do not do."""
+    engines = use()
+    if dd.world().rank == 1:
+        engines.peer = None
+    with pytest.raises(dd.errors.TransportError, match=r"DISTDL_PEER alike on all ranks, got ranks \[0"):
+        moved()
