@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Number, Real
 from operator import index
@@ -97,6 +98,14 @@ def _is_iterable(value) -> bool:
 
 def _is_sharding(value) -> bool:
     return hasattr(value, "gather") and hasattr(value, "layout")
+
+
+def _pickles(value) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # of any kind: a value says itself how it is pickled
+        return False
+    return True
 
 
 def _has_plan(value) -> bool:
@@ -283,7 +292,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("count", "growth", "backoff", "scale", "good"), _NUMBER),
     **dict.fromkeys(("stages", "microbatches", "chunks", "interval", "n", "step", "order", "port"), _COUNT),
     "path": _PATH,
-    "gather_objects.value": Kind("anything that can be pickled", lambda v: True),
+    "gather_objects.value": Kind("something that can be pickled", _pickles),
     "value": Kind("a number", lambda v: isinstance(v, Number) or _is_number(v)),
     "A": Kind("a map", lambda v: isinstance(v, LinearMap) or _several(_is(LinearMap))(v)),
 }

@@ -29,7 +29,6 @@ from ..errors import DistdlError, PartitionError, ShapeError
 from ..flat import parts_of, vector_of
 from ..functional.numeric import wide, wider
 from ..held import Held, ask, complete, declare, holders, tag
-from ..linear_map import LinearMap
 from ..partition import Layout, Partition
 from ..remat import remat as recomputed
 from ..world import world as world_of
@@ -53,15 +52,14 @@ class Sharding:
     Example:
         >>> w = [torch.ones(2, 2), torch.zeros(2)]
         >>> sharding = dd.parallel.Sharding.of(w, dd.Partition((1,)))
-        >>> block = sharding.block(w)
-        >>> block, [p.shape for p in sharding.gather(block)]
+        >>> sharding.block(w), [p.shape for p in sharding.gather(sharding.block(w))]
         (tensor([1., 1., 1., 1., 0., 0.]), [torch.Size([2, 2]), torch.Size([2])])
     """
 
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
     layout: Layout
-    _whole: LinearMap = field(init=False, repr=False, compare=False)  # made here: compiled code makes no maps
+    _whole: Any = field(init=False, repr=False, compare=False)  # a map, made here: compiled code makes none
 
     def __post_init__(self) -> None:
         self.__dict__["_whole"] = maps.all_gather(self.layout)
@@ -105,8 +103,7 @@ class Sharding:
     def _tree(self, flat: torch.Tensor) -> Any:
         """The parameters as views of the whole flat vector."""
         parts = parts_of(flat, self.shapes)
-        # A layer that gets them does not sum over these ranks again.
-        tag(parts, [None] * len(parts), self.layout.partition)
+        tag(parts, [None] * len(parts), self.layout.partition)  # a layer that gets them does not sum here again
         return _torch.unflatten_as_given(parts, self.structure)
 
     def _declared(self, block: torch.Tensor) -> torch.Tensor:
