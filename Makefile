@@ -66,9 +66,11 @@ torch: .venv/ready
 	timeout -k 10 $(LIMIT) $(PY) -m distdl run --engine torch -n 2 $(PYTEST_MPI) $(MARKS)
 	timeout -k 10 $(LIMIT) $(PY) -m distdl run --engine torch -n 2 -m pytest $(NCCL_FILES) -p no:cacheprovider -q --engine=fake-nccl
 
-# The engine for CUDA tensors, on a fake of NCCL.
+# The engine for CUDA tensors, on a fake of NCCL, without and with one of peer memory.
+PEER_FILES := tests/mpi/movement/test_value.py tests/mpi/movement/test_adjoints.py tests/mpi/movement/test_dtypes.py
 nccl: .venv/ready
 	timeout -k 10 $(LIMIT) $(PY) -m distdl run -n 3 -m pytest $(NCCL_FILES) -p no:cacheprovider -q --engine=fake-nccl
+	timeout -k 10 $(LIMIT) $(PY) -m distdl run -n 3 -m pytest $(PEER_FILES) -p no:cacheprovider -q --engine=fake-peer
 
 # The MPI suite again, with every movement checked.
 check: check-2 check-3

@@ -121,6 +121,13 @@ def fail(
         os._exit(code)  # not sys.exit: handlers at exit may wait for the other ranks
 
 
+def more(text: str) -> str:
+    """The text of an error, and what this process knows of it besides. (Whoever has loaded this file by its path has
+    other notes than distdl.)"""
+    known = getattr(sys.modules.get("distdl.failure"), "notes", ())
+    return "\n".join([text, *(found for note in known if (found := note()))])
+
+
 class Job(Protocol):
     """What knows the job: an engine, see :class:`distdl.engine.transport.Transport`."""
 
@@ -168,6 +175,7 @@ def watch_exit(end: Callable[[BaseException, str], object], threads: Callable[[]
     sys.unraisablehook = hook
 
 
+notes: list[Callable[[], str]] = []  # what may know more of an error than it says itself; empty: nothing
 _ended_on_exceptions: list = []
 
 
@@ -181,6 +189,7 @@ def end_on_exceptions(engine: Job) -> None:
 
     def end(error, where=""):
         text = "".join(traceback.format_exception(error)).rstrip()
+        text = more(text)
         end_job(engine, "interrupted" if isinstance(error, KeyboardInterrupt) else where + text, error)
 
     def moves():

@@ -16,11 +16,11 @@ hypothesis.settings.load_profile("distdl")
 def pytest_addoption(parser):
     parser.addoption(
         "--engine",
-        choices=["mpi", "nccl", "nccl-messages", "cuda", "fake-nccl"],
+        choices=["mpi", "nccl", "nccl-messages", "cuda", "fake-nccl", "fake-peer"],
         default="mpi",
         help="what carries the movements: MPI; NCCL on CUDA devices, "
         "with or without its collectives (tests that count messages expect none); NCCL, and all tensors are on the "
-        "devices (tests of dd.parallel); or a fake of NCCL",
+        "devices (tests of dd.parallel); or a fake of NCCL, without or with one of peer memory",
     )
 
 

@@ -121,6 +121,7 @@ RANKS = {
     "staggered": SMALL,
     "sums": ODD,
     "topology": LAYERS,
+    "peer_double": (2, 4),
     "pool": LAYERS,
     "poisson": LAYERS,
     "reduce": LAYERS,

@@ -78,6 +78,8 @@ class Exchange:
                 self.handle = transport.collective(program.kind, source, target, count, dtype, program.group)
                 return
             self.handle = transport.post(sends, receives, program.call, (xs, ys, self.staging))
+            if program.run is not None:
+                program.run(xs, ys, self.staging)
         for copy, leaf, to, other, source, nbytes in program.kept_moves:
             copy(outs[leaf] + to, ins[other] + source, nbytes)
         for to, part in program.kept:

@@ -61,12 +61,15 @@ class Cuda:
 
 def engines_on(world, index: int) -> NcclEngines:
     """The engines of a world whose tensors live on CUDA device ``index`` of this process."""
+    from .peer import peer_memory  # stands above this file
+
+    device = Cuda(index)
     try:
-        return NcclEngines(world, Cuda(index), load())
+        return NcclEngines(world, device, load(), peer=peer_memory(world, device))
     except ImportError as error:
-        return NcclEngines(world, Cuda(index), why=f"cannot import cupy.cuda.nccl: {error}")
+        return NcclEngines(world, device, why=f"cannot import cupy.cuda.nccl: {error}")
     except TransportError as error:
-        return NcclEngines(world, Cuda(index), wrong=str(error))
+        return NcclEngines(world, device, wrong=str(error))
 
 
 def load():
@@ -98,10 +101,12 @@ class NcclEngines:
         device: this process's :class:`Cuda`.
         nccl: the bindings; ``None``: they cannot be loaded here, and ``why`` says so, or ``wrong``, where that is an
             error.
+        peer: :class:`distdl.engine.peer.PeerMemory`, where ranks of one node are reached by that.
     """
 
-    def __init__(self, world, device, nccl=None, why: str = "", wrong: str = ""):
+    def __init__(self, world, device, nccl=None, why: str = "", wrong: str = "", peer=None):
         self.world, self.device, self.nccl, self.why, self.wrong = world, device, nccl, why, wrong
+        self.peer = peer
         self.engines: dict[tuple[int, ...], NcclTransport | None] = {}
         self.whole: NcclTransport | None = None
         self.captured = False
@@ -113,6 +118,10 @@ class NcclEngines:
 
     def get(self, ranks: tuple[int, ...]):
         """The engine for a movement among ``ranks`` (sorted); ``None``: it must be staged through the host."""
+        engine = self._get(ranks)
+        return engine if engine is None or engine.plain is engine or not self.device.capturing() else engine.plain
+
+    def _get(self, ranks):
         if len(ranks) == self.world.size or self.whole is not None:
             if self.whole is None:
                 self.whole = self.exactly(tuple(range(self.world.size)))
@@ -133,7 +142,8 @@ class NcclEngines:
         if len(self.engines) >= _MAX_GROUPS:
             wrong = f"more than {_MAX_GROUPS} groups of ranks; reuse partitions, or use fewer distinct ones"
         unique = self.nccl.get_unique_id() if self.nccl is not None and me == ranks[0] else None
-        found = where.all_gather((unique, wrong, self.why, self.device.name() if self.nccl else ""), ranks, "NCCL")
+        name, peers = self.device.name() if self.nccl else "", self.peer is not None
+        found = where.all_gather((unique, wrong, self.why, peers, name), ranks, "NCCL")
         refused, missing = ({r: one[i] for r, one in sorted(found.items()) if one[i]} for i in (1, 2))
         if refused:
             raise TransportError(
@@ -154,6 +164,16 @@ class NcclEngines:
                     stacklevel=2,
                 )
             return None
+        if len({asked for *_, asked, _ in found.values()}) > 1:
+            some = [r for r, (*_, asked, _) in found.items() if asked]
+            raise TransportError(
+                "some ranks move by peer memory within a node, and others do not",
+                op="NCCL",
+                rank=me,
+                expected="DISTDL_PEER alike on all ranks",
+                actual=f"ranks {some} of {ranks} ask for it",
+                next_step="set DISTDL_PEER=1 for all of them, or for none",
+            )
         names: dict[str, int] = {}
         for r, (*_, name) in sorted(found.items()):
             if names.setdefault(name, r) != r:
@@ -168,7 +188,9 @@ class NcclEngines:
                 )
         with self.device.here():
             comm = self.nccl.NcclCommunicator(len(ranks), found[ranks[0]][0], ranks.index(me))
-        return NcclTransport(self, comm, ranks)
+        engine = NcclTransport(self, comm, ranks)
+        reach = None if self.peer is None else self.peer.reach(ranks)
+        return engine if reach is None else engine.reaching(reach, ranks)
 
     def close(self) -> None:
         """Destroy the communicators, newest first, which is one order on all their ranks. Where a CUDA graph was
@@ -176,6 +198,7 @@ class NcclEngines:
         are left to the end of the process: a graph that still lives holds on to them, and to destroy them would wait
         for it."""
         made = [engine.comm for engine in self.engines.values() if engine is not None]
+        groups = [ranks for ranks, engine in self.engines.items() if engine is not None and engine.reach is not None]
         self.engines.clear()
         self.whole = None
         for comm in reversed(made):
@@ -183,6 +206,8 @@ class NcclEngines:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(comm))  # CuPy destroys a communicator that nobody holds
             else:
                 comm.destroy()
+        if groups:
+            self.peer.close(groups)
 
 
 class NcclTransport(Transport):
@@ -201,6 +226,13 @@ class NcclTransport(Transport):
         self.places = {r: i for i, r in enumerate(ranks)}
         self.wide = engines.world.wide
         self._byte = self.nccl.NCCL_UINT8
+        self.plain = self  # which CUDA graphs may hold on to
+
+    def reaching(self, reach, ranks) -> NcclTransport:
+        """The same for ranks some of which are reached by peer memory."""
+        from .peer import PeerTransport
+
+        return PeerTransport(self, reach, ranks)
 
     def post(self, sends, receives, call=None, memory=None):
         nccl, comm, places, byte, device = self.nccl, self.comm, self.places, self._byte, self.device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -50,3 +50,33 @@ class Part:
 def dense(shape):
     """Strides of a contiguous tensor."""
     return tuple(accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1))[::-1] if shape else ()
+
+
+def stacks(parts):
+    """Equal boxes that follow one another at equal steps, in the tensor and in the staging memory, as one box with one
+    more
+    axis: one copy instead of many."""
+    done: list[list[Part]] = []
+    for part in parts:
+        run = done[-1] if done else []
+        if run and all(
+            getattr(part, k) == getattr(run[0], k) for k in ("leaf", "size", "stride", "dtype", "add", "cast")
+        ):
+            step = part.offset - run[-1].offset, part.place - run[-1].place
+            if min(step) > 0 and (
+                len(run) == 1 or step == (run[1].offset - run[0].offset, run[1].place - run[0].place)
+            ):
+                run.append(part)
+                continue
+        done.append([part])
+    return [run[0] if len(run) == 1 else _stacked(run) for run in done]
+
+
+def _stacked(run) -> Part:
+    a, b = run[:2]
+    return replace(
+        a,
+        size=(len(run), *a.size),
+        stride=(b.offset - a.offset, *a.stride),
+        dense=((b.place - a.place) // a.dtype.itemsize, *a.dense),
+    )

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections import defaultdict
 from ctypes import memmove
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any
 
@@ -19,8 +19,9 @@ import torch
 from .. import _torch
 from ..errors import ShapeError
 from .fast import paths, scratch
-from .part import Part, dense
+from .part import Part, dense, stacks
 from .recognise import covered, gaps, gathered, piles, summing_group
+from .straight import Straight
 from .transport import Call
 
 _SMALL = 2**16  # bytes of staging memory that a program keeps for itself: views cost more than copies then
@@ -84,11 +85,14 @@ class Program:
     fused_early: Any = None  # on a device: small boxes of ``kept`` and ``packs``, which one kernel copies,
     fused_late: Any = None  # and those of ``late``
     call: Call | None = None  # what the messages are called
+    straight: Straight | None = None  # what the engine moves by itself,
+    run: Any = None  # and how: (inputs, outputs, staging memory)
 
     def name(self, plans, dtypes) -> None:
         """Name the messages by the plans and dtypes, which are the same on both ends of each."""
         text = " ".join([*(plan.digest for plan in plans), *map(str, dtypes)])
-        peers = tuple(sorted({peer for peer, *_ in (*self.sends, *self.receives)}))
+        found = {peer for peer, *_ in (*self.sends, *self.receives)}
+        peers = tuple(sorted(found if self.straight is None else found | self.straight.peers))
         code = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
         op, partitions = plans[0].named
         self.call = Call(code, peers, op, f"{partitions}, {dtypes[0]}")
@@ -104,7 +108,8 @@ class Program:
             return []
         if self.kind:  # both ends have a rank's share
             return [(self.kind, self.group, index(self.sends[0][-1]))]
-        return [("send", peer, index(nbytes)) for peer, *_, nbytes in self.sends]
+        sends = [(peer, index(nbytes)) for peer, *_, nbytes in self.sends]
+        return [("send", *one) for one in sorted(sends if self.straight is None else sends + self.straight.lengths)]
 
     def take_staging(self, device):
         """Staging memory, with views of it for ``packs`` and for ``late`` (None where nothing is staged)."""
@@ -227,36 +232,6 @@ def _by_address(pairs, transport):
     return moves, pairs
 
 
-def _stacks(parts):
-    """Equal boxes that follow one another at equal steps, in the tensor and in the staging memory, as one box with one
-    more
-    axis: one copy instead of many."""
-    done: list[list[Part]] = []
-    for part in parts:
-        run = done[-1] if done else []
-        if run and all(
-            getattr(part, k) == getattr(run[0], k) for k in ("leaf", "size", "stride", "dtype", "add", "cast")
-        ):
-            step = part.offset - run[-1].offset, part.place - run[-1].place
-            if min(step) > 0 and (
-                len(run) == 1 or step == (run[1].offset - run[0].offset, run[1].place - run[0].place)
-            ):
-                run.append(part)
-                continue
-        done.append([part])
-    return [run[0] if len(run) == 1 else _stacked(run) for run in done]
-
-
-def _stacked(run) -> Part:
-    a, b = run[:2]
-    return replace(
-        a,
-        size=(len(run), *a.size),
-        stride=(b.offset - a.offset, *a.stride),
-        dense=((b.place - a.place) // a.dtype.itemsize, *a.dense),
-    )
-
-
 def _widens(view, dtype, kind, transport) -> bool:
     """Whether a sum is taken in the wider dtype."""
     lacking = kind is not None and dtype not in transport.sums
@@ -305,7 +280,7 @@ def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> Program:
             for part in parts:
                 part.place, end = end, end + n
             end = -(-end // _ALIGN) * _ALIGN
-    staged_small, staged_blocks = ([] if at[0] == 0 else _stacks(parts) for at, parts in zip(ends, (small, blocks)))
+    staged_small, staged_blocks = ([] if at[0] == 0 else stacks(parts) for at, parts in zip(ends, (small, blocks)))
     sends, receives = [[(rank, *at, n)] for at in (ends if kind == "all_gather" else ends[::-1])]
     packs, unpacks = (staged_small, staged_blocks) if kind == "all_gather" else (staged_blocks, staged_small)
     late: list[tuple[Part, Part | None]] = [(to, None) for to in unpacks]
@@ -346,6 +321,7 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
     if kind and kind != "all_reduce":
         return _gathering(plans[0], rank, leads[0], strides[0], dtypes[0], kind, group, likes)
     moves, kept_moves, arrivals, beside = [], [], [], []
+    straight = Straight.of(sends, receives, kept, len(plans), transport.reach)
     if device.type == "cpu":
         kept_moves, kept = _by_address(kept, transport)
         beside, kept = ([], kept) if transport.takes_types else _beside(kept, late)
@@ -354,17 +330,19 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
             late += [(to, None)] if source.contiguous else []
     send_messages, end = _messages(sends, 0, transport)
     receive_messages, end = _messages(receives, end, transport)
+    if straight is not None:
+        end = straight.place(end)
     send_messages, receive_messages = (
         [m for m in found if m[0] != rank] for found in (send_messages, receive_messages)
     )
     kept_moves += [(memmove, *_start(to), *_start(source), to.nbytes) for to, source in beside]
-    packs = _stacks(
+    packs = stacks(
         sorted((part for parts in sends.values() for part in parts if not part.direct), key=lambda part: part.place)
     )
     late = [(to, source) for to, source in late if source is not None or not to.direct]
     sums = any(to.add for to, _ in late)
     if not sums:  # the order does not matter then
-        late = [(to, None) for to in _stacks(sorted((to for to, _ in late), key=lambda part: part.place))]
+        late = [(to, None) for to in stacks(sorted((to for to, _ in late), key=lambda part: part.place))]
     if device.type == "cpu":
         moves, rest = _by_address([(part.waiting, part) for part in packs], transport)
         packs = [part for _, part in rest]
@@ -372,7 +350,7 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
             arrivals, rest = _by_address([(to, to.waiting) for to, _ in late], transport)
             late = [(to, None) for to, _ in rest]
     casts = list(dtypes) if any(like.dtype != d for like, d in zip(likes, dtypes)) else None
-    travels = bool(send_messages or receive_messages)
+    travels = bool(send_messages or receive_messages or straight)
     return Program(
         likes,
         None if formats == [dense(like.shape) for like in likes] else formats,
@@ -392,6 +370,7 @@ def _program(plans, leads, strides, dtypes, transport, device) -> Program:
         group,
         travels,
         [],
+        straight=straight,
     )
 
 
@@ -403,7 +382,8 @@ def _place(x):
 def program_of(plans, xs, transport):
     """The program for these tensors, and the tensors as plain memory."""
     rank = transport.rank
-    engine = transport.collectives, transport.sums, transport.takes_types, transport.wide  # all that a program asks
+    sums = transport.sums, transport.wide
+    engine = transport.collectives, sums, transport.takes_types, transport.reach  # all that a program asks
     cache = plans[0].view(rank).programs
     x = xs[0]
     if len(xs) == 1:
@@ -438,4 +418,8 @@ def program_of(plans, xs, transport):
             path.rewrite(program, xs)
         if program.travels and not program.kind:
             program.name(plans, dtypes)
+        if program.straight is not None:
+            program.run = transport.reach.bind(program, xs)
+        if transport.reach is not None and transport.reach.plain is not None:
+            program_of(plans, xs, transport.reach.plain)  # a graph that is captured can make no tables
     return program, xs

@@ -70,6 +70,24 @@ class Channel(Protocol):
         """Give back what it holds; collective where the engine's own close is. What nobody has read is lost."""
 
 
+class Reach(Protocol):
+    """The ranks (``rank in reach``) to which an engine moves boxes by itself, from where they lie to where they belong.
+    Whether a rank is one of them is the same on both ends."""
+
+    leaves: int  # tensors of a movement, at most: others go as messages
+    plain: Any  # the engine without it, where that must be ready for the same movements (for CUDA graphs); or None
+
+    def __contains__(self, rank: int) -> bool: ...
+
+    def takes(self, parts: list) -> bool:
+        """Whether it moves a message of these :class:`distdl.engine.part.Part`, which has the same sizes on both
+        ends."""
+
+    def bind(self, program: Any, xs: list) -> Any:
+        """A function (inputs, outputs, staging memory) that moves all that ``program.straight`` says, for tensors that
+        lie as ``xs`` do."""
+
+
 class DeviceEngines(Protocol):
     """The engines of a world for the memory of one CUDA device of this process."""
 
@@ -102,6 +120,7 @@ class Transport(Protocol):
     chunk: int  # bytes of a message, at most: a longer one is cut into several, on both ends
     tags: int  # the largest one that a message can have; 0: it has none
     wide: bool  # whether sums of more than two float16 or bfloat16 are taken in float32; see :meth:`serve`
+    reach: Reach | None = None  # to whom it moves boxes without messages
 
     # ------------------------------------------------------------ movements
 

@@ -169,7 +169,7 @@ def cause(error: BaseException) -> tuple[int, str]:
     trace = error.__traceback__
     while trace and trace.tb_frame.f_code.co_filename in (_HERE, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next  # begin at the user's code
-    return 1, "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    return 1, failure.more("".join(traceback.format_exception(type(error), error, trace)).rstrip())
 
 
 def main(reports: str, *argv: str) -> None:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from ..engine.fast import paths
+from ..engine.peer import asked_for as peer_asked_for
 from ..errors import TransportError
 from ..world import CUDA_WAYS, cuda_way
 from .launch import ENGINES, find_launcher, find_mpi, run
@@ -65,8 +66,9 @@ def _cuda_way() -> str:
     way, nccl = cuda_way(), importlib.util.find_spec("cupy") is not None
     if way == "nccl" and not nccl:
         return "staged through pinned host memory and MPI, with a warning: CuPy is missing"
+    within = "within a node by peer memory (DISTDL_PEER=1), else " if peer_asked_for() else ""
     return {
-        "nccl": "by NCCL (import torch before cupy: both then share torch's library)",
+        "nccl": f"{within}by NCCL (import torch before cupy: both then share torch's library)",
         "staged": "staged through pinned host memory and MPI (DISTDL_CUDA)",
         "mpi": "by a CUDA-aware MPI (DISTDL_CUDA)",
     }.get(way, f"DISTDL_CUDA={way} is none of {', '.join(CUDA_WAYS)}")

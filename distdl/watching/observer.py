@@ -64,6 +64,7 @@ class Checked(Transport):
         self.rank, self.size, self.device_types = inner.rank, inner.size, inner.device_types
         self.collectives, self.sums, self.wide = inner.collectives, inner.sums, inner.wide
         self.takes_types, self.chunk, self.tags = inner.takes_types, inner.chunk, inner.tags
+        self.reach = inner.reach
 
     def post(self, sends, receives, call=None, memory=None):
         self._enter()  # an engine may have to reach a peer here

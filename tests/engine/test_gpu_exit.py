@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -51,3 +52,41 @@ def test_the_process_ends(destroy, tmp_path):
         text=True,
     )
     assert done.returncode == 0 and done.stdout.count("done") == n, done.stdout + done.stderr
+
+
+LEAVES = """
+    import os, time
+    import torch
+    import distdl as dd, distdl.functional as F
+    r, n = dd.world().rank, dd.world().size
+    torch.cuda.set_device(r)
+    P, x = dd.Partition((n,)), torch.ones(1000, device="cuda")
+    F.shift(x, P, 0)
+    torch.cuda.synchronize()
+    print("begun", time.time(), flush=True)
+    if r == 1:
+        {leave}
+    F.shift(x, P, 0)
+    torch.cuda.synchronize()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("leave", ["os._exit(3)", "raise RuntimeError('on purpose')", "time.sleep(60)"])
+def test_a_rank_that_does_not_come(leave, tmp_path):
+    """The others' kernels wait for it: the job ends as soon as it is gone, or at the watchdog's limit."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 devices")
+    program = tmp_path / "leaves.py"
+    program.write_text(textwrap.dedent(LEAVES.format(leave=leave)))
+    done = subprocess.run(
+        [sys.executable, "-m", "distdl", "run", "-n", "2", str(program)],
+        env=os.environ | {"DISTDL_WATCHDOG_S": "8", "DISTDL_PEER": "1"},
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    begun = max(float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("begun"))
+    assert done.returncode and time.time() - begun < 20, done.stdout + done.stderr
+    if "sleep" in leave:
+        assert "waited in vain for rank 1, in shift" in done.stdout + done.stderr, done.stdout + done.stderr

@@ -93,9 +93,9 @@ def use(engine):
     """Let every movement of CPU tensors go by another engine. With NCCL each one is copied to this rank's device and
     back, so that the whole suite is a test of the device's side too. "cuda": tensors are on this rank's device from the
     beginning, local computation too, for the tests that make theirs on torch's default device: those of dd.parallel."""
-    if engine == "fake-nccl":
+    if engine in ("fake-nccl", "fake-peer"):
         # Of the bindings by MPI, or of torch's own groups by gloo.
-        fake = import_module("fake_torch_nccl" if hasattr(dd.world().host, "store") else "fake_nccl")
+        fake = import_module("fake_torch_nccl" if hasattr(dd.world().host, "store") else engine.replace("-", "_"))
         engines = fake.engines(dd.world())
         dd.World.transport = lambda self, x, ranks: engines.get(ranks) if self.rank in ranks else self.host
     if engine == "cuda" and torch.cuda.is_available():  # elsewhere every test is skipped

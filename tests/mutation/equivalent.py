@@ -73,6 +73,9 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
         "place: int = 0": {
             "0 -> 1": "every part that is staged gets its place before it is used",
         },
+        "if min(step) > 0 and (len(run) == 1 or step == (run[1].offset - run[0].offset, run[1].place - run[0].place)):": {
+            "Gt -> GtE": "one box for two peers is then packed by one copy that reads it twice (a step of 0) instead of by two",
+        },
     },
     "engine.program": {
         "ends.append((-1, end))": {
@@ -83,9 +86,6 @@ EQUIVALENT: dict[str, dict[str, dict[str, str]]] = {
         },
         "for peer, parts in sorted(by_peer.items()):": {
             "sorted -> list": "the order in which messages are posted, and lie in the scratch memory of one rank",
-        },
-        "if min(step) > 0 and (len(run) == 1 or step == (run[1].offset - run[0].offset, run[1].place - run[0].place)):": {
-            "Gt -> GtE": "one box for two peers is then packed by one copy that reads it twice (a step of 0) instead of by two",
         },
         "small = _parts(next((m for m in view.received if m.peer == rank)), *about, dense(shape))": {
             "without its filter": "in a reduce-scatter each arrival fills the rank's whole block: all have the same box",

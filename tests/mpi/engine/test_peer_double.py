@@ -1,0 +1,133 @@
+"""Peer memory among processes, on doubles of NCCL and of the kernels: who is reached, what else goes by NCCL, and how
+mailboxes come and go."""
+
+import warnings
+
+import pytest
+import torch
+
+import distdl as dd
+import distdl.functional as F
+from distdl.engine import program
+from distdl.engine.peer import PeerTransport
+
+if type(dd.world().host).__name__ == "TorchTransport":
+    pytest.skip("the fake is played by MPI", allow_module_level=True)
+pytest.importorskip("mpi4py", reason="the fake is played by MPI, which is not installed")
+import fake_peer
+
+pytestmark = pytest.mark.mpi(2)
+
+
+@pytest.fixture(autouse=True)
+def only_here(request):
+    """The fake reads host memory, and these tests bring it themselves."""
+    if request.config.getoption("--engine") != "mpi":
+        pytest.skip("another engine carries everything in this run")
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """All movements by these engines, for one test."""
+    made = []
+
+    def use(**how):
+        engines = fake_peer.engines(dd.world(), **how)
+        made.append(engines)
+        monkeypatch.setattr(
+            dd.World, "transport", lambda self, x, ranks: engines.get(ranks) if self.rank in ranks else self.host
+        )
+        return engines
+
+    yield use
+    for engines in made:
+        engines.close()
+
+
+def moved():
+    """A repartition, a halo, its gradient, a sum, and sums of blocks."""
+    n, r = dd.world().size, dd.world().rank
+    L = dd.Layout(dd.Partition((n, 1)), (2 * n + 1, 5))
+    x = L.shard(torch.arange(L.shape[0] * 5.0).reshape(L.shape)).clone()
+    spec = dd.HaloSpec(L, (1, 2), boundary="circular")
+    call = lambda x: F.halo_exchange(x, spec) ** 2 * (r + 1)
+    y, back = torch.func.vjp(call, x)
+    P, whole = dd.Partition((n,)), torch.arange(2.0 * n) * (r + 1)
+    return [
+        F.repartition(x, L, dd.Partition((1, n))),
+        y,
+        *back(y),
+        F.all_sum_reduce(x.sum(), P),
+        F.reduce_scatter(whole, P),
+    ]
+
+
+@pytest.mark.parametrize("node", [lambda r: 0, lambda r: r // 2, lambda r: r % 2, lambda r: r])
+def test_nodes(node, use):
+    """Ranks of one node are reached, others not; the results are those of MPI."""
+    wanted = moved()
+    engines = use(node=node)
+    dd.testing.collective_assert(all(map(torch.equal, moved(), wanted)), "another result")
+    me, n = dd.world().rank, dd.world().size
+    near = {r for r in range(n) if node(r) == node(me)} - {me}
+    engine = engines.get(tuple(range(n)))
+    assert isinstance(engine, PeerTransport) == bool(near) and (not near or engine.reach.ranks == near)
+    assert set(engines.peer.boxes.own) == set(engines.peer.boxes.theirs) == near
+
+
+def test_a_group_of_some_ranks(use):
+    """It makes mailboxes for its own pairs alone, and groups that come later use them."""
+    engines, r = use(), dd.world().rank
+    pair = dd.Partition((2,), ranks=(1, 0))
+    if r < 2:
+        F.shift(torch.ones(3), pair, 0)
+        F.all_sum_reduce(torch.ones(3), pair)
+    assert set(engines.peer.boxes.own) == ({1 - r} if r < 2 else set())
+    own = dict(engines.peer.boxes.own)
+    y = F.all_sum_reduce(torch.ones(3), dd.Partition((dd.world().size,)))
+    assert y.tolist() == [dd.world().size] * 3 and own.items() <= engines.peer.boxes.own.items()
+    engines.close()
+    assert not engines.peer.boxes.own and not engines.peer.boxes.memory.held
+
+
+def test_memory_that_cannot_be_opened(use):
+    """Then all ranks of the node go by NCCL, and its first one says so."""
+    engines = use()
+    if dd.world().rank == 1:
+
+        def refuse(handle):
+            raise OSError("no such handle")
+
+        engines.peer.boxes.memory.open = refuse
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = moved()
+    engine = engines.get(tuple(range(dd.world().size)))
+    assert engine.reach is None and not engines.peer.boxes.own
+    told = [str(one.message) for one in said if "DISTDL_PEER=0" in str(one.message)]
+    assert len(told) == (dd.world().rank == 0) and all("rank 1: OSError: no such handle" in text for text in told)
+    assert len(found) == 5
+
+
+def test_a_graph_holds_on_to_nccl(use, monkeypatch):
+    """While one is captured movements go by NCCL alone, with programs and communicators that are there."""
+    engines = use()
+    wanted = moved()
+    made, communicators = [], set(engines.engines)
+    whole = program._program
+    monkeypatch.setattr(program, "_program", lambda *args: (made.append(args), whole(*args))[1])
+    engines.device.captures = True
+    engine = engines.get(tuple(range(dd.world().size)))
+    assert not isinstance(engine, PeerTransport) and engine.reach is None
+    assert all(map(torch.equal, moved(), wanted))
+    engines.device.captures = engines.captured = False  # nobody holds on to what was captured
+    assert not made and set(engines.engines) == communicators
+
+
+def test_ranks_that_ask_for_different_things(use):
+    """All hear of it, before anybody waits for what the others do not do."""
+    engines = use()
+    if dd.world().rank == 1:
+        engines.peer = None
+    with pytest.raises(dd.errors.TransportError, match=r"DISTDL_PEER alike on all ranks, got ranks \[0"):
+        moved()
