@@ -57,7 +57,7 @@ all-%: .venv/ready
 soak: .venv/ready
 	$(PY) -m distdl run -n 4 tests/soak.py 200000 5000
 
-# All mutants: a quarter of an hour of one core.
+# All mutants: forty minutes of one core.
 mutation: .venv/ready
 	$(PY) tests/mutation
 
