@@ -68,7 +68,8 @@ for _n, _P in SPACE.items():
         }.items()
     }
 LOSSES = {name for name in nn.__all__ if name.endswith("Loss")}
-OF_LAYERS = {"MultiheadAttention"}  # has no parameters of its own: tests/mpi/functional/test_attention.py
+# The first two have no parameters of their own, and the third takes two tensors: test_attention.py and test_sharded.py.
+OF_LAYERS = {"MultiheadAttention", "Sharded", "ExpertLinear"}
 NO_LAYERS = {"Layer", "Loss", "convert", "declare", "layouts", "stands_for"}
 
 
