@@ -51,6 +51,7 @@ _SERIAL = {
     "dist_linear": _linear,
     "dist_expert_linear": _linear,
     "dist_matmul": lambda ones, n: ones(1, 1) @ ones(1, 1),
+    "dist_tsqr": lambda ones, n: torch.linalg.qr(ones(1, 1))[0],
     "dist_local_conv": _linear,
     "dist_local_conv_transpose": _linear,
     "dist_conv": _of_weights("conv"),

@@ -10,7 +10,7 @@ from distdl.errors import DistdlError
 
 N, RANK = dd.world().size, dd.world().rank
 # Numbers decide what these send, or to whom, on ranks that have any.
-DATA = {"dist_deposit", "dist_expert_linear", "dist_sample", "expert_parallel", "sample_index"}
+DATA = {"dist_deposit", "dist_expert_linear", "dist_sample", "expert_parallel", "nn.ExpertLinear", "sample_index"}
 ALIKE = {"sizes of vmap", "a seed for parameters"}  # what ranks ask of each other although all of them know it
 
 

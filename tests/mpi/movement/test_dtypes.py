@@ -530,6 +530,13 @@ for _name in ("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool"):
     _alike(f"{_name}3d", (1, 1, 2, 2, 4), (3, 4), getattr(F, f"dist_{_name}"), getattr(tf, f"{_name}3d"), 2)
 _alike("global_avg_pool3d", (1, 1, 2, 2, 4), (4,), F.dist_adaptive_avg_pool, tf.adaptive_avg_pool3d, 1)
 _alike("area3d", (1, 1, 2, 2, 4), (4,), F.dist_interpolate, tf.interpolate, 2, mode="area")
+AUTOCAST["tsqr"] = (
+    (7, 2),
+    (0,),
+    lambda x, L, w: F.dist_tsqr(x, L)[1],
+    lambda x, w: torch.linalg.qr(x)[1],
+    WEIGHT,
+)
 AUTOCAST["l2_pool3d"] = (
     (1, 1, 2, 2, 4),
     (4,),
