@@ -10,6 +10,7 @@ pytestmark = MARKS
 
 FUNCTIONS = [name for name in sorted(BUILDERS) if not name.startswith(("nn.", "maps."))]
 REFUSED = {  # of these a graph holds nothing: it breaks, or with fullgraph=True says why
+    "layout_of": "ask for layouts outside of compiled functions",
     "associative_scan": "function",
     "dist_deposit": "DataDependent",
     "dist_expert_linear": "DataDependent",
