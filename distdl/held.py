@@ -189,7 +189,7 @@ def holders(tree: Any, of: Any = None) -> list[Held | None]:
             next_step="pass the parameters in a pytree like that of the tensors",
         )
     marks = [held(t) for t in sources]
-    if None in marks and len(_marked):
+    if None in marks and not torch.compiler.is_compiling() and len(_marked):  # a graph's tensors are nobody's .grad
         by_gradient = {id(p.grad): p for p in list(_marked.values()) if p.grad is not None}
         marks = [how or held(by_gradient.get(id(t))) for how, t in zip(marks, sources)]
     return marks

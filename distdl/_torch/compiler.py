@@ -32,17 +32,18 @@ class Constant:
 try:
     from torch._library import opaque_object as _constants
 
-    if "hoist" in _constants.register_opaque_type.__kwdefaults__:
-        register_opaque_type = _constants.register_opaque_type
-        read_while_tracing = _constants.MemberType.USE_REAL
-        register_opaque_type(type("_Tried", (Constant,), {}), typ="value")
+    _register, _read = _constants.register_opaque_type, _constants.MemberType.USE_REAL
+    if "hoist" in (_register.__kwdefaults__ or ()):
+        try:
+            _register(type("_Tried", (Constant,), {}), typ="value")
+        except TypeError:  # 2.11 wants a base of its own
+            from torch import _opaque_base
+
+            _Base: Any = _opaque_base.OpaqueBase
+            Constant = type(_Base)("Constant", (Constant, _Base), {})  # type: ignore[misc]
+        register_opaque_type, read_while_tracing = _register, _read
 except (ImportError, AttributeError):
     pass
-except TypeError:  # 2.11 wants a base of its own
-    from torch import _opaque_base
-
-    _Base: Any = _opaque_base.OpaqueBase
-    Constant = type(_Base)("Constant", (Constant, _Base), {})  # type: ignore[misc]
 
 _under_way = TracingContext.try_get
 _modes = torch._C._get_dispatch_mode

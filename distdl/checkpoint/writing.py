@@ -146,7 +146,14 @@ class Pending:
         self._waiting = False
         self._group = group = Group("checkpoint.save", path, P)
         token = secrets.token_hex(8)
-        reports = group.step(lambda: describe(group.path, tensors, layouts or {}, metadata or {}, token))
+        self._folder = self._name = ""
+
+        def described() -> Report:
+            folder, self._name = os.path.split(group.path)
+            self._folder = os.path.realpath(folder)  # the same however it is spelt, and wherever the process goes
+            return describe(group.path, tensors, layouts or {}, metadata or {}, token)
+
+        reports = group.step(described)
         try:
             self._entries = plan(reports)
             self._token, self._metadata = reports[group.ranks[0]].token, reports[group.ranks[0]].metadata
@@ -155,8 +162,6 @@ class Pending:
             raise group.error(
                 str(error), "give every rank its blocks of the same tensors, and the same metadata"
             ) from error
-        self._folder, self._name = os.path.split(group.path)
-        self._folder = os.path.abspath(self._folder)  # the same however it is spelt, and wherever the process goes
         self._temporary = os.path.join(self._folder, f".{self._name}.{self._token}.saving")
         boxes = {name: box for name, (_, _, box) in reports[group.world.rank].tensors.items()}
         self._blocks: list[tuple[str, Box, torch.Tensor]] = []  # that this rank holds

@@ -413,7 +413,7 @@ def program_of(plans, xs, transport):
         if len(cache) >= 64:  # strides and batch sizes may vary without end
             cache.clear()
         strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
-        program = cache[key] = _program(plans, leads, strides, dtypes, transport, xs[0].device)
+        program = _program(plans, leads, strides, dtypes, transport, xs[0].device)
         for path in paths:
             path.rewrite(program, xs)
         if program.travels and not program.kind:
@@ -422,4 +422,5 @@ def program_of(plans, xs, transport):
             program.run = transport.reach.bind(program, xs)
         if transport.reach is not None and transport.reach.plain is not None:
             program_of(plans, xs, transport.reach.plain)  # a graph that is captured can make no tables
+        cache[key] = program  # now that it is whole
     return program, xs

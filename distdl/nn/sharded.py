@@ -11,6 +11,7 @@ from .._types import Dims
 from ..boxes import balanced
 from ..errors import PartitionError
 from ..held import Held, held, mark_of, tag
+from ..linear_map import LinearMap
 from ..movement.call import move
 from ..partition import Layout, Partition
 from .layer import Layer, first_line
@@ -28,7 +29,8 @@ class Sharded(Layer):
     in ``layer``.
 
     Args:
-        layer: a layer with parameters; it is taken over, and has none of its own any more.
+        layer: a layer with parameters; it is taken over, and has none of its own any more. What shared one with it
+            does not share the part: tie parts (``a.weight = b.weight`` of two Sharded) after they are made.
         dims: the partition dims of the layer's P to cut along, where a parameter is a copy along them; ``None``: all.
 
     Messages, beside the layer's: one all-gather forward of all parameters that are copies along the same dims, one
@@ -48,8 +50,8 @@ class Sharded(Layer):
     def __init__(self, layer: Layer, dims: Dims = None) -> None:
         torch.nn.Module.__init__(self)
         own = dict(layer._parameters) if isinstance(layer, Layer) else {}
-        count = sum(p is not None for p in own.values())
-        if not count or count != len(list(layer.parameters())):
+        there = {name for name, p in own.items() if p is not None}
+        if not there or len(there) != len(list(layer.parameters())) or not there <= layer._marks.keys():
             raise PartitionError(
                 "not one layer of dd.nn with parameters",
                 expected="such as dd.nn.Linear(P, ...), which knows where its parameters are copies",
@@ -59,7 +61,7 @@ class Sharded(Layer):
             )
         self.P, self.layer, self.layouts, self._marks = layer.P, layer, {}, {}
         self._draws, self._seed, self._kind = layer._draws, layer._seed, layer._kind
-        self._gathered: dict[str, tuple[Layout, Held, tuple[int, ...]]] = {}
+        self._gathered: dict[str, tuple[LinearMap, Held, tuple[int, ...]]] = {}  # with maps: compiled code makes none
         for name, whole in own.items():
             part = None if whole is None else self._cut(name, whole, dims)
             layer.register_parameter(name, None)
@@ -79,12 +81,13 @@ class Sharded(Layer):
         self.layouts[name] = Layout(Partition(shape, tuple(ranks), L.partition.world), L.shape, splits)
         self._marks[name] = mark_of(how.grid, (*how.split, *over))
         fibre = how.grid.along(over)
-        if fibre is None:  # a rank outside: what its layer had, never used
-            return torch.nn.Parameter(whole.detach(), whole.requires_grad)
+        if fibre is None:  # a rank outside: a part of the first one's shape, never used
+            shape = self.layouts[name].local_shape(self.layouts[name].partition.ranks[0])
+            return torch.nn.Parameter(whole.detach().new_zeros(shape), whole.requires_grad)
         row = L.partition.index()
         line = Partition((k, *(1,) * (L.ndim - 1)), fibre.ranks, fibre.world)
         there = Layout(line, tuple(whole.shape), (cut[row[0]], *(None,) * (L.ndim - 1)))
-        self._gathered[name] = (there, how, over)
+        self._gathered[name] = (maps.all_gather(there, 0), how, over)
         return torch.nn.Parameter(there.shard(whole.detach()).clone(), whole.requires_grad)
 
     def _whole(self) -> dict[str, torch.Tensor]:
@@ -95,7 +98,7 @@ class Sharded(Layer):
         for name, (_, _, over) in self._gathered.items():
             sets.setdefault(over, []).append(name)
         for over, names in sets.items():
-            gathers = [maps.all_gather(self._gathered[name][0], 0) for name in names]
+            gathers = [self._gathered[name][0] for name in names]
             for name, y in zip(names, move([own[name] for name in names], gathers)):
                 tag(y, own[name], self._gathered[name][1].grid, over)
                 own[name] = y

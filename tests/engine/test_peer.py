@@ -285,3 +285,13 @@ def test_lanes():
         for ranks in (2, 3, 4, 8, 16):
             lanes = peer.lanes_of(multiprocessors, ranks)
             assert 1 <= lanes <= region.LANES and lanes * (ranks - 1) <= multiprocessors - 32
+
+
+def test_what_stays_has_blocks_of_its_own():
+    """As many as it needs, however few lanes the messages have."""
+    stays, sent = (tables.Box(0, 0, (n,), (4,), 4) for n in (2**22, 2**10))
+    to = tables.Box(1, 0, (2**22,), (4,), 4)
+    lanes = tables.Lanes(1, 4, 0, 0, 0, 0)
+    for most, wanted in ((528, 256), (100, 100)):
+        table = tables.table_of([(True, lanes, [sent])], [(to, stays)], 4, 2**17, {0: 0, 1: 0}, 4096, most)
+        assert table.keepers == wanted and table.movers <= 4

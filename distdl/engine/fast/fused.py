@@ -121,8 +121,9 @@ def table_of(copies) -> list[int]:
 
 
 @cache
-def _on_device(table: tuple[int, ...], device):
-    """The table in the device's memory. It stays there: a captured graph may hold its address."""
+def on_device(table: tuple[int, ...], device):
+    """A table in the device's memory. It stays there: a captured graph may hold its address, or a kernel still read
+    it."""
     return torch.tensor(table, dtype=torch.int64, device=device)
 
 
@@ -131,7 +132,7 @@ class Boxes:
 
     def __init__(self, copies, itemsize: int, device):
         self.count, self.total = len(copies), sum(math.prod(copy[2]) for copy in copies)
-        self.address, self.index = _on_device(tuple(table_of(copies)), device).data_ptr(), device.index
+        self.address, self.index = on_device(tuple(table_of(copies)), device).data_ptr(), device.index
         self.grid, self.kernel = (min(-(-self.total // 256), 1024),), _kernel(itemsize)
 
     def copy(self, x, staging, y) -> None:

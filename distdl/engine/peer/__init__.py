@@ -80,21 +80,21 @@ class PeerMemory:
             mine = {r: offers[r][0][me] for r in new if offers[r][0]}
             _, wrong = (None, why) if why else self._try(lambda: self.boxes.open(mine))
             wrongs = self.world.all_gather(wrong, ranks, "peer memory")
-            found = {r: wrongs[r] for r in near if wrongs[r]}
-            if found:
-                self.boxes.withdraw(new)
-                if me == near[0]:
-                    text = "; ".join(f"rank {r}: {why}" for r, why in found.items())
+            failed = {told[r][0] for r in ranks if wrongs[r]}
+            if failed:
+                self._withdraw(new if told[me][0] in failed else [], [ranks])
+                if told[me][0] in failed and me == near[0]:
+                    text = "; ".join(f"rank {r}: {wrongs[r]}" for r in near if wrongs[r])
                     warnings.warn(
                         f"distdl moves by NCCL within this node, since ranks cannot open each other's memory ({text}). "
                         "DISTDL_PEER=0 chooses this",
                         RuntimeWarning,
                         stacklevel=2,
                     )
-                return None
-        if len(near) < 2:
+        # One answer for the whole group, since it also says what is a collective: who reaches nobody has a reach too.
+        if all(nodes.count(node) < 2 or node in failed for node in nodes):
             return None
-        return PeerReach(self, frozenset(near) - {me}, lanes)
+        return PeerReach(self, frozenset() if told[me][0] in failed else frozenset(near) - {me}, lanes)
 
     @staticmethod
     def _try(call):
@@ -108,9 +108,18 @@ class PeerMemory:
         """Close the peers' memory, and give back this rank's own, once the ranks of all ``groups`` have come here."""
         with self.device.here():
             self.kernels.finish()
-            for ranks in reversed(groups):
-                self.world.host.all_gather(b"", ranks)
-            self.boxes.withdraw({*self.boxes.own})
+            self._meet(groups)
+            self._withdraw({*self.boxes.own}, groups)
+
+    def _withdraw(self, peers, groups) -> None:
+        """Memory is freed once nobody maps it."""
+        self.boxes.shut(peers)
+        self._meet(groups)
+        self.boxes.give(peers)
+
+    def _meet(self, groups) -> None:
+        for ranks in reversed(groups):
+            self.world.host.all_gather(b"", ranks)
 
 
 class PeerReach:
@@ -211,6 +220,8 @@ class PeerTransport(NcclTransport):
     def _acquaint(self, peers) -> None:
         """Let NCCL meet those whom it will meet in a captured graph only: there it cannot make what it needs."""
         kernels = self.peers.memory.kernels
+        if not peers:
+            return
         with self.device.here():
             memory = kernels.scratch(2 * len(peers))
             at = memory.data_ptr()

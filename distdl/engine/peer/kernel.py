@@ -11,6 +11,7 @@ import torch
 
 from ... import _torch, failure
 from ...errors import TransportError
+from ..fast.fused import on_device
 from .region import CAPACITY, LINE, SLOTS, SMALL_SUM, Mailboxes
 from .tables import PART, Table
 
@@ -263,8 +264,7 @@ class Mover(Launch):
         if len(table.words) <= INLINE:
             argument.words[: len(table.words)] = table.words
         else:
-            self.held = torch.tensor(table.words, dtype=torch.int64, device=f"cuda:{index}")
-            argument.table = self.held.data_ptr()
+            argument.table = on_device(tuple(table.words), torch.device("cuda", index)).data_ptr()
         blocks = -(-table.movers * TEAM // THREADS) + table.keepers
         super().__init__("boxes.cu", "move_boxes", blocks, index, argument, limit, text)
         self.base = argument.base

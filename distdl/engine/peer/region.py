@@ -67,11 +67,15 @@ class Mailboxes:
         for peer, handle in handles.items():
             self.theirs[peer] = self.memory.open(handle)
 
-    def withdraw(self, peers) -> None:
-        """Forget mailboxes that not both ends could open."""
+    def shut(self, peers) -> None:
+        """Close the peers' mailboxes for this rank."""
         for peer in peers:
             if peer in self.theirs:
                 self.memory.close(self.theirs.pop(peer))
+
+    def give(self, peers) -> None:
+        """Give back this rank's own, which the peers have closed."""
+        for peer in peers:
             if peer in self.own:
                 self.memory.give(self.own.pop(peer))
 

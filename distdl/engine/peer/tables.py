@@ -194,9 +194,9 @@ def table_of(messages, kept, lanes: int, capacity: int, addresses: dict[int, int
     plans = []
     for sends, ends, boxes in messages:
         places, nbytes = places_of(boxes)
-        most = min(lanes, ends.count)
-        chunk, count = chunks(nbytes, most, capacity)
-        plans.append((sends, ends, ends_of(boxes, places, addresses), nbytes, chunk, min(count, most)))
+        few = min(lanes, ends.count)
+        chunk, count = chunks(nbytes, few, capacity)
+        plans.append((sends, ends, ends_of(boxes, places, addresses), nbytes, chunk, min(count, few)))
     movers = sum(used for *_, used in plans)
     at = movers + KEPT
     blocks, records = [], []
