@@ -124,17 +124,21 @@ def _parallel(f, x, expert, P, num_experts, features=None, parameters=()):
     sizes = [sum(of_rank[e] for of_rank in counts) for e in local]
     results = [f(k, tokens) for k, tokens in enumerate(arrived.split(sizes))] if sizes else []
     y = torch.cat(results) if results else None
-    made = world(grid.world).all_gather(None if y is None else (y.shape[1], y.dtype), grid.ranks, call)
-    kinds = {kind for kind in made.values() if kind is not None} or {(x.shape[1], x.dtype)}
+    made = world(grid.world).all_gather(None if y is None else (y.shape[1], y.dtype, y.requires_grad), grid.ranks, call)
+    kinds = {kind[:2] for kind in made.values() if kind is not None} or {(x.shape[1], x.dtype)}
     if len(kinds) > 1:
         raise AgreementError(
             "the experts' results do not fit together",
-            actual=made,
+            actual={r: kind and kind[:2] for r, kind in made.items()},
             expected="one number of features and one dtype",
             next_step="let f return the same on all ranks",
         )
     width, dtype = kinds.pop()
-    y = nothing((0, width), arrived, *present(*parameters), dtype=dtype) if y is None else y
+    if y is None:
+        y = nothing((0, width), arrived, *present(*parameters), dtype=dtype)
+        # Parameters that f uses elsewhere are not seen here: where they have gradients this rank's backward joins in.
+        if not y.requires_grad and not _torch.transforms_active() and any(kind and kind[2] for kind in made.values()):
+            y = y.detach().requires_grad_()
     back = _dispatch(grid, counts, width, "dispatch").T(y)
     return back.index_select(0, torch.argsort(order))
 

@@ -137,7 +137,7 @@ def permute(x: Tree, P: Place, pairs: Iterable[tuple[int, int]]) -> Tree:
     """Send tensors between ranks: ``pairs`` of (source, destination) ranks of ``P``. Adjoint: the reversed pairs.
 
     A source may have several destinations (the adjoint then sums), a destination one source. Shapes may differ by rank,
-    and are negotiated (not with a Layout). Place nothing arrives the result is zero, in this rank's own shape.
+    and are negotiated (not with a Layout). Where nothing arrives the result is zero, in this rank's own shape.
 
     Raises:
         PartitionError: no such dim, or pairs of ranks that are not P's or stand twice.

@@ -8,6 +8,7 @@ import distdl as dd
 import distdl.functional as F
 
 TOKENS = 23
+N, RANK = dd.world().size, dd.world().rank
 
 
 def setting(experts):
@@ -86,3 +87,21 @@ def test_bad_input():
         F.dist_expert_linear(x, randn(1, 4, 4), line, mine + 99, num_experts=9)
     with pytest.raises(dd.errors.PartitionError, match="one dim"):
         F.dist_expert_linear(x, randn(1, 4, 4), rows.partition, mine, num_experts=9)
+
+
+@pytest.mark.skipif(N < 2, reason="a rank without experts")
+def test_a_rank_without_experts_joins_the_backward_of_what_f_uses():
+    """Nothing that it passes has a gradient, and its peers' experts have parameters of their own."""
+    experts, line = N - 1, dd.Partition((N,))
+    weights = [randn(3, 2, seed=e).requires_grad_() for e in range(experts)]
+    L = dd.Layout(line, (experts,))
+    mine = weights[L.slices()[0]] if L.local_shape()[0] else []
+    tokens, expert = randn(4, 3, seed=10 + RANK), torch.arange(4).add(RANK) % experts
+    y = F.expert_parallel(lambda k, x: x @ mine[k], tokens, expert, line, experts)
+    (y * (RANK + 1)).sum().backward()
+    for e, w in zip(range(experts)[L.slices()[0]], mine):
+        wanted = torch.zeros(3, 2, dtype=w.dtype)
+        for r in range(N):
+            chosen = randn(4, 3, seed=10 + r)[torch.arange(4).add(r) % experts == e]
+            wanted += (r + 1) * chosen.sum(0)[:, None].expand(3, 2)
+        assert torch.allclose(w.grad, wanted)
