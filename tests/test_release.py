@@ -65,9 +65,10 @@ def packed(tmp_path_factory):
 
 
 def test_the_wheel_is_the_package(packed):
-    """Every module and the mark of a typed package; neither tests nor documentation."""
+    """Every module, the sources of kernels and the mark of a typed package; neither tests nor documentation."""
     wheel, _ = packed
-    own = {str(path.relative_to(ROOT)) for path in (ROOT / "distdl").rglob("*.py")} | {"distdl/py.typed"}
+    files = (path for kind in ("*.py", "*.cu") for path in (ROOT / "distdl").rglob(kind))
+    own = {str(path.relative_to(ROOT)) for path in files} | {"distdl/py.typed"}
     assert {name for name in wheel if "dist-info" not in name} == own
     assert any(name.endswith("licenses/LICENSE") for name in wheel)
 
