@@ -334,7 +334,7 @@ def stands_for(module: torch.nn.Module, classes: type[torch.nn.Module] | tuple[t
     Args:
         classes: a class, or a tuple of classes, as for ``isinstance``.
 
-    No messages; it raises nothing of its own: what is no module stands for none.
+    No messages, and no errors: what is no module stands for none.
 
     Example:
         >>> net = dd.nn.convert(torch.nn.Sequential(torch.nn.Conv1d(2, 4, 3)), dd.Partition((1, 1, 1)))
