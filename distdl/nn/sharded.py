@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import maps
-from .._types import Dims
+from .._types import Device, Dims
 from ..boxes import balanced
 from ..errors import PartitionError
 from ..held import Held, held, mark_of, tag
@@ -81,14 +81,18 @@ class Sharded(Layer):
         self.layouts[name] = Layout(Partition(shape, tuple(ranks), L.partition.world), L.shape, splits)
         self._marks[name] = mark_of(how.grid, (*how.split, *over))
         fibre = how.grid.along(over)
-        if fibre is None:  # a rank outside: a part of the first one's shape, never used
-            shape = self.layouts[name].local_shape(self.layouts[name].partition.ranks[0])
-            return torch.nn.Parameter(whole.detach().new_zeros(shape), whole.requires_grad)
+        if fibre is None:  # a rank outside: what its layer had, whose shape says what the result's is
+            return torch.nn.Parameter(whole.detach(), whole.requires_grad)
         row = L.partition.index()
         line = Partition((k, *(1,) * (L.ndim - 1)), fibre.ranks, fibre.world)
         there = Layout(line, tuple(whole.shape), (cut[row[0]], *(None,) * (L.ndim - 1)))
         self._gathered[name] = (maps.all_gather(there, 0), how, over)
         return torch.nn.Parameter(there.shard(whole.detach()).clone(), whole.requires_grad)
+
+    def _block(self, name: str, device: Device = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if not self.layouts[name].active:
+            return torch.zeros(getattr(self, name).shape, device=device, dtype=dtype)
+        return super()._block(name, device, dtype)
 
     def _whole(self) -> dict[str, torch.Tensor]:
         """The layer's parameters, and marked: their gradients are summed on the way back. Those that lie along the same
