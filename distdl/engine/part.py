@@ -47,6 +47,14 @@ class Part:
         return Part(-1, self.size, self.dense, self.place // self.dtype.itemsize, self.dtype)
 
 
+ALIGN = 64  # bytes: each part of a message begins at a multiple of it, on both ends
+
+
+def padded(nbytes: int) -> int:
+    """Where what follows so many bytes may begin."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
 def dense(shape):
     """Strides of a contiguous tensor."""
     return tuple(accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1))[::-1] if shape else ()

@@ -19,7 +19,7 @@ import torch
 from .. import _torch
 from ..errors import ShapeError
 from .fast import paths, scratch
-from .part import Part, dense, stacks
+from .part import Part, dense, padded, stacks
 from .recognise import covered, gaps, gathered, piles, summing_group
 from .straight import Straight
 from .transport import Call
@@ -29,7 +29,6 @@ _STAYS = (
     2**14
 )  # bytes of a box that stays here and goes by the staging memory: a view fewer costs less than a copy more
 _VIEWED = 16  # programs whose views one block of staging memory keeps
-_ALIGN = 64  # each part of a message starts at such an offset, on both ends
 # Sums of more than two of these are taken in the wider dtype (the sum of two is rounded only once in any case), and so
 # are those that the engine lacks.
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
@@ -194,7 +193,7 @@ def _messages(by_peer, end: int, transport):
         for part in parts:
             part.direct, part.place = False, end
             stop = end + part.nbytes
-            end += -(-part.nbytes // _ALIGN) * _ALIGN
+            end += padded(part.nbytes)
         messages.append((peer, -1, place, stop - place))
     return messages, end
 
@@ -279,7 +278,7 @@ def _gathering(plan, rank, lead, stride, dtype, kind, group, likes) -> Program:
             ends.append((-1, end))
             for part in parts:
                 part.place, end = end, end + n
-            end = -(-end // _ALIGN) * _ALIGN
+            end = padded(end)
     staged_small, staged_blocks = ([] if at[0] == 0 else stacks(parts) for at, parts in zip(ends, (small, blocks)))
     sends, receives = [[(rank, *at, n)] for at in (ends if kind == "all_gather" else ends[::-1])]
     packs, unpacks = (staged_small, staged_blocks) if kind == "all_gather" else (staged_blocks, staged_small)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .part import Part
-
-ALIGN = 64  # bytes: each part of a message begins at a multiple of it, on both ends
+from .part import Part, padded
 
 
 @dataclass
@@ -45,7 +43,7 @@ class Straight:
         for part in (part for parts in self.receives.values() for part in parts):
             part.direct = not (part.add or part.cast)
             if not part.direct:
-                part.place, end = end, end + -(-part.nbytes // ALIGN) * ALIGN
+                part.place, end = end, end + padded(part.nbytes)
         return end
 
     @property
@@ -61,4 +59,4 @@ class Straight:
 
 def length(parts: list[Part]) -> int:
     """Bytes of a message of these parts."""
-    return sum(-(-part.nbytes // ALIGN) * ALIGN for part in parts[:-1]) + parts[-1].nbytes
+    return sum(padded(part.nbytes) for part in parts[:-1]) + parts[-1].nbytes

@@ -204,11 +204,12 @@ class PeerTransport(NcclTransport):
         reach: who is reached.
     """
 
+    reach: PeerReach
     collectives = ("all_reduce", "reduce_scatter")  # gathers are boxes like others; sums of blocks NCCL adds itself
 
     def __init__(self, plain: NcclTransport, reach: PeerReach, ranks):
         super().__init__(plain.engines, plain.comm, ranks)
-        self.plain, self.reach, self.peers, self.ranks = plain, reach, reach, ranks
+        self.plain, self.reach, self.ranks = plain, reach, ranks
         plain.collectives = self.collectives  # what it captures is made ready by what goes before, without other groups
         reach.plain = plain
         self._acquaint(sorted(reach.ranks))
@@ -219,7 +220,7 @@ class PeerTransport(NcclTransport):
 
     def _acquaint(self, peers) -> None:
         """Let NCCL meet those whom it will meet in a captured graph only: there it cannot make what it needs."""
-        kernels = self.peers.memory.kernels
+        kernels = self.reach.memory.kernels
         if not peers:
             return
         with self.device.here():
@@ -242,7 +243,7 @@ class PeerTransport(NcclTransport):
         else:
             found = self.small.get((dtype, count))
             if found is None:
-                found = self.small[dtype, count] = self.peers.sum(self.ranks, dtype, count)
+                found = self.small[dtype, count] = self.reach.sum(self.ranks, dtype, count)
             found(source, target)
 
     def _in_order(self, call, *args):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..straight import ALIGN
+from ..part import padded
 
 WORD = 16  # bytes that a thread reads at once, at most
 SMALLEST = 2**13  # bytes of a chunk from which a block has enough to do
@@ -165,7 +165,7 @@ def places_of(boxes: Iterable[Box]) -> tuple[list[int], int]:
     for box in boxes:
         places.append(end)
         stop = end + box.nbytes
-        end += -(-box.nbytes // ALIGN) * ALIGN
+        end += padded(box.nbytes)
     return places, stop
 
 

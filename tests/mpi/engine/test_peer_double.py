@@ -16,14 +16,7 @@ if type(dd.world().host).__name__ == "TorchTransport":
 pytest.importorskip("mpi4py", reason="the fake is played by MPI, which is not installed")
 import fake_peer
 
-pytestmark = pytest.mark.mpi(2)
-
-
-@pytest.fixture(autouse=True)
-def only_here(request):
-    """The fake reads host memory, and these tests bring it themselves."""
-    if request.config.getoption("--engine") != "mpi":
-        pytest.skip("another engine carries everything in this run")
+pytestmark = [pytest.mark.mpi(2), pytest.mark.usefixtures("only_here")]
 
 
 @pytest.fixture
