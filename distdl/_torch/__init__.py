@@ -89,7 +89,7 @@ def on_device(index: int):
 
 
 _reduced: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-_sharded: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # and how many modules had a state then
+_sharded: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module: (all states there were, its ranks)
 
 
 def reduced_by_ddp() -> tuple[tuple[int, ...], frozenset]:
@@ -110,16 +110,17 @@ def sharded_by_fsdp(module: torch.nn.Module) -> tuple[int, ...]:
         return ()
     from torch.distributed._composable_state import _module_state_mapping as states
 
-    known, found = _sharded.get(module, (-1, ()))
-    if known != len(states):
+    there = list(states.values())  # weak references; what was found holds while these are the same
+    known, found = _sharded.get(module, (None, ()))
+    if known != there:
         found = ()
-        for state in [ref() if isinstance(ref, weakref.ref) else ref for ref in states.values()]:
+        for state in (ref() for ref in there):
             groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
             for group in filter(None, groups):
                 infos = [p._module_info for p in group.fsdp_params]
                 if any(module is m for info in infos for m in (info.module, *info.shared_modules)):
                     found = tuple(group.mesh_info.mesh.mesh.flatten().tolist())
-        _sharded[module] = len(states), found
+        _sharded[module] = there, found
     return found
 
 
