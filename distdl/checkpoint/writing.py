@@ -146,11 +146,12 @@ class Pending:
         self._waiting = False
         self._group = group = Group("checkpoint.save", path, P)
         token = secrets.token_hex(8)
-        self._folder = self._name = ""
+        self._folder = self._name = self._target = ""
 
         def described() -> Report:
             folder, self._name = os.path.split(group.path)
             self._folder = os.path.realpath(folder)  # the same however it is spelt, and wherever the process goes
+            self._target = os.path.join(self._folder, self._name)
             return describe(group.path, tensors, layouts or {}, metadata or {}, token)
 
         reports = group.step(described)
@@ -210,7 +211,7 @@ class Pending:
         if not self._group.leads:
             return
         with suppress(FileNotFoundError):
-            if not stat.S_ISREG(os.stat(os.path.join(self._folder, self._name)).st_mode):
+            if not stat.S_ISREG(os.stat(self._target).st_mode):
                 raise ValueError("there is something that is no regular file, and stays")
         stale = re.compile(rf"\.{re.escape(self._name)}\.[^.]+\.saving")  # the token has no dot: no other target's
         for name in os.listdir(self._folder):
@@ -274,7 +275,7 @@ class Pending:
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.replace(self._temporary, os.path.join(self._folder, self._name))
+        os.replace(self._temporary, self._target)
         fd = os.open(self._folder, os.O_RDONLY)
         try:
             os.fsync(fd)

@@ -109,8 +109,8 @@ class Conv1d(_Conv):
     and so on.
 
     Example:
-        >>> layer = dd.nn.Conv1d(dd.Partition((1,) * 3), 2, 4, 3, padding=1)
-        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        >>> layer = dd.nn.Conv1d(dd.Partition((1, 1, 1)), 2, 4, 3, padding=1)
+        >>> layer(torch.ones(1, 2, 8)).shape
         torch.Size([1, 4, 8])
     """
 
@@ -122,8 +122,8 @@ class Conv2d(_Conv):
     and so on.
 
     Example:
-        >>> layer = dd.nn.Conv2d(dd.Partition((1,) * 4), 2, 4, 3, padding=1)
-        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        >>> layer = dd.nn.Conv2d(dd.Partition((1, 1, 1, 1)), 2, 4, 3, padding=1)
+        >>> layer(torch.ones(1, 2, 8, 8)).shape
         torch.Size([1, 4, 8, 8])
     """
 
@@ -135,8 +135,8 @@ class Conv3d(_Conv):
     and so on.
 
     Example:
-        >>> layer = dd.nn.Conv3d(dd.Partition((1,) * 5), 2, 4, 3, padding=1)
-        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        >>> layer = dd.nn.Conv3d(dd.Partition((1, 1, 1, 1, 1)), 2, 4, 3, padding=1)
+        >>> layer(torch.ones(1, 2, 8, 8, 8)).shape
         torch.Size([1, 4, 8, 8, 8])
     """
 
@@ -190,8 +190,8 @@ class ConvTranspose1d(_ConvTranspose):
     """:func:`distdl.functional.dist_conv_transpose` over 1 spatial dim, with torch.nn.ConvTranspose1d's arguments.
 
     Example:
-        >>> layer = dd.nn.ConvTranspose1d(dd.Partition((1,) * 3), 2, 4, 2, stride=2)
-        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        >>> layer = dd.nn.ConvTranspose1d(dd.Partition((1, 1, 1)), 2, 4, 2, stride=2)
+        >>> layer(torch.ones(1, 2, 8)).shape
         torch.Size([1, 4, 16])
     """
 
@@ -202,8 +202,8 @@ class ConvTranspose2d(_ConvTranspose):
     """:func:`distdl.functional.dist_conv_transpose` over 2 spatial dims, with torch.nn.ConvTranspose2d's arguments.
 
     Example:
-        >>> layer = dd.nn.ConvTranspose2d(dd.Partition((1,) * 4), 2, 4, 2, stride=2)
-        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        >>> layer = dd.nn.ConvTranspose2d(dd.Partition((1, 1, 1, 1)), 2, 4, 2, stride=2)
+        >>> layer(torch.ones(1, 2, 8, 8)).shape
         torch.Size([1, 4, 16, 16])
     """
 
@@ -214,8 +214,8 @@ class ConvTranspose3d(_ConvTranspose):
     """:func:`distdl.functional.dist_conv_transpose` over 3 spatial dims, with torch.nn.ConvTranspose3d's arguments.
 
     Example:
-        >>> layer = dd.nn.ConvTranspose3d(dd.Partition((1,) * 5), 2, 4, 2, stride=2)
-        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        >>> layer = dd.nn.ConvTranspose3d(dd.Partition((1, 1, 1, 1, 1)), 2, 4, 2, stride=2)
+        >>> layer(torch.ones(1, 2, 8, 8, 8)).shape
         torch.Size([1, 4, 16, 16, 16])
     """
 
@@ -253,8 +253,8 @@ class LocalConv1d(_LocalConv):
     output pixel has its filters.
 
     Example:
-        >>> layer = dd.nn.LocalConv1d(dd.Partition((1,) * 3), 2, 4, 3, input_size=8)
-        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        >>> layer = dd.nn.LocalConv1d(dd.Partition((1, 1, 1)), 2, 4, 3, input_size=8)
+        >>> layer(torch.ones(1, 2, 8)).shape
         torch.Size([1, 4, 6])
     """
 
@@ -266,8 +266,8 @@ class LocalConv2d(_LocalConv):
     output pixel has its filters.
 
     Example:
-        >>> layer = dd.nn.LocalConv2d(dd.Partition((1,) * 4), 2, 4, 3, input_size=8)
-        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        >>> layer = dd.nn.LocalConv2d(dd.Partition((1, 1, 1, 1)), 2, 4, 3, input_size=8)
+        >>> layer(torch.ones(1, 2, 8, 8)).shape
         torch.Size([1, 4, 6, 6])
     """
 
@@ -279,8 +279,8 @@ class LocalConv3d(_LocalConv):
     output pixel has its filters.
 
     Example:
-        >>> layer = dd.nn.LocalConv3d(dd.Partition((1,) * 5), 2, 4, 3, input_size=8)
-        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        >>> layer = dd.nn.LocalConv3d(dd.Partition((1, 1, 1, 1, 1)), 2, 4, 3, input_size=8)
+        >>> layer(torch.ones(1, 2, 8, 8, 8)).shape
         torch.Size([1, 4, 6, 6, 6])
     """
 

@@ -61,8 +61,8 @@ class MaxPool1d(_MaxPool):
     """:func:`distdl.functional.dist_max_pool` over 1 spatial dim, with torch.nn.MaxPool1d's arguments.
 
     Example:
-        >>> layer = dd.nn.MaxPool1d(dd.Partition((1,) * 3), 2)
-        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        >>> layer = dd.nn.MaxPool1d(dd.Partition((1, 1, 1)), 2)
+        >>> layer(torch.ones(1, 2, 8)).shape
         torch.Size([1, 2, 4])
     """
 
@@ -73,8 +73,8 @@ class MaxPool2d(_MaxPool):
     """:func:`distdl.functional.dist_max_pool` over 2 spatial dims, with torch.nn.MaxPool2d's arguments.
 
     Example:
-        >>> layer = dd.nn.MaxPool2d(dd.Partition((1,) * 4), 2)
-        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        >>> layer = dd.nn.MaxPool2d(dd.Partition((1, 1, 1, 1)), 2)
+        >>> layer(torch.ones(1, 2, 8, 8)).shape
         torch.Size([1, 2, 4, 4])
     """
 
@@ -85,8 +85,8 @@ class MaxPool3d(_MaxPool):
     """:func:`distdl.functional.dist_max_pool` over 3 spatial dims, with torch.nn.MaxPool3d's arguments.
 
     Example:
-        >>> layer = dd.nn.MaxPool3d(dd.Partition((1,) * 5), 2)
-        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        >>> layer = dd.nn.MaxPool3d(dd.Partition((1, 1, 1, 1, 1)), 2)
+        >>> layer(torch.ones(1, 2, 8, 8, 8)).shape
         torch.Size([1, 2, 4, 4, 4])
     """
 
@@ -124,8 +124,8 @@ class AvgPool1d(_AvgPool):
     """:func:`distdl.functional.dist_avg_pool` over 1 spatial dim, with torch.nn.AvgPool1d's arguments.
 
     Example:
-        >>> layer = dd.nn.AvgPool1d(dd.Partition((1,) * 3), 2)
-        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        >>> layer = dd.nn.AvgPool1d(dd.Partition((1, 1, 1)), 2)
+        >>> layer(torch.ones(1, 2, 8)).shape
         torch.Size([1, 2, 4])
     """
 
@@ -136,8 +136,8 @@ class AvgPool2d(_AvgPool):
     """:func:`distdl.functional.dist_avg_pool` over 2 spatial dims, with torch.nn.AvgPool2d's arguments.
 
     Example:
-        >>> layer = dd.nn.AvgPool2d(dd.Partition((1,) * 4), 2)
-        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        >>> layer = dd.nn.AvgPool2d(dd.Partition((1, 1, 1, 1)), 2)
+        >>> layer(torch.ones(1, 2, 8, 8)).shape
         torch.Size([1, 2, 4, 4])
     """
 
@@ -148,8 +148,8 @@ class AvgPool3d(_AvgPool):
     """:func:`distdl.functional.dist_avg_pool` over 3 spatial dims, with torch.nn.AvgPool3d's arguments.
 
     Example:
-        >>> layer = dd.nn.AvgPool3d(dd.Partition((1,) * 5), 2)
-        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        >>> layer = dd.nn.AvgPool3d(dd.Partition((1, 1, 1, 1, 1)), 2)
+        >>> layer(torch.ones(1, 2, 8, 8, 8)).shape
         torch.Size([1, 2, 4, 4, 4])
     """
 
@@ -169,8 +169,8 @@ class L2Pool1d(_L2Pool):
     """:func:`distdl.functional.dist_l2_pool` over 1 spatial dim.
 
     Example:
-        >>> layer = dd.nn.L2Pool1d(dd.Partition((1,) * 3), 2)
-        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        >>> layer = dd.nn.L2Pool1d(dd.Partition((1, 1, 1)), 2)
+        >>> layer(torch.ones(1, 2, 8)).shape
         torch.Size([1, 2, 4])
     """
 
@@ -181,8 +181,8 @@ class L2Pool2d(_L2Pool):
     """:func:`distdl.functional.dist_l2_pool` over 2 spatial dims.
 
     Example:
-        >>> layer = dd.nn.L2Pool2d(dd.Partition((1,) * 4), 2)
-        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        >>> layer = dd.nn.L2Pool2d(dd.Partition((1, 1, 1, 1)), 2)
+        >>> layer(torch.ones(1, 2, 8, 8)).shape
         torch.Size([1, 2, 4, 4])
     """
 
@@ -193,8 +193,8 @@ class L2Pool3d(_L2Pool):
     """:func:`distdl.functional.dist_l2_pool` over 3 spatial dims.
 
     Example:
-        >>> layer = dd.nn.L2Pool3d(dd.Partition((1,) * 5), 2)
-        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        >>> layer = dd.nn.L2Pool3d(dd.Partition((1, 1, 1, 1, 1)), 2)
+        >>> layer(torch.ones(1, 2, 8, 8, 8)).shape
         torch.Size([1, 2, 4, 4, 4])
     """
 
@@ -219,8 +219,8 @@ class AdaptiveMaxPool1d(_AdaptiveMaxPool):
     """:func:`distdl.functional.dist_adaptive_max_pool` over 1 spatial dim.
 
     Example:
-        >>> layer = dd.nn.AdaptiveMaxPool1d(dd.Partition((1,) * 3), 3)
-        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        >>> layer = dd.nn.AdaptiveMaxPool1d(dd.Partition((1, 1, 1)), 3)
+        >>> layer(torch.ones(1, 2, 8)).shape
         torch.Size([1, 2, 3])
     """
 
@@ -231,8 +231,8 @@ class AdaptiveMaxPool2d(_AdaptiveMaxPool):
     """:func:`distdl.functional.dist_adaptive_max_pool` over 2 spatial dims.
 
     Example:
-        >>> layer = dd.nn.AdaptiveMaxPool2d(dd.Partition((1,) * 4), 3)
-        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        >>> layer = dd.nn.AdaptiveMaxPool2d(dd.Partition((1, 1, 1, 1)), 3)
+        >>> layer(torch.ones(1, 2, 8, 8)).shape
         torch.Size([1, 2, 3, 3])
     """
 
@@ -243,8 +243,8 @@ class AdaptiveMaxPool3d(_AdaptiveMaxPool):
     """:func:`distdl.functional.dist_adaptive_max_pool` over 3 spatial dims.
 
     Example:
-        >>> layer = dd.nn.AdaptiveMaxPool3d(dd.Partition((1,) * 5), 3)
-        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        >>> layer = dd.nn.AdaptiveMaxPool3d(dd.Partition((1, 1, 1, 1, 1)), 3)
+        >>> layer(torch.ones(1, 2, 8, 8, 8)).shape
         torch.Size([1, 2, 3, 3, 3])
     """
 
@@ -267,8 +267,8 @@ class AdaptiveAvgPool1d(_AdaptiveAvgPool):
         PartitionError, ShapeError: as its function does.
 
     Example:
-        >>> layer = dd.nn.AdaptiveAvgPool1d(dd.Partition((1,) * 3), 3)
-        >>> layer(torch.ones(1, 2, *(8,) * 1)).shape
+        >>> layer = dd.nn.AdaptiveAvgPool1d(dd.Partition((1, 1, 1)), 3)
+        >>> layer(torch.ones(1, 2, 8)).shape
         torch.Size([1, 2, 3])
     """
 
@@ -282,8 +282,8 @@ class AdaptiveAvgPool2d(_AdaptiveAvgPool):
         PartitionError, ShapeError: as its function does.
 
     Example:
-        >>> layer = dd.nn.AdaptiveAvgPool2d(dd.Partition((1,) * 4), 3)
-        >>> layer(torch.ones(1, 2, *(8,) * 2)).shape
+        >>> layer = dd.nn.AdaptiveAvgPool2d(dd.Partition((1, 1, 1, 1)), 3)
+        >>> layer(torch.ones(1, 2, 8, 8)).shape
         torch.Size([1, 2, 3, 3])
     """
 
@@ -297,8 +297,8 @@ class AdaptiveAvgPool3d(_AdaptiveAvgPool):
         PartitionError, ShapeError: as its function does.
 
     Example:
-        >>> layer = dd.nn.AdaptiveAvgPool3d(dd.Partition((1,) * 5), 3)
-        >>> layer(torch.ones(1, 2, *(8,) * 3)).shape
+        >>> layer = dd.nn.AdaptiveAvgPool3d(dd.Partition((1, 1, 1, 1, 1)), 3)
+        >>> layer(torch.ones(1, 2, 8, 8, 8)).shape
         torch.Size([1, 2, 3, 3, 3])
     """
 
