@@ -228,9 +228,11 @@ class Partition(Value):
 
 def partition_of(P: Partition | Layout) -> Partition:
     """The partition of a Partition or a Layout."""
-    if not isinstance(P, (Partition, Layout)):
+    if isinstance(P, Layout):
+        return P.partition
+    if not isinstance(P, Partition):
         raise _faults.not_a_partition(P)
-    return P.partition if isinstance(P, Layout) else P
+    return P
 
 
 @dataclass(frozen=True, repr=False)
