@@ -228,11 +228,9 @@ class Partition(Value):
 
 def partition_of(P: Partition | Layout) -> Partition:
     """The partition of a Partition or a Layout."""
-    if isinstance(P, Layout):
-        return P.partition
-    if not isinstance(P, Partition):
+    if not (isinstance(P, Partition) or isinstance(P, Layout)):  # of a tuple of them torch 2.11's compiler says no
         raise _faults.not_a_partition(P)
-    return P
+    return P.partition if isinstance(P, Layout) else P
 
 
 @dataclass(frozen=True, repr=False)

@@ -19,9 +19,12 @@ def device():
 
 @pytest.fixture(autouse=True)
 def _one_device_each():
-    if torch.cuda.device_count() < dd.world().size or dd.world().cuda != "nccl" or not peer.asked_for():
-        pytest.skip("needs a device for each rank, and DISTDL_PEER=1")
-    device()
+    world = dd.world()
+    if torch.cuda.device_count() < world.size or world.cuda != "nccl" or peer.asked_for() is False:
+        pytest.skip("needs a device for each rank, and no DISTDL_PEER=0")
+    engine = world.transport(torch.zeros(1, device=device()), tuple(range(world.size)))
+    if engine.reach is None and not peer.asked_for():
+        pytest.skip("needs NVLink, or DISTDL_PEER=1")
 
 
 @pytest.fixture
@@ -88,6 +91,39 @@ def test_channels_last():
     y = F.halo_exchange(x.to(device()).contiguous(memory_format=torch.channels_last), spec)
     same(y, F.halo_exchange(x, spec), "channels_last")
     dd.testing.collective_assert(y.is_contiguous(memory_format=torch.channels_last), "another format")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_large_rows_one_element_off(dtype):
+    """What stays is copied row by row, forwards and back, whichever engine moves the rest."""
+    n = dd.world().size
+    L = dd.Layout(dd.Partition((1, 1, n)), (40, 150, 350 * n + 1))
+    A = dd.maps.halo_exchange(dd.HaloSpec(L, (0, 0, 1), boundary="circular"))
+    x = L.shard((torch.arange(40 * 150 * (350 * n + 1)) % 251).to(dtype).reshape(L.shape)).clone()
+    x = torch.cat([x, x]) if dtype == torch.bfloat16 else x
+    A = (
+        A
+        if dtype != torch.bfloat16
+        else dd.maps.halo_exchange(
+            dd.HaloSpec(dd.Layout(L.partition, (80, *L.shape[1:])), (0, 0, 1), boundary="circular")
+        )
+    )
+    y = A(x)
+    same(A(x.to(device())), y, "value")
+    same(A.T(y.to(device())), A.T(y), "adjoint")
+
+
+def test_a_captured_sum():
+    """Small sums go by peer memory before, and by NCCL in a graph."""
+    P = dd.Partition((dd.world().size,))
+    x = torch.arange(100.0, device=device()) + dd.world().rank
+    wanted = F.all_sum_reduce(x.cpu(), P)
+    same(F.all_sum_reduce(x, P), wanted, "eager")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = F.all_sum_reduce(x, P)
+    graph.replay()
+    same(found, wanted, "replayed")
 
 
 def test_two_streams():
