@@ -166,8 +166,7 @@ class Partition(Value):
         inner = math.prod(self.shape[dim + 1 :])
         start, step = (index % n) * inner, n * inner
         ranks = tuple(r for s in range(start, self.size, step) for r in self.ranks[s : s + inner])
-        kept = (1,) if keepdim else ()
-        return Partition(self.shape[:dim] + kept + self.shape[dim + 1 :], ranks, self.world)
+        return Partition(self.shape[:dim] + (1,) * bool(keepdim) + self.shape[dim + 1 :], ranks, self.world)
 
     def along(self, dims: int | Iterable[int] | None = None, rank: int | None = None) -> Partition | None:
         """The fibre through ``rank``: fixed in every dim but ``dims`` (``None``: all), which keep their size.
