@@ -2,9 +2,9 @@
 
 On each number of ranks the model of ``dd.machines`` is fitted to the machine, by ``python -m distdl measure``'s own
 microbenchmarks; then programs that it has not seen are priced and run. Prints a table, writes it as JSON, and says
-whether ``dd.suggest`` picks the partition that is fastest. ``--quick`` takes about a minute for all three: halos, a repartition
-and a small U-Net, whose many small boxes are hardest to predict. ``--plots FOLDER`` draws what four programs would take
-on up to 16,384 ranks of ``dd.machines.cluster``, and needs no ranks.
+whether ``dd.suggest`` picks the partition that is fastest. ``--quick`` takes about a minute: thin halos, a
+square one, a repartition and a small U-Net, whose constants are hardest to predict. ``--plots FOLDER`` draws what four
+programs would take on up to 16,384 ranks of ``dd.machines.cluster``, and needs no ranks.
 """
 
 from __future__ import annotations
@@ -169,9 +169,7 @@ def main(argv=None) -> None:
     top = argparse.ArgumentParser("python -m bench.forecast", description=__doc__.partition("\n")[0])
     top.add_argument("-n", default="2,4,8", help="numbers of ranks (default: 2,4,8)")
     top.add_argument("--rounds", type=int, help="samples of each number (default: 31, or 9)")
-    top.add_argument(
-        "--quick", action="store_true", help="the rows that are hardest to predict, in about 20 s a launch"
-    )
+    top.add_argument("--quick", action="store_true", help="what is hardest to predict, in about a minute")
     top.add_argument("--out", type=Path, default=Path("build/bench/forecast.json"))
     top.add_argument("--plots", type=Path, help="only draw scaling to 16,384 ranks, into this folder")
     top.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # on the ranks of a launch
