@@ -2,11 +2,14 @@
 
 ``make test`` (five minutes of two cores) runs the first tier: no job but a few, and of MPI the numbers of ranks that
 show most. ``make test-full`` runs what it leaves out, marked ``full``; ``make test-all`` the sweeps too, marked
-``slow`` where they stand. All of pytest's own commands run ``full`` tests as well: ``-m "not slow and not full"`` is
-the first tier.
+``slow`` where they stand, and what the second tier leaves out of its own, marked ``spare``. All of pytest's own
+commands run ``full`` and ``spare`` tests as well: ``-m "not slow and not full"`` is the first tier.
 """
 
 from __future__ import annotations
+
+import re
+from zlib import crc32
 
 # ---------------------------------------------------------------- in one process
 
@@ -212,6 +215,13 @@ BUT = {
     "networks": ("test_case_16_unet", "test_resnet_stem_and_blocks"),
 }
 
+# Cases that say the same again: on these numbers of ranks the second tier runs one in so many of the tests that match,
+# drawn by their names, so that everybody draws the same.
+DRAWN: dict[str, list[tuple[tuple[int, ...], int, str]]] = {
+    # All of it runs without any fast path, and values and adjoints without each one; derivatives run the same programs.
+    "without_fast": [((2,), 4, r"test_(grad|jvp|second_order|results_are_reproducible|layers)\[without (?!all-)")],
+}
+
 
 def _among(test: str, names) -> bool:
     """Whether a test, or the function that it is a case of, is named."""
@@ -235,3 +245,11 @@ def on_ranks(file: str, test: str, n: int) -> str:
         return "" if (_among(test, named) and not _among(test, but)) == (n == 4) else "full"
     some = named is None or named if n == 4 else named is not None or but
     return "" if some else "full"
+
+
+def spare(file: str, test: str, n: int) -> bool:
+    """Whether the second tier leaves this test out on n ranks."""
+    return any(
+        n in numbers and re.match(tests, test) is not None and crc32(f"{test} {n}".encode()) % one_in > 0
+        for numbers, one_in, tests in DRAWN.get(file, ())
+    )
