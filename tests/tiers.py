@@ -217,12 +217,21 @@ BUT = {
 
 # Cases that say the same again: on these numbers of ranks the second tier runs one in so many of the tests that match,
 # drawn by their names, so that everybody draws the same; or none (0).
+_SOME = [((3, 8), 4, r".*\[")]  # what is asked of every case of the registry, and is whole on 1, 2 and 4 ranks
 DRAWN: dict[str, list[tuple[tuple[int, ...], int, str]]] = {
+    "adjoints": [((8,), 2, r".*\[")],
     # Transforms are gone when inductor begins: its graphs hold movements, as those of the random programs do.
     "compiled_region": [
         ((2,), 0, r"test_transforms\[(?!vmap of grad|jvp of grad).*-inductor"),
         ((2,), 0, r"test_inside\[(a map|its adjoint|a composition|a pytree|values|a layout|a batch.*)-inductor"),
     ],
+    "derivatives": [((3,), 2, r".*\["), ((8,), 4, r".*\[")],
+    "dtypes": _SOME,
+    "inputs": _SOME,
+    "split_phase": _SOME,
+    "strided": _SOME,
+    "traced": [((1, 3), 4, r".*\[")],
+    "vmap": [((3,), 2, r".*\["), ((8,), 4, r".*\[")],
     # All of it runs without any fast path, and values and adjoints without each one; derivatives run the same programs.
     "without_fast": [((2,), 4, r"test_(grad|jvp|second_order|results_are_reproducible|layers)\[without (?!all-)")],
 }
