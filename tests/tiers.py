@@ -222,6 +222,7 @@ DRAWN: dict[str, list[tuple[tuple[int, ...], int, str]]] = {
     "adjoints": [((8,), 2, r".*\[")],
     # Fifty disagreements on each number of ranks, of which each is waited for: of its two seeds one.
     "alarms": [((3,), 0, r"test_first_error.*\[1\]"), ((4, 8), 0, r"test_first_error.*\[0\]")],
+    "attention": [((3,), 4, r".*\[")],
     # Transforms are gone when inductor begins: its graphs hold movements, as those of the random programs do.
     "compiled_region": [
         ((2,), 0, r"test_transforms\[(?!vmap of grad|jvp of grad).*-inductor"),

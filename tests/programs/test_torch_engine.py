@@ -254,7 +254,7 @@ def test_ranks_of_multiprocessing(before, tmp_path):
 
 
 @OF_MPI
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow), 4])  # 4 have all cases of 2
 def test_values_and_messages_are_those_of_mpi(n, tmp_path):
     """Every movement of the registry and its adjoint, in six dtypes: moves bitwise, sums to n ulp; same messages."""
     import torch
