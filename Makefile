@@ -33,7 +33,7 @@ test:
 	$(MAKE) unit MARKS='$(FIRST)'
 	$(MAKE) mpi RANKS='1 2 4' MARKS='$(FIRST)'
 
-# What `make test` leaves out, slow sweeps apart: twenty minutes more.
+# What `make test` leaves out, slow sweeps and spare cases apart: twenty minutes more.
 test-full:
 	$(MAKE) unit MARKS='$(REST)'
 	$(MAKE) mpi MARKS='$(REST)'
