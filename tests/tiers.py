@@ -221,7 +221,10 @@ _SOME = [((3, 8), 4, r".*\[")]  # what is asked of every case of the registry, a
 DRAWN: dict[str, list[tuple[tuple[int, ...], int, str]]] = {
     "adjoints": [((8,), 2, r".*\[")],
     # Fifty disagreements on each number of ranks, of which each is waited for: of its two seeds one.
-    "alarms": [((3,), 0, r"test_first_error.*\[1\]"), ((4, 8), 0, r"test_first_error.*\[0\]")],
+    "alarms": [
+        ((3,), 0, r"test_first_error_ends_the_block\[1\]"),
+        ((4, 8), 0, r"test_first_error_ends_the_block\[0\]"),
+    ],
     "attention": [((3,), 4, r".*\["), ((4,), 0, r"test_an_order_by_name\[.*-16\]")],  # 13 and 3 rows do not divide
     # Transforms are gone when inductor begins: its graphs hold movements, as those of the random programs do.
     "compiled_region": [
