@@ -80,7 +80,7 @@ count, epochs = (3, 0) if reduced else (20, 3)
 def compared(count):
     """[(loss, sequential loss, largest difference of the parameters)] of float64 steps."""
     order = [torch.arange(64 * i, 64 * (i + 1)) for i in range(count)]
-    found = demo.steps(*demo.load_digits(), torch.float64, 0.05, order)
+    found = demo.steps(*demo.load_digits(64 * count), torch.float64, 0.05, order)
     return [(loss, other, demo.largest_difference(*both)) for *both, loss, other in found]
 
 

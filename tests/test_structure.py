@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from inspect import unwrap
@@ -10,6 +11,7 @@ from types import FunctionType
 
 import pytest
 import registry
+import tiers
 import torch
 
 import distdl as dd
@@ -133,6 +135,18 @@ def test_imports_run_one_way(path):
         if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists():
             above = name == mine or LEVEL[name] < LEVEL[mine]
             assert above, f"{mine} imports {name}, which does not stand above it in ORDER"
+
+
+def test_tiers_name_files():
+    """And what the second tier draws from are tests that are there."""
+    files = {path.stem.removeprefix("test_"): path for path in Path(__file__).parent.rglob("test_*.py")}
+    ranks = {name for name, path in files.items() if "mpi" in path.parts}
+    assert {*tiers.RANKS, *tiers.FOUR, *tiers.BUT, *tiers.AGAIN, *tiers.DRAWN} <= ranks
+    assert {*tiers.ONLY, *tiers.LATER} <= files.keys() - ranks
+    for name, drawn in tiers.DRAWN.items():
+        for _, _, tests in drawn:
+            for function in re.findall(r"test_[a-z]\w+(?=\\\[)", tests):
+                assert f"def {function}(" in files[name].read_text(), (name, function)
 
 
 LONGEST = 450  # lines of a file

@@ -2,11 +2,14 @@
 
 ``make test`` (five minutes of two cores) runs the first tier: no job but a few, and of MPI the numbers of ranks that
 show most. ``make test-full`` runs what it leaves out, marked ``full``; ``make test-all`` the sweeps too, marked
-``slow`` where they stand. All of pytest's own commands run ``full`` tests as well: ``-m "not slow and not full"`` is
-the first tier.
+``slow`` where they stand, and what the second tier leaves out of its own, marked ``spare``. All of pytest's own
+commands run ``full`` and ``spare`` tests as well: ``-m "not slow and not full"`` is the first tier.
 """
 
 from __future__ import annotations
+
+import re
+from zlib import crc32
 
 # ---------------------------------------------------------------- in one process
 
@@ -212,6 +215,33 @@ BUT = {
     "networks": ("test_case_16_unet", "test_resnet_stem_and_blocks"),
 }
 
+# Cases that say the same again: on these numbers of ranks the second tier runs one in so many of the tests that match,
+# drawn by their names, so that everybody draws the same; or none (0).
+_SOME = [((3, 8), 4, r".*\[")]  # what is asked of every case of the registry, and is whole on 1, 2 and 4 ranks
+DRAWN: dict[str, list[tuple[tuple[int, ...], int, str]]] = {
+    "adjoints": [((8,), 2, r".*\[")],
+    # Fifty disagreements on each number of ranks, of which each is waited for: of its two seeds one.
+    "alarms": [
+        ((3,), 0, r"test_first_error_ends_the_block\[1\]"),
+        ((4, 8), 0, r"test_first_error_ends_the_block\[0\]"),
+    ],
+    "attention": [((3,), 4, r".*\["), ((4,), 0, r"test_an_order_by_name\[.*-16\]")],  # 13 and 3 rows do not divide
+    # Transforms are gone when inductor begins: its graphs hold movements, as those of the random programs do.
+    "compiled_region": [
+        ((2,), 0, r"test_transforms\[(?!vmap of grad|jvp of grad).*-inductor"),
+        ((2,), 0, r"test_inside\[(a map|its adjoint|a composition|a pytree|values|a layout|a batch.*)-inductor"),
+    ],
+    "derivatives": [((3,), 2, r".*\["), ((8,), 4, r".*\[")],
+    "dtypes": _SOME,
+    "inputs": _SOME,
+    "split_phase": _SOME,
+    "strided": _SOME,
+    "traced": [((1, 2), 4, r".*\["), ((3, 4), 2, r".*\[")],  # each on 3 ranks or on 4
+    "vmap": [((3,), 2, r".*\["), ((8,), 4, r".*\[")],
+    # All of it runs without any fast path, and values and adjoints without each one; derivatives run the same programs.
+    "without_fast": [((2,), 4, r"test_(grad|jvp|second_order|results_are_reproducible|layers)\[without (?!all-)")],
+}
+
 
 def _among(test: str, names) -> bool:
     """Whether a test, or the function that it is a case of, is named."""
@@ -235,3 +265,11 @@ def on_ranks(file: str, test: str, n: int) -> str:
         return "" if (_among(test, named) and not _among(test, but)) == (n == 4) else "full"
     some = named is None or named if n == 4 else named is not None or but
     return "" if some else "full"
+
+
+def spare(file: str, test: str, n: int) -> bool:
+    """Whether the second tier leaves this test out on n ranks. Next numbers of ranks draw others."""
+    return any(
+        n in numbers and re.match(tests, test) is not None and not (one_in and (crc32(test.encode()) + n) % one_in == 0)
+        for numbers, one_in, tests in DRAWN.get(file, ())
+    )

@@ -12,10 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..engine.fast import paths
-from ..engine.peer import asked_for as peer_asked_for
 from ..errors import TransportError
-from ..world import CUDA_WAYS, cuda_way
 from .launch import ENGINES, find_launcher, find_mpi, run
 
 
@@ -42,6 +39,8 @@ def parser() -> argparse.ArgumentParser:
 
 def info() -> str:
     """What this environment has. Starts neither MPI nor CUDA; what is missing is said to be missing."""
+    from ..engine.fast import paths  # torch comes with it, for which `run` does not wait
+
     rows = {"distdl": _version("distdl"), "python": platform.python_version(), "platform": platform.platform()}
     rows |= {name: _version(name) for name in ("torch", "numpy", "mpi4py", "cloudpickle")}
     mpi = find_mpi()
@@ -63,6 +62,9 @@ def info() -> str:
 
 
 def _cuda_way() -> str:
+    from ..engine.peer import asked_for as peer_asked_for
+    from ..world import CUDA_WAYS, cuda_way
+
     way, nccl = cuda_way(), importlib.util.find_spec("cupy") is not None
     if way == "nccl" and not nccl:
         return "staged through pinned host memory and MPI, with a warning: CuPy is missing"

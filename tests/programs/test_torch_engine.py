@@ -73,24 +73,29 @@ def test_just_works(job, by, hidden):
     assert (code, sorted(out.splitlines())) == (0, ["2 0.0 TorchTransport", "2 1.0 TorchTransport"]), err
 
 
-@BOTH
-@pytest.mark.parametrize("how, said", [
-    ("raise ValueError('the cause of it')", "ValueError: the cause of it"),
-    ("sys.exit(7)", "7"),
-    ("os._exit(8)", "8"),
-    ("os.kill(os.getpid(), signal.SIGKILL)", "9|SIGKILL|137"),
-], ids=["raise", "exit", "_exit", "kill"])  # fmt: skip
-def test_one_rank_fails(job, by, how, said):
+FAILS = {
+    "raise": ("raise ValueError('the cause of it')", "ValueError: the cause of it"),
+    "exit": ("sys.exit(7)", "7"),
+    "_exit": ("os._exit(8)", "8"),
+    "kill": ("os.kill(os.getpid(), signal.SIGKILL)", "9|SIGKILL|137"),
+}
+
+
+@pytest.mark.parametrize("by, how", [  # torchrun sees a code; who raises has one too
+    pytest.param(by, how, marks=pytest.mark.slow if by == "torchrun" and "exit" in how else (), id=f"{how}-{by}")
+    for how in FAILS for by in ("torchrun", "run")])  # fmt: skip
+def test_one_rank_fails(job, by, how):
     """The others wait for it, in a movement and in an agreement."""
+    does, said = FAILS[how]
     program = f"""
     total()
     if rank == 1:
-        {how}
+        {does}
     shifted() if rank == 0 else dd.testing.gather_objects(rank)
     """
     code, _, err = job(program, n=3, by=by)
     assert code != 0
-    if "raise" in how:  # nothing of another rank comes after it
+    if how == "raise":  # nothing of another rank comes after it
         last = err[err.rindex("ValueError: the cause of it") :]
         assert not any(f"[rank {r}]" in last or f"rank {r} of" in last for r in (0, 2)), err
     else:
@@ -249,7 +254,7 @@ def test_ranks_of_multiprocessing(before, tmp_path):
 
 
 @OF_MPI
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow), 4])  # 4 have all cases of 2
 def test_values_and_messages_are_those_of_mpi(n, tmp_path):
     """Every movement of the registry and its adjoint, in six dtypes: moves bitwise, sums to n ulp; same messages."""
     import torch

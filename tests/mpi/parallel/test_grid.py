@@ -22,8 +22,8 @@ GRIDS = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 3: [(3, 1, 1), (1
          4: [(2, 2, 1), (2, 1, 2), (1, 2, 2)]}.get(SIZE, [])  # fmt: skip
 N, D, HIDDEN, BLOCKS = 11, 6, 7, 4  # samples, features, hidden features, residual blocks: nothing divides
 HERE = torch.get_default_device()  # --engine=cuda makes it the rank's device
-DIGITS = tuple(t[:300] for t in demo.load_digits())
-DIGITS = DIGITS[0].to(HERE).double(), DIGITS[1].to(HERE)
+IMAGES, LABELS = demo.load_digits(300)
+DIGITS = IMAGES.to(HERE).double(), LABELS.to(HERE)
 
 
 def batch(step):

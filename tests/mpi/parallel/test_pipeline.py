@@ -47,8 +47,8 @@ def digits(step):
 
 
 HERE = torch.get_default_device()  # --engine=cuda makes it the rank's device
-DIGITS = tuple(t[:400] for t in demo.load_digits())
-DIGITS = DIGITS[0].to(HERE).double(), DIGITS[1].to(HERE)
+IMAGES, LABELS = demo.load_digits(400)
+DIGITS = IMAGES.to(HERE).double(), LABELS.to(HERE)
 
 
 def serial_loss(stages):
