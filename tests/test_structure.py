@@ -210,6 +210,12 @@ def test_every_name_is_public_or_private():
         (dd.nn, "layers", ""),
         (F, "relu", ""),
         (dd, "layout", "Layout"),
+        (dd, "repartition", "mean distdl.functional.repartition[?]"),
+        (dd.nn, "Repartition", "mean distdl.functional.repartition[?]"),  # DistDL's classes
+        (dd.nn, "DistributedChannelConv2d", "mean Conv2d[?]"),
+        (dd.nn, "DistributedMSELoss", "mean MSELoss"),
+        (dd.nn, "BatchNorm1d", "mean BatchNorm[?]"),
+        (F, "all_reduce", "mean all_sum_reduce"),
     ):
         assert not hasattr(module, name)
         with pytest.raises(AttributeError, match=f"has no attribute '{name}'.*({meant})"):
