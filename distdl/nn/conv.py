@@ -35,7 +35,7 @@ class _Windowed(Layer):
     """What all convolutions share."""
 
     n: int  # spatial dims
-    forms = ("(batch, channel, *space)",)  # of P, each with one dim more than the one before
+    forms: tuple[str, ...] = ("(batch, channel, *space)",)  # of P, each with one dim more than the one before
     weight: torch.Tensor
     options: dict[str, Any]
 
