@@ -145,7 +145,7 @@ def test_files_are_short():
 
 
 def test_the_three_files_to_read_first_are_a_thousand_lines():
-    """README sends a reader of the source to them."""
+    """docs/design.md sends a reader of the source to them."""
     lines = [len((PACKAGE / f"{name}.py").read_text().splitlines()) for name in ("partition", "plan", "linear_map")]
     assert sum(lines) <= 1000
 
