@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 __all__ = ["only_public"]
@@ -36,16 +37,18 @@ def only_public(package: str, keep=(), lazy=None):
 
 
 def _meant(name: str, package: str) -> list[str]:
-    """Up to four public names like this one, of the package or else of the others: the same but for capitals and
-    underscores (a class's function), longer or shorter ones (a class with more in its name), those spelt alike."""
-    wanted = _plain(name)
-    tests = (
-        lambda known: known in (wanted, f"dist{wanted}"),
-        lambda known: wanted in known or (len(known) > 3 and known in wanted),
-        lambda known: difflib.SequenceMatcher(None, known, wanted).ratio() > 0.75,
+    """Up to four public names like this one, of the package or of others: the same but for capitals and underscores (a
+    class's function), longer ones, those that it contains (a class with more in its name), those spelt alike."""
+    wanted, own, others = _plain(name), (package,), tuple(face for face in _FACES if face != package)
+    tests: tuple[tuple[Callable[[str], bool], tuple[str, ...]], ...] = (
+        (lambda known: known in (wanted, f"dist{wanted}"), own),
+        (lambda known: wanted in known, own),
+        (lambda known: known in (wanted, f"dist{wanted}"), others),
+        (lambda known: len(known) > 3 and known in wanted, (*own, *others)),
+        (lambda known: difflib.SequenceMatcher(None, known, wanted).ratio() > 0.75, (*own, *others)),
     )
-    for test in tests:
-        for place in (package, *_FACES):
+    for test, places in tests:
+        for place in places:
             names = getattr(sys.modules.get(place), "__all__", ())
             if found := [known for known in names if test(_plain(known))]:
                 found.sort(key=lambda known: abs(len(known) - len(name)))
