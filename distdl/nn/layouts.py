@@ -31,13 +31,7 @@ def layouts(module: torch.nn.Module) -> dict[str, Layout]:
         >>> {n: L.shape for n, L in dd.nn.layouts(dd.nn.Linear(dd.Partition((1, 1, 1)), 3, 5)).items()}
         {'weight': (5, 3), 'bias': (5,)}
     """
-    return {
-        f"{prefix}.{name}" if prefix else name: layout
-        for prefix, child in module.named_modules(remove_duplicate=False)
-        if isinstance(child, Layer)
-        for name, layout in child.layouts.items()
-        if getattr(child, name) is not None
-    }
+    return _layouts(module)
 
 
 @checked
@@ -64,7 +58,7 @@ def shard_state(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> d
         >>> model.load_state_dict(dd.nn.shard_state(model, torch.nn.Linear(3, 5).state_dict()))
         <All keys matched successfully>
     """
-    where, own = layouts(module), module.state_dict()
+    where, own = _layouts(module), module.state_dict()
     for name, tensor in state.items():
         if name in where and tuple(tensor.shape) != where[name].shape:
             raise ShapeError(
@@ -78,4 +72,14 @@ def shard_state(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> d
     return {
         name: tensor if (L := where.get(name)) is None else L.shard(tensor) if L.active else own[name]
         for name, tensor in state.items()
+    }
+
+
+def _layouts(module: torch.nn.Module) -> dict[str, Layout]:
+    return {
+        f"{prefix}.{name}" if prefix else name: layout
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        if isinstance(child, Layer)
+        for name, layout in child.layouts.items()
+        if getattr(child, name) is not None
     }
