@@ -190,6 +190,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("dim", "dims"), _DIMS),
     **dict.fromkeys(("cat_layout.layouts",), Kind("a sequence of Layouts", _several(_is(Layout)), PartitionError)),
     "layouts": Kind("{name: Layout}", _mapping(_is(str), _is(Layout)), PartitionError),
+    "shard_state.state": Kind("{name: global tensor}", _mapping(_is(str), _is(torch.Tensor))),
     "names": Kind("a sequence of names", _several(_is(str))),
     "optimizer": Kind("a torch.optim.Optimizer", _is(torch.optim.Optimizer)),
     "parameter": _TENSOR,

@@ -1849,6 +1849,7 @@ def _over_a_partition(s):
 
 
 BUILDERS["nn.layouts"] = BUILDERS["nn.convert"]  # where its parameters lie
+BUILDERS["nn.shard_state"] = BUILDERS["nn.convert"]  # whose blocks it cuts
 BUILDERS["nn.Loss"] = BUILDERS["nn.MSELoss"]  # the base
 BUILDERS["nn.declare"] = BUILDERS["nn.Layer"]  # what its parameters are declared by
 BUILDERS["nn.stands_for"] = BUILDERS["nn.convert"]  # asks of what that has made

@@ -150,6 +150,7 @@ def written(folder):
         "nn.Layer": (dd.nn.Layer, (P,), {}),
         "nn.Loss": (dd.nn.Loss, (P,), {}),
         "nn.stands_for": (dd.nn.stands_for, (model, torch.nn.Linear), {}),
+        "nn.shard_state": (dd.nn.shard_state, (model, model.state_dict()), {}),
         "nn.declare": (dd.nn.declare, (torch.nn.Parameter(X), P), {"split": (1,)}),
         **{f"init.{n}": (getattr(dd.init, n), (L, 1), {}) for n in dd.init.__all__ if "normal" in n or "uniform" in n},
         **{f"init.{n}": (getattr(dd.init, n), (L,), {}) for n in ("zeros", "ones", "eye")},

@@ -51,11 +51,23 @@ class Group:
             cause, failure = error, f"{type(error).__name__}: {error}"
         reports = self.world.all_gather((failure, result, self.path), self.ranks, self.purpose)
         self.shown = reports[self.ranks[0]][2]
-        failures = [f"rank {r}: {text}" for r, (text, _, _) in reports.items() if text]
+        failures: dict[str, list[int]] = {}
+        for r, (text, _, _) in reports.items():
+            if text:
+                failures.setdefault(text, []).append(r)
         if failures:
             undo()
-            raise self.error("; ".join(failures), "mend the cause named here and call again") from cause
+            said = "; ".join(f"{self._name(ranks)}: {text}" for text, ranks in failures.items())
+            raise self.error(said, "mend the cause named here and call again") from cause
         return {r: value for r, (_, value, _) in reports.items()}
+
+    def _name(self, ranks: list[int]) -> str:
+        """Ranks that say the same, in few words."""
+        if len(ranks) == 1:
+            return f"rank {ranks[0]}"
+        if len(ranks) == len(self.ranks):
+            return f"all {len(ranks)} ranks"
+        return f"ranks {', '.join(map(str, ranks[:8]))}{f' and {len(ranks) - 8} more' * (len(ranks) > 8)}"
 
     def error(self, problem: str, next_step: str) -> CheckpointError:
         """The error of every rank."""

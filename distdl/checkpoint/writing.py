@@ -51,7 +51,8 @@ def describe(
     """This rank's part of a save; ``any_dtype``: also those that safetensors lacks."""
     check_layouts(layouts)
     if not isinstance(tensors, Mapping):
-        raise TypeError(f"expected {{name: tensor}}, got {type(tensors).__name__}")
+        made = "; *dd.checkpoint.state(model) is a model's" * isinstance(tensors, torch.nn.Module)
+        raise TypeError(f"expected {{name: tensor}}, got {type(tensors).__name__}{made}")
     unknown = sorted(set(layouts) - set(tensors))
     if unknown:
         raise ValueError(f"layouts without a tensor: {unknown}")
@@ -127,7 +128,8 @@ def refuse_differing(group: Group, sums: Mapping[int, Mapping[tuple[str, Box], i
         undo()
         raise group.error(
             f"copies of one block differ between ranks: {differ}",
-            "make them equal first (broadcast), or save only one rank's; see the cotangent convention",
+            "if they are blocks of one tensor, pass their layouts (dd.checkpoint.state(model) has those of dd.nn's "
+            "layers); else make them equal first (broadcast), or save only one rank's",
         )
 
 

@@ -83,7 +83,7 @@ def out_per_group_of(L, out_channels, groups, in_channels) -> int:
             "w does not fit x",
             expected=f"{L.shape[1]} input channels over {groups} groups",
             actual=in_channels,
-            next_step="w needs all the input channels of its groups",
+            next_step="w needs all the input channels of its groups, and x is this rank's block, not the whole",
         )
     if groups < 1 or out_channels % groups:
         raise ShapeError(

@@ -93,7 +93,8 @@ def dist_linear(
             "w does not fit x",
             expected=f"w of shape (out, {x.shape[-1]})",
             actual=tuple(w.shape),
-            next_step="split in-features of x and w alike",
+            next_step="split in-features of x and w alike; where ranks along out hold parts of x's features, "
+            "x_layout='sharded' with x_dim=-1 gathers them",
         )
     check_bias("dist_linear", P, bias, w.shape[0])
     y = torch.nn.functional.linear(x, w, bias_once(bias, at, batch + 1))

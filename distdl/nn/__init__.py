@@ -26,7 +26,7 @@ from .convert import convert, stands_for
 from .dropout import Dropout, FeatureDropout
 from .function import LCN, Movement, Upsample
 from .layer import Layer
-from .layouts import layouts
+from .layouts import layouts, shard_state
 from .linear import Embedding, ExpertLinear, Linear
 from .losses import (
     BCELoss,
@@ -123,6 +123,7 @@ __all__ = [
     "convert",
     "stands_for",
     "layouts",
+    "shard_state",
     "declare",
 ]
 public({name: globals()[name] for name in __all__}, alike=False)

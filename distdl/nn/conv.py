@@ -35,13 +35,25 @@ class _Windowed(Layer):
     """What all convolutions share."""
 
     n: int  # spatial dims
+    forms: tuple[str, ...] = ("(batch, channel, *space)",)  # of P, each with one dim more than the one before
     weight: torch.Tensor
     options: dict[str, Any]
+
+    def __init__(self, P: Place, device: Device, dtype: torch.dtype | None) -> None:
+        if partition_of(P).ndim - self.n - 2 not in range(len(self.forms)):
+            raise PartitionError(
+                f"P is not over images of {self.n} spatial dims",
+                expected=" or ".join(f"{form}: {self.n + 2 + i} dims" for i, form in enumerate(self.forms)),
+                actual=f"{partition_of(P).ndim} dims",
+                next_step="give P a dim for each dim of x, 1 where it is not split",
+            )
+        super().__init__(P, device, dtype)
 
 
 class _Tied(_Windowed):
     """One filter for all pixels: a weight that is whole in space, and a bias."""
 
+    forms = (*_Windowed.forms, "(batch, out, in, *space)")
     bias: torch.Tensor | None
 
     def _channels(self, P: Place, *counts: int) -> tuple[int, ...]:

@@ -252,7 +252,7 @@ def test_short_writes_are_completed(folder, monkeypatch):
 
 @pytest.mark.mpi(2)
 def test_copies_that_differ(kept):
-    with refused("copies of one block differ", "'w'", str(list(range(N)))):
+    with refused("copies of one block differ", "'w'", str(list(range(N))), "dd.checkpoint.state(model)"):
         checkpoint.save(kept, {"w": torch.full((3,), float(RANK == LAST))})
 
 
@@ -291,6 +291,21 @@ def test_bad_input(kept):
             checkpoint.save(kept, tensors, **options)
     with refused("FileNotFoundError"):
         checkpoint.save(kept.parent / "missing" / "x", {"w": torch.ones(2)})
+    with refused("got Linear; *dd.checkpoint.state(model) is a model's"):
+        checkpoint.save(kept, torch.nn.Linear(2, 3))
+
+
+def test_ranks_that_say_the_same_are_named_once(kept):
+    """All of them, some, and one; every cause once."""
+    every = "rank 0" if N == 1 else f"all {N} ranks"
+    with refused(f"checkpoint.save: {every}: TypeError: expected {{name: tensor}}, got 'w': int; expected success"):
+        checkpoint.save(kept, {"w": 3})
+    others = ", ".join(map(str, range(1, N)))
+    said = {1: "rank 0: ", 2: "rank 0: TypeError: expected {name: tensor}, got 'w': int; rank 1: "}.get(
+        N, f"rank 0: TypeError: expected {{name: tensor}}, got 'w': int; ranks {others}: "
+    )
+    with refused(said):
+        checkpoint.save(kept, {"w": 3 if RANK == 0 else "text"})
 
 
 def test_bad_files(kept):
@@ -304,7 +319,7 @@ def test_bad_files(kept):
     torn = kept.parent / "torn.safetensors"
     if RANK == 0:
         torn.write_bytes(kept.read_bytes()[:-3])
-    with refused("rank 0: SafetensorError"):
+    with refused("SafetensorError"):
         checkpoint.load(torn)
 
 

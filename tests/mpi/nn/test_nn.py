@@ -10,6 +10,7 @@ from serial import randn
 import distdl as dd
 import distdl.functional as F
 from distdl import nn
+from distdl.errors import PartitionError, ShapeError
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -69,6 +70,43 @@ def test_torch_machinery():
     meta = nn.Conv2d(P, 3, 4, 3, device="meta").to_empty(device="cpu")
     meta.reset_parameters()
     agree(bool(torch.isfinite(meta.weight).all()), "reset_parameters left something out")
+
+
+def test_shard_state_begins_with_a_serial_model():
+    """Values, buffers and gradients of a serial model become this rank's blocks, in parts too; also outside."""
+    torch.manual_seed(0)
+    serial = torch.nn.Sequential(
+        torch.nn.Conv1d(4, 7, 3, padding=1), torch.nn.BatchNorm1d(7), torch.nn.Flatten(), torch.nn.Linear(35, 3)
+    ).double()
+    X = randn(5, 4, 5)
+    for _ in range(2):
+        serial(X)  # running statistics of their own
+    n, k = dd.world().size, max(dd.world().size - 1, 1)
+    some = tuple(range(n - 1, n - 1 - k, -1))  # all but rank 0, backwards
+    for shape, ranks in (((1, n), None), ((n, 1), None), ((1, k), some), ((k, 1), some)):
+        P = dd.Partition((*shape, 1), ranks)
+        flat, out = dd.Partition(shape, ranks), dd.Partition((shape[0], 1, shape[1]), ranks)
+        net = torch.nn.Sequential(
+            nn.Sharded(nn.Conv1d(P, 4, 7, 3, padding=1, **DOUBLE)),
+            nn.BatchNorm(P, 7, **DOUBLE),
+            nn.Movement(F.dist_flatten, P, flat),
+            nn.Sharded(nn.Linear(out, 35, 3, y_layout="replicated", **DOUBLE)),
+        )
+        blocks = nn.shard_state(net, serial.state_dict())
+        agree(list(blocks) == list(serial.state_dict()), f"other names: {list(blocks)}")
+        with dd.testing.count_messages() as sent:
+            nn.shard_state(net, serial.state_dict())
+        agree(sent.sends == 0, "a message")
+        net.load_state_dict(blocks)
+        y, whole = net.eval()(P.shard(X)), serial.eval()(X)
+        serial.train()
+        rows = dd.Layout(dd.Partition((shape[0], 1), flat.along(0).ranks), whole.shape) if P.active else None
+        agree(rows is None or torch.allclose(y, rows.shard(whole), rtol=1e-12), "another output")
+        moved = nn.shard_state(net, {"0.weight": serial[0].weight})  # some of the names
+        agree(list(moved) == ["0.weight"] and moved["0.weight"].shape == net[0].weight.shape, "another block")
+    with pytest.raises(ShapeError, match="not the global tensor") as refused:
+        nn.shard_state(net, {"3.weight": torch.ones(3, 36)})
+    agree(all(word in str(refused.value) for word in ("'3.weight'", "(3, 35)", "(3, 36)", "whole")), "what is missing?")
 
 
 @pytest.mark.parametrize("make, split", [
@@ -259,3 +297,17 @@ def test_attention_of_other_heads_than_its_layout():
     if dd.world().size > 1:
         with pytest.raises(dd.errors.PartitionError, match=r"a Layout of .* may split them unevenly"):
             nn.MultiheadAttention(line(1, 1, -1), 12, 3, 1)
+
+
+def test_a_convolution_refuses_a_partition_of_other_images():
+    """When it is made, on every rank, and with P's forms in words."""
+    for make, forms in (
+        (lambda P: nn.Conv2d(P, 4, 6, 3), ("(batch, channel, *space): 4 dims", "(batch, out, in, *space): 5 dims")),
+        (lambda P: nn.ConvTranspose2d(P, 4, 6, 3), ("4 dims", "5 dims")),
+        (lambda P: nn.LocalConv2d(P, 4, 6, 3, 8), ("4 dims",)),
+    ):
+        for P in (line(-1), line(1, -1, 1), line(1, 1, 1, 1, -1, 1)):
+            with pytest.raises(PartitionError, match="2 spatial dims") as refused:
+                make(P)
+            agree(all(form in str(refused.value) for form in forms), str(refused.value))
+            agree(f"got {P.ndim} dims" in str(refused.value), str(refused.value))
