@@ -1116,6 +1116,12 @@ for _mode in ("bilinear", "nearest", "area"):
         lambda x, m=_mode: tf.interpolate(x, (7, 3), mode=m),
         out=lambda L: F.interpolate_layout(L, (7, 3)),
     )
+of_x(
+    "dist_interpolate/layout",
+    lambda x, P: F.dist_interpolate(x, P, dd.Layout(dd.partition.partition_of(P), (1, 1, 7, 3)), mode="bilinear"),
+    lambda x: tf.interpolate(x, (7, 3), mode="bilinear"),
+    out=lambda L: F.interpolate_layout(L, dd.Layout(L.partition, (1, 1, 7, 3))),
+)
 BUILDERS["interpolate_layout"] = BUILDERS["dist_interpolate/bilinear"]
 
 # ---- Fourier transforms

@@ -190,7 +190,7 @@ def convert(module: M, P: Place, *, containers: Iterable[type[torch.nn.Module]] 
             raise PartitionError(
                 f"{name or 'the model'} ({type(m).__name__}) has no twin over this partition: {fault.problem}",
                 expected="a layer of a convolutional network",
-                actual=repr(m),
+                actual=_named(m),
                 next_step=fault.next_step,
             )
     memo: dict[int, Any] = {}  # what deepcopy takes instead of copying: the twins and their tensors
@@ -218,6 +218,11 @@ def convert(module: M, P: Place, *, containers: Iterable[type[torch.nn.Module]] 
     return copied
 
 
+def _named(m: torch.nn.Module) -> str:
+    """A layer as it prints itself; of a module with children, which may be a whole model, its class."""
+    return f"a {type(m).__module__}.{type(m).__qualname__}" if m._modules else repr(m)
+
+
 class _Fault(NamedTuple):
     """Why a module has no twin, and what to do."""
 
@@ -226,6 +231,7 @@ class _Fault(NamedTuple):
 
 
 _BY_HAND = "build this part by hand"
+_NAME_IT = "if its forward combines children's results element by element or along channels only, containers="
 _WORKED_OUT = "undo it first (torch.nn.utils.remove_weight_norm, prune.remove and the like)"
 
 
@@ -246,7 +252,8 @@ def _faults(m: torch.nn.Module, P: Partition, containers: set[type[torch.nn.Modu
     elif kind not in _OURS and kind not in _ELEMENTWISE:
         base = next((c.__name__ for c in kind.__mro__ if c in _OURS or c in _ELEMENTWISE or c in _CONTAINERS), None)
         if base is None:
-            yield _Fault("it is none that convert knows", _BY_HAND)
+            name_it = f"{_NAME_IT}[{kind.__name__}]; else " if m._modules else ""
+            yield _Fault("it is none that convert knows", name_it + _BY_HAND)
         else:
             yield _Fault(
                 f"it is a subclass of {base}, whose forward may be another",
