@@ -237,6 +237,7 @@ KINDS: dict[str, Kind] = {
     "parameter_layout.dims": Kind("for each dim a dim of the partition, or None", _several(_or_none(is_int))),
     "nonlinearity": Kind("one that torch.nn.init.calculate_gain knows", _has_gain),
     "containers": Kind("classes of torch.nn.Module", _several(_is(type))),
+    "twins": Kind("{class: function of a layer and P}", _mapping(_is(type), callable)),
     "classes": Kind("a class, or a tuple of them", _one_or_several(_is(type))),
     "s": Kind("None, or a size (or None) for each dim", _or_none(_one_or_several(_or_none(is_int)))),
     **dict.fromkeys(("keep", "modes"), Kind("for each dim a number, or (low, high)", _one_or_several(_is_modes))),
