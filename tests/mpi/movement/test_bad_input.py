@@ -172,8 +172,8 @@ def test_what_is_of_another_type():
             F.all_sum_reduce(torch.ones(3, device="meta"), P)
 
 
-# Calls of which a rank could mean its own block's sizes, or its own number. Without the comparison some hang, some give
-# each rank another result, and some end in an error about other things.
+# Calls that negotiate, and of which a rank could mean its own block's sizes, or its own number. Without the comparison
+# some hang, some give each rank another result, and some end in an error about other things.
 DIFFERING = {
     "size": lambda x, P, r: F.dist_interpolate(x, P, (5 + r, 3), mode="bilinear"),
     "scale_factor": lambda x, P, r: F.dist_interpolate(x, P, scale_factor=1.0 + r),
@@ -182,11 +182,9 @@ DIFFERING = {
     "padding": lambda x, P, r: F.dist_conv(x, torch.ones(1, 1, 3, 3), P, padding=r),
     "kernel_size": lambda x, P, r: F.dist_max_pool(x, P, 2 + r),
     "pad": lambda x, P, r: F.dist_pad(x, P, (0, 0, 0, r)),
-    "dim": lambda x, P, r: F.dist_sum(x, P, 2 + r),
     "num_groups": lambda x, P, r: F.dist_group_norm(x, P, 1 + r),
     "by": lambda x, P, r: F.roll(x, P, 2, by=1 + r),
     "dims": lambda x, P, r: F.all_gather(x, P, 2 + r),
-    "reduction": lambda x, P, r: F.dist_mse_loss(x, x, P, reduction=("mean", "sum")[r]),
 }
 
 
