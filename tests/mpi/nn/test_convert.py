@@ -181,6 +181,7 @@ def test_flags_dtypes_and_attributes():
 
 def test_hooks():
     """Of modules and of parameters: called on the twin with its blocks, and those of one are not the other's."""
+    torch.manual_seed(0)
     seen = []
 
     def note(name):
