@@ -79,6 +79,20 @@ def halos():
             yield from rows_of(f"adjoint of halo {shape}, dim {dim}", x.nbytes, found)
 
 
+def symmetric(n):
+    """torch's own operators on symmetric memory: every rank reads all, or sums a part and hands it out. Their input
+    lies in that memory already."""
+    import torch.distributed as dist
+    from torch.distributed import _symmetric_memory
+
+    x, group = _symmetric_memory.empty(n, device="cuda", dtype=torch.float32), dist.group.WORLD.group_name
+    _symmetric_memory.rendezvous(x, group)
+    x.zero_()
+    ops = torch.ops.symm_mem
+    calls = {"symm_mem, two shots": lambda: ops.two_shot_all_reduce_(x, "sum", group)}
+    return calls | ({"symm_mem, one shot": lambda: ops.one_shot_all_reduce(x, "sum", group)} if n <= 2**18 else {})
+
+
 def sums():
     """All-reduces, gathers and their adjoints."""
     import torch.distributed as dist
@@ -87,7 +101,7 @@ def sums():
         x = torch.randn(n, device="cuda")
         y = x.clone()
         calls = in_both(lambda w, x=x: partial(F.all_sum_reduce, x, split(0, 1, w)))
-        found = measure(calls | {"torch.distributed": lambda y=y: dist.all_reduce(y)})
+        found = measure(calls | {"torch.distributed": lambda y=y: dist.all_reduce(y)} | symmetric(n))
         yield from rows_of(f"all_sum_reduce {n}", x.nbytes, found)
     for n in (2**10, 2**14, 2**18, 2**22, 2**26):
         x, y = torch.randn(n // COMM.size, device="cuda"), torch.randn(n, device="cuda")

@@ -34,7 +34,7 @@ def constants(*classes: type) -> None:
     called, while it is traced."""
     for cls in classes if available else ():
         names = (*dir(cls), *getattr(cls, "__dataclass_fields__", ()))
-        members = {name: _torch.read_while_tracing for name in names if not name.startswith("_")}
+        members = {name: _torch.read_while_tracing for name in names if name == "__eq__" or not name.startswith("_")}
         _torch.register_opaque_type(cls, typ="value", members=members)
         for name, value in list(vars(cls).items()):
             if type(value) is property:

@@ -228,9 +228,10 @@ class Partition(Value):
 
 def partition_of(P: Partition | Layout) -> Partition:
     """The partition of a Partition or a Layout."""
-    if not isinstance(P, (Partition, Layout)):
+    P = P.partition if isinstance(P, Layout) else P
+    if not isinstance(P, Partition):  # of a tuple of classes torch 2.11's compiler says no
         raise _faults.not_a_partition(P)
-    return P.partition if isinstance(P, Layout) else P
+    return P
 
 
 @dataclass(frozen=True, repr=False)

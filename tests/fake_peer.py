@@ -299,20 +299,21 @@ def kernels(memory=Mapped, **changed):
     order = Order()
     names = {name: globals()[name] for name in ("BLOCK", "KEEPERS", "BASES", "PEERS", "Mover", "Summer")}
     names |= {"Memory": memory, "order_of": lambda index: order, "finish": lambda: None, "multiprocessors": lambda: 48}
+    names |= {"place": lambda: "a slot", "joined": lambda there: False}
     names["scratch"] = lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8)
     return SimpleNamespace(**names | changed)
 
 
-def engines(world, node=None, **device):
+def engines(world, node=None, forced=True, joined=False, **device):
     """The NCCL engines of a world on the fake of NCCL, with peer memory; ``node``: of a rank, where some are
-    pretended."""
+    pretended; ``forced``: whether somebody asked for it; ``joined``: whether NVLink joins the devices."""
     import fake_nccl
 
     from distdl.engine.nccl import NcclEngines
     from distdl.engine.peer import PeerMemory
 
     host = fake_nccl.Host(**device)
-    peer = PeerMemory(world, host, kernels())
+    peer = PeerMemory(world, host, kernels(joined=lambda there: joined), forced)
     if node is not None:
         peer.node = lambda: node(world.rank)
     return NcclEngines(world, host, fake_nccl, peer=peer)

@@ -29,6 +29,7 @@ _STAYS = (
     2**14
 )  # bytes of a box that stays here and goes by the staging memory: a view fewer costs less than a copy more
 _VIEWED = 16  # programs whose views one block of staging memory keeps
+SMALL_GATHER = 2**18  # bytes of a result below which an engine that has small all-gathers uses them
 # Sums of more than two of these are taken in the wider dtype (the sum of two is rounded only once in any case), and so
 # are those that the engine lacks.
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
@@ -249,8 +250,10 @@ def _collective(plans, leads, dtypes, transport):
     plan = plans[0]
     if len(plans) == 1 and plan.held.partition.index(rank) is not None and math.prod(leads[0]):
         widens = _widens(plan.view(rank), dtypes[0], "reduce_scatter", transport)  # then its blocks go as messages
+        nbytes = math.prod((*leads[0], *plan.view(rank).out_shape)) * dtypes[0].itemsize
+        little = ("all_gather",) if "small all_gather" in collectives and nbytes < SMALL_GATHER else ()
         for kind, dims in (("all_gather", gathered(plan)), ("reduce_scatter", None if widens else gathered(plan.T))):
-            if dims and kind in collectives and plan.volume(rank):
+            if dims and kind in (*collectives, *little) and plan.volume(rank):
                 return kind, plan.held.partition.along(dims, rank).ranks
     return None, ()
 
@@ -413,12 +416,12 @@ def program_of(plans, xs, transport):
             cache.clear()
         strides, dtypes = [x.stride() for x in xs], [x.dtype for x in xs]
         program = _program(plans, leads, strides, dtypes, transport, xs[0].device)
-        for path in paths:
-            path.rewrite(program, xs)
         if program.travels and not program.kind:
             program.name(plans, dtypes)
         if program.straight is not None:
             program.run = transport.reach.bind(program, xs)
+        for path in paths:
+            path.rewrite(program, xs)
         if transport.reach is not None and transport.reach.plain is not None:
             program_of(plans, xs, transport.reach.plain)  # a graph that is captured can make no tables
         cache[key] = program  # now that it is whole

@@ -112,7 +112,8 @@ class Transport(Protocol):
     rank: int
     size: int
     device_types: tuple[str, ...]  # which devices' memory it reads and writes; others are staged through the host
-    collectives: tuple[str, ...]  # the kinds that :meth:`collective` has; other plans go as messages
+    # The kinds that :meth:`collective` has; other plans go as messages. "small all_gather": of few bytes only.
+    collectives: tuple[str, ...]
     sums: frozenset  # the torch dtypes that its sums know
     takes_types: (
         bool  # whether :meth:`post` takes an MPI type (fast.by_address.Strided) where it takes a number of bytes

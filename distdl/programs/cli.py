@@ -66,7 +66,8 @@ def _cuda_way() -> str:
     way, nccl = cuda_way(), importlib.util.find_spec("cupy") is not None
     if way == "nccl" and not nccl:
         return "staged through pinned host memory and MPI, with a warning: CuPy is missing"
-    within = "within a node by peer memory (DISTDL_PEER=1), else " if peer_asked_for() else ""
+    where = {None: " where NVLink joins its devices", True: " (DISTDL_PEER=1)"}
+    within = "" if (wish := peer_asked_for()) is False else f"within a node by peer memory{where[wish]}, else "
     return {
         "nccl": f"{within}by NCCL (import torch before cupy: both then share torch's library)",
         "staged": "staged through pinned host memory and MPI (DISTDL_CUDA)",

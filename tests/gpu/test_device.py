@@ -1,5 +1,7 @@
 """CUDA tensors: every result equals the CPU's, and stays on its device. Skipped where there is none."""
 
+import math
+
 import pytest
 import torch
 from torch.func import grad, jvp, vmap
@@ -30,6 +32,18 @@ def movements():
         "gather": (lambda t: F.all_gather(t, L), x),
         "invariant": (lambda t: F.invariant_sum(t.square().sum(), line), v),
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_large_rows_one_element_off(dtype):
+    """What stays is copied row by row, forwards and back, whichever engine moves the rest."""
+    n = dd.world().size
+    L = dd.Layout(dd.Partition((1, 1, n)), (80, 150, 350 * n + 1))
+    A = dd.maps.halo_exchange(dd.HaloSpec(L, (0, 0, 1), boundary="circular"))
+    x = L.shard((torch.arange(math.prod(L.shape)) % 251).reshape(L.shape)).to(dtype)
+    y = A(x)
+    for name, found, wanted in (("value", A(x.to(device())), y), ("adjoint", A.T(y.to(device())), A.T(y))):
+        dd.testing.collective_assert(torch.equal(found.cpu(), wanted), f"{name}: differs from the CPU")
 
 
 @pytest.mark.parametrize("name", ["repartition", "bare", "halo", "all_sum", "gather", "invariant"])

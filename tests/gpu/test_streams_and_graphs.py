@@ -1,5 +1,6 @@
 """Streams, CUDA graphs and a long run: what only a device can show."""
 
+import copy
 from importlib.util import find_spec
 
 import pytest
@@ -204,6 +205,24 @@ def test_graphs_of_compiled_code(backward):
         torch.compiler.cudagraph_mark_step_begin()
         same(ours((x * scale).to(device())), step(x * scale), f"step {scale}")
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's, of what lies between two host operators
+@pytest.mark.skipif(not compiled.available or find_spec("triton") is None, reason="needs a compiler of graphs")
+def test_dropout_in_graphs_of_compiled_code():
+    """Another mask at each call: those of eager code."""
+    n = dd.world().size
+    L = dd.Layout(dd.Partition((n, 1)), (4 * n + 1, 6))
+    net = torch.nn.Sequential(dd.nn.Dropout(L, 0.5), dd.nn.Dropout(L, 0.25))
+    eager, x = copy.deepcopy(net), L.shard(torch.rand(L.shape) + 1).to(device())
+    torch._dynamo.reset()
+    ours, seen = torch.compile(net, mode="reduce-overhead", fullgraph=True), []
+    for step in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        seen.append(eager(x).cpu())
+        same(ours(x), seen[-1], f"step {step}")
+    torch._dynamo.reset()
+    dd.testing.collective_assert(not torch.equal(seen[2], seen[3]), "one mask twice")
 
 
 def test_a_graph_of_what_goes_through_the_host():

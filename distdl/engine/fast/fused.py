@@ -80,6 +80,11 @@ def _stream(address: int):
     return cupy.cuda.ExternalStream(address)  # older CuPy
 
 
+def stream_of(index: int):
+    """A context in which torch's current stream on device ``index`` is CuPy's too."""
+    return _stream(_torch.current_stream(index))
+
+
 @cache
 def available() -> bool:
     """Whether CuPy, which compiles the kernel, can be loaded."""
@@ -137,7 +142,7 @@ class Boxes:
 
     def copy(self, x, staging, y) -> None:
         """Copy, on torch's current stream."""
-        with _torch.on_device(self.index), _stream(_torch.current_stream(self.index)):
+        with _torch.on_device(self.index), stream_of(self.index):
             self.kernel(
                 self.grid,
                 (256,),

@@ -20,19 +20,30 @@ from typing import Any
 
 import torch
 
+from ...errors import TransportError
 from ..nccl import NcclTransport
 from .region import CAPACITY, LANES, SMALL_SUM, Mailboxes
 from .tables import WORD, Table, box_of, ends_of, table_of, waiting
 
 _SPARE = 32  # multiprocessors that NCCL's kernels may need beside a kernel that waits for peers
 NARROW_MESSAGE = 2**12  # bytes of a message from which short rows go by NCCL
-NARROW = 2**22  # bytes of a box that stays, from which words of fewer than 16 bytes are copied faster by torch
+NARROW = 2**22  # bytes of a box that stays, from which others copy words of fewer than 16 bytes faster
 _MINUTES = 30  # that a kernel waits for a peer, at most
 
 
-def asked_for() -> bool:
-    """Whether ranks of one node move by peer memory (``DISTDL_PEER=1``)."""
-    return os.environ.get("DISTDL_PEER", "0") not in ("", "0")
+def asked_for() -> bool | None:
+    """Whether ranks of one node move by peer memory: what ``DISTDL_PEER`` says (1, 0); ``None``: where NVLink joins
+    their devices."""
+    text = os.environ.get("DISTDL_PEER", "")
+    if text in ("", "0", "1"):
+        return bool(int(text)) if text else None
+    raise TransportError(
+        "DISTDL_PEER says something else",
+        op="peer memory",
+        expected="1 (wherever devices reach each other's memory), 0 (nowhere), or nothing (where NVLink joins them)",
+        actual=text,
+        next_step="set one of these on all ranks",
+    )
 
 
 def limit() -> int:
@@ -54,10 +65,11 @@ class PeerMemory:
         world: its small all-gathers.
         device: as of :class:`distdl.engine.nccl.NcclEngines`.
         kernels: :mod:`distdl.engine.peer.kernel`, or what plays it.
+        forced: whether somebody asked for it, and hears where it cannot be.
     """
 
-    def __init__(self, world, device, kernels):
-        self.world, self.device, self.kernels = world, device, kernels
+    def __init__(self, world, device, kernels, forced: bool = True):
+        self.world, self.device, self.kernels, self.forced = world, device, kernels, forced
         self.boxes = Mailboxes(kernels.Memory())
 
     def node(self):
@@ -70,12 +82,13 @@ class PeerMemory:
         memory, none there does."""
         me = self.world.rank
         with self.device.here():
-            told = self.world.all_gather((self.node(), self.kernels.multiprocessors()), ranks, "peer memory")
-            near = [r for r, (node, _) in told.items() if node == told[me][0]]
+            about = self.node(), self.kernels.multiprocessors(), self.kernels.place()
+            told = self.world.all_gather(about, ranks, "peer memory")
+            near = [r for r, (node, *_) in told.items() if node == told[me][0]]
             new = [r for r in near if r != me and r not in self.boxes.theirs]
-            nodes = [node for node, _ in told.values()]
-            lanes = lanes_of(min(n for _, n in told.values()), max(map(nodes.count, nodes)))
-            handles, why = self._try(lambda: self.boxes.offer(new, lanes))
+            nodes = [node for node, *_ in told.values()]
+            lanes = lanes_of(min(n for _, n, _ in told.values()), max(map(nodes.count, nodes)))
+            handles, why = self._try(lambda: self._offer(new, [told[r][2] for r in near if r != me], lanes))
             offers = self.world.all_gather((handles, why), ranks, "peer memory")
             mine = {r: offers[r][0][me] for r in new if offers[r][0]}
             _, wrong = (None, why) if why else self._try(lambda: self.boxes.open(mine))
@@ -83,7 +96,7 @@ class PeerMemory:
             failed = {told[r][0] for r in ranks if wrongs[r]}
             if failed:
                 self._withdraw(new if told[me][0] in failed else [], [ranks])
-                if told[me][0] in failed and me == near[0]:
+                if self.forced and told[me][0] in failed and me == near[0]:
                     text = "; ".join(f"rank {r}: {wrongs[r]}" for r in near if wrongs[r])
                     warnings.warn(
                         f"distdl moves by NCCL within this node, since ranks cannot open each other's memory ({text}). "
@@ -95,6 +108,15 @@ class PeerMemory:
         if all(nodes.count(node) < 2 or node in failed for node in nodes):
             return None
         return PeerReach(self, frozenset() if told[me][0] in failed else frozenset(near) - {me}, lanes)
+
+    def _offer(self, new, places, lanes: int):
+        """Handles of memory for these ranks. Where nobody asked for it, links must be those that it was measured on."""
+        slow = [place for place in places if not (self.forced or self.kernels.joined(place))]
+        if slow:
+            raise TransportError(
+                "no NVLink to devices of this node", op="peer memory", actual=slow, next_step="or set DISTDL_PEER=1"
+            )
+        return self.boxes.offer(new, lanes)
 
     @staticmethod
     def _try(call):
@@ -156,7 +178,7 @@ class PeerReach:
 
     @staticmethod
     def _leave(program, xs) -> None:
-        """Leave to torch's copies what stays and is large, but lies in short words."""
+        """Leave to :mod:`distdl.engine.fast.rows` what stays and is large, but lies in short words."""
         kept, n = program.straight.kept, len(xs)
         places = {i: x.data_ptr() % 16 for i, x in enumerate(xs)}
 
@@ -205,17 +227,17 @@ class PeerTransport(NcclTransport):
     """
 
     reach: PeerReach
-    collectives = ("all_reduce", "reduce_scatter")  # gathers are boxes like others; sums of blocks NCCL adds itself
+    collectives = ("all_reduce", "reduce_scatter", "small all_gather")  # large gathers are boxes like others
 
     def __init__(self, plain: NcclTransport, reach: PeerReach, ranks):
         super().__init__(plain.engines, plain.comm, ranks)
         self.plain, self.reach, self.ranks = plain, reach, ranks
         plain.collectives = self.collectives  # what it captures is made ready by what goes before, without other groups
         reach.plain = plain
-        self._acquaint(sorted(reach.ranks))
         self.order = reach.memory.kernels.order_of(self.device.index)
         others = set(ranks) - {self.rank}
         self.near = len(others) <= reach.memory.kernels.PEERS and all(r in reach for r in others)
+        self._acquaint(sorted(reach.ranks))
         self.small: dict[Any, Any] = {}  # sums of so many numbers
 
     def _acquaint(self, peers) -> None:
@@ -228,6 +250,8 @@ class PeerTransport(NcclTransport):
             at = memory.data_ptr()
             there, here = ([(p, at + i, 1) for i, p in enumerate(peers, k)] for k in (0, len(peers)))
             self.plain.post(there, here)
+            if self.near:  # then small sums are none of NCCL's before
+                self.plain._collective("all_reduce", at, at, 1, torch.uint8)
             kernels.finish()
 
     def post(self, sends, receives, call=None, memory=None):
@@ -256,12 +280,13 @@ class PeerTransport(NcclTransport):
 
 
 def peer_memory(world, device) -> PeerMemory | None:
-    """The mailboxes of a world, where they are asked for."""
-    if not asked_for():
+    """The mailboxes of a world; ``None``: it is told to do without."""
+    wish = asked_for()
+    if wish is False:
         return None
     from . import kernel
 
-    return PeerMemory(world, device, kernel)
+    return PeerMemory(world, device, kernel, bool(wish))
 
 
 __all__ = ["PeerMemory", "PeerReach", "PeerTransport", "asked_for", "lanes_of", "peer_memory"]

@@ -104,6 +104,7 @@ def driver():
     found.cuEventCreate.argtypes = (ctypes.POINTER(void), uint)
     found.cuEventRecord.argtypes = (void, void)
     found.cuStreamWaitEvent.argtypes = (void, void, uint)
+    found.cuDeviceGetP2PAttribute.argtypes = (ctypes.POINTER(ctypes.c_int), *(ctypes.c_int,) * 3)
     return found
 
 
@@ -218,6 +219,28 @@ def scratch(nbytes: int) -> torch.Tensor:
 def finish() -> None:
     """Wait for all that the current device has to do."""
     torch.cuda.synchronize()
+
+
+def place() -> str:
+    """Where the current device is plugged in."""
+    from cupy.cuda import runtime
+
+    return runtime.deviceGetPCIBusId(torch.cuda.current_device())
+
+
+def joined(there: str) -> bool:
+    """Whether NVLink joins the current device with the one plugged in ``there``: by it alone devices have atomics of
+    each other's memory. One that this process does not see is not."""
+    import cupy
+    from cupy.cuda import runtime
+
+    try:
+        other = runtime.deviceGetByPCIBusId(there)
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return False
+    found, native_atomics = ctypes.c_int(), 3
+    code = driver().cuDeviceGetP2PAttribute(ctypes.byref(found), native_atomics, torch.cuda.current_device(), other)
+    return code == 0 and bool(found.value)
 
 
 def multiprocessors() -> int:

@@ -104,6 +104,29 @@ def test_memory_that_cannot_be_opened(use):
     assert len(found) == 6
 
 
+@pytest.mark.parametrize("joined", [True, False])
+def test_nobody_asked(joined, use, recwarn):
+    """Then it is where NVLink joins the devices, and elsewhere nobody hears of it."""
+    wanted, engines = moved(), use(forced=False, joined=joined)
+    dd.testing.collective_assert(all(map(torch.equal, moved(), wanted)), "another result")
+    engine = engines.get(tuple(range(dd.world().size)))
+    assert isinstance(engine, PeerTransport) == joined and bool(engines.peer.boxes.own) == joined
+    assert not [one for one in recwarn if "NCCL" in str(one.message)]
+
+
+def test_gathers(use):
+    """Small ones are NCCL's, large ones boxes like others; the same in a graph."""
+    engines, n = use(), dd.world().size
+    engine = engines.get(tuple(range(n)))
+    for count, kind in ((n, "all_gather"), (n * (program.SMALL_GATHER // 8 // n + 1), None)):
+        L = dd.Layout(dd.Partition((n,)), (count,))
+        x = L.shard(torch.arange(count, dtype=torch.float64)).clone()
+        plan = dd.maps.all_gather(L).plan
+        for one in (engine, engine.plain):
+            assert program.program_of((plan,), [x], one)[0].kind == kind
+        dd.testing.collective_assert(torch.equal(F.all_gather(x, L), torch.arange(count, dtype=x.dtype)), "gathered")
+
+
 def test_a_graph_holds_on_to_nccl(use, monkeypatch):
     """While one is captured movements go by NCCL alone, with programs and communicators that are there."""
     engines = use()

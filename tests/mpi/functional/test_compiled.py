@@ -18,7 +18,8 @@ REFUSED = {  # of these a graph holds nothing: it breaks, or with fullgraph=True
     "expert_parallel": "function",
     "sample_index": "DataDependent",
 }
-NEGOTIATE = ("broadcast", "permute", "sum_reduce")  # which sweep.py spells with bare partitions
+NEGOTIATE = ("broadcast", "permute", "sum_reduce")  # which sweep.py spells with bare partitions; and of uneven blocks:
+UNEVEN = tuple(name for name in FUNCTIONS if name.startswith("dist_conv") and "/general" in name)
 UNLIKE = ("dist_attention",)  # torch decomposes its attention; and what remat works out again a graph keeps
 ROUNDED = (*UNLIKE, *(("dist_cumprod",) if torch.__version__ < (2, 13) else ()))  # of older torch its derivative too
 
@@ -27,7 +28,7 @@ ROUNDED = (*UNLIKE, *(("dist_cumprod",) if torch.__version__ < (2, 13) else ()))
 def test_every_function(name):
     call = BUILDERS[name](Setting("last" if N < 3 else "first"))
     base, inputs = name.partition("/")[0], call.parts()
-    if base in REFUSED or (base in NEGOTIATE and N > 1):
+    if base in REFUSED or (base in NEGOTIATE and N > 1) or (name in UNEVEN and call.L.splits):
         with pytest.raises(Exception, match=REFUSED.get(base, "compiled code asks no other rank")):
             torch.compile(call.run, backend="aot_eager", fullgraph=True)(*inputs)
         torch._dynamo.reset()

@@ -98,6 +98,7 @@ def test_equal_calls_stay_apart(backend):
     check(lambda x: (there(x) + there(x)).sum() * x, block(), backend=backend)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="by the dispatcher in older torch")
 def test_inductors_code_calls_a_movement_itself(monkeypatch):
     """Not by torch's dispatcher; forward and backward."""
     needs_cpp()
@@ -176,6 +177,8 @@ INSIDE = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", INSIDE)
 def test_inside(name, backend):
+    if (name, backend) == ("bfloat16", "inductor") and torch.__version__ < (2, 13):
+        pytest.skip("inductor of older torch rounds less often than eager code")
     check(INSIDE[name], block(), backend=backend)
 
 

@@ -248,7 +248,7 @@ REFUSED = {
     "complex": {
         "complex scores have no order": ATTENTION,
         "it turns pairs of real numbers": "rotary_embedding",
-        "torch has none of complex numbers": "; ".join((POOLS, NORMS, LOSSES, RESAMPLED)),
+        "torch has none of complex numbers": "; ".join((POOLS, NORMS, LOSSES, RESAMPLED, "nn.Sharded")),
         "complex numbers have no order": ORDERED,
         "half a spectrum is of real numbers": HALF,
     },
