@@ -413,7 +413,7 @@ def test_twins_of_ones_own_layers():
 
 
 def test_a_container_that_reads_across_elements():
-    with pytest.warns(UserWarning, match=r"Fit is named in containers=, and calls interpolate itself"):
+    with pytest.warns(UserWarning, match="Fit0 is named in containers=, and calls interpolate itself"):
         nn.convert(tn.ModuleList([Fit0()]), rows(), containers=[Fit0])
 
 
