@@ -74,9 +74,19 @@ def _misfit(function, args, kwargs, error) -> DistdlError | None:
     function_name = op.rpartition(".")[2]
     kinds = [(p.name, kind_of(function_name, p)) for p in named if p.name in given]
     name, kind = _first_misfit(function_name, kinds, given)
-    if kind is None:
-        return _of_other_dtypes(op, given, error)
     places = [one for one in given.values() if isinstance(one, (Partition, Layout))]
+    dtypes = _dtypes(given, error) if kind is None else ""
+    if dtypes:
+        return ShapeError(
+            "tensors of different dtypes",
+            op=op,
+            partitions=tuple(places) or None,
+            expected="one dtype",
+            actual=dtypes,
+            next_step="convert the input, or the parameters (module.to(dtype)), or call it under torch.autocast",
+        )
+    if kind is None:
+        return None
     grid = kind.error is PartitionError and "Partition" in kind.words
     return kind.error(
         f"{name} is not {kind.words}",
@@ -88,22 +98,14 @@ def _misfit(function, args, kwargs, error) -> DistdlError | None:
     )
 
 
-def _of_other_dtypes(op, given, error) -> DistdlError | None:
-    """The error of tensors that torch takes in one dtype only, each right by itself; ``None`` where it is not about
+def _dtypes(given, error) -> str:
+    """The dtypes of tensors that torch takes in one dtype only, each right by itself; "" where the error is not about
     dtypes, or may be that of a user's own function."""
     if not isinstance(error, RuntimeError) or "type" not in str(error) or any(map(callable, given.values())):
-        return None
+        return ""
     tensors = {name: v for name, v in given.items() if isinstance(v, torch.Tensor)}
     dtypes = {name: t.dtype for name, t in tensors.items() if t.is_floating_point() or t.is_complex()}
-    if len(set(dtypes.values())) < 2:
-        return None
-    return ShapeError(
-        "tensors of different dtypes",
-        op=op,
-        expected="one dtype",
-        actual=", ".join(f"{name}: {dtype}" for name, dtype in dtypes.items()),
-        next_step="convert the input, or the parameters (module.to(dtype)), or call it under torch.autocast",
-    )
+    return ", ".join(f"{name}: {dtype}" for name, dtype in dtypes.items()) if len(set(dtypes.values())) > 1 else ""
 
 
 def _first_misfit(function, named, given) -> tuple[str, Kind | None]:

@@ -6,7 +6,6 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -158,7 +157,7 @@ def convert(
     P: Place,
     *,
     containers: Iterable[type[torch.nn.Module]] = (),
-    twins: Mapping[type[torch.nn.Module], Callable[[Any, Any], torch.nn.Module]] = MappingProxyType({}),
+    twins: Mapping[type[torch.nn.Module], Callable[[Any, Any], torch.nn.Module]] | None = None,
 ) -> M:
     """The twin of a convolutional network whose tensors are split over ``P`` = (batch, 1, *space): a copy, with its
     weights.
@@ -201,6 +200,7 @@ def convert(
             next_step="use 1 for the channel dim, or build the layers of dd.nn by hand",
         )
     modules = {id(m): (name, m) for name, m in module.named_modules()}
+    twins = twins or {}
     own = {id(m): m for _, m in modules.values() if type(m) in twins}
     below = {id(child) for m in own.values() for child in m.modules()} - own.keys()
     modules = {key: named for key, named in modules.items() if key not in below}
