@@ -227,7 +227,8 @@ KINDS: dict[str, Kind] = {
     "lbfgs.loss": _TEXT,
     **dict.fromkeys(("align_corners", "recompute_scale_factor"), _TRUTH),
     **dict.fromkeys(
-        ("keyed.held_P", "keyed.wanted_P", "Layout.partition"), Kind("a Partition", _is(Partition), PartitionError)
+        ("keyed.held_P", "keyed.wanted_P", "Layout.partition", "gathering.P", "pipeline.P"),
+        Kind("a Partition", _is(Partition), PartitionError),
     ),
     **dict.fromkeys(
         ("keyed.held_shapes", "keyed.wanted_shapes"), Kind("a tuple of shapes", _several(_several(_is_count)))
@@ -258,6 +259,8 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys((f"{op}.where" for op in ("all_sum_reduce", "invariant_sum", "mark_varying", "shift")), _PLACE),
     **dict.fromkeys((f"dist_batch_norm.running_{what}" for what in ("mean", "var")), _TENSOR_OR_NONE),
     "gathering.pairs": Kind("{tensor dim: partition dim}", _mapping(is_int, is_int)),
+    "gathering.sizes": Kind("{tensor dim: block sizes}", _mapping(is_int, _several(_is_count))),
+    **dict.fromkeys(("x_dim", "y_dim"), _INTEGER),
     **dict.fromkeys(
         ("dist_local_conv_transpose.output_size", "dist_interpolate.size", "interpolate_layout.size"),
         Kind(
