@@ -69,7 +69,7 @@ def _proposal(xs, active, places, ndim, tree, arguments, told) -> Proposal:
     return Proposal(
         op,
         " -> ".join(str(p).splitlines()[0] for p in places),
-        ", ".join(filter(None, (plain_arguments, arguments))),
+        ", ".join(dict.fromkeys(filter(None, (plain_arguments, arguments)))),
         tuple(leaves),
         tuple(grads),
         tuple(tangents),
