@@ -244,7 +244,8 @@ def convert(
 def _warn(m: torch.nn.Module) -> None:
     """Warn where a class of the user's calls what reads across elements, under torch's name for it."""
     kinds = [c for c in type(m).__mro__ if not c.__module__.startswith(("torch.", "distdl."))]
-    functions = [f for c in kinds for f in vars(c).values() if inspect.isfunction(f)]
+    methods = {name: f for c in reversed(kinds) for name, f in vars(c).items()}  # not those that a subclass replaces
+    functions = filter(inspect.isfunction, methods.values())
     called = {name for f in functions for name in f.__code__.co_names if name in _READ_ACROSS and not hasattr(m, name)}
     if called:
         warnings.warn(
