@@ -38,25 +38,27 @@ extern "C" void run(int size, int x, int y, int threads, char* from, char* to, c
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rows")
-    source = rows.SOURCE.replace("SEGMENT", str(rows._SEGMENT)).replace("AT_ONCE", str(rows._WORDS_AT_ONCE))
-    (folder / "host.cpp").write_text(HOST % source)
-    made = folder / "host.so"
-    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-w", folder / "host.cpp", "-o", made], check=True)
-    return ctypes.CDLL(str(made))
+def libraries(tmp_path_factory):
+    folder, found = tmp_path_factory.mktemp("rows"), {}
+    for once in (8, 16):
+        source = rows.SOURCE.replace("SEGMENT", str(rows._SEGMENT)).replace("AT_ONCE", str(once))
+        (folder / "host.cpp").write_text(HOST % source)
+        made = folder / f"host{once}.so"
+        subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-w", folder / "host.cpp", "-o", made], check=True)
+        found[once] = ctypes.CDLL(str(made))
+    return found
 
 
 @pytest.fixture
-def runs(library, monkeypatch):
+def runs(libraries, monkeypatch):
     """On the fake device, where a box of 2 KiB is large: the words of what the kernel copied."""
     fake_device.install(monkeypatch, large=2**11)
     found = []
 
-    def kernel(itemsize, index):
+    def kernel(itemsize, once, index):
         def run(grid, block, args):
             found.append(itemsize)
-            library.run(itemsize, *grid, *block, *map(ctypes.c_void_p, args))
+            libraries[once].run(itemsize, *grid, *block, *map(ctypes.c_void_p, args))
 
         return run
 

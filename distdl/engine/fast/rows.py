@@ -14,7 +14,7 @@ from . import Fast
 from .fused import LARGE, available, on_device, stream_of
 
 SHORTEST, _DIMS = 64, 8  # words of a row, at least, and dims of a box, at most
-_SEGMENT, _THREADS, _WORDS_AT_ONCE = 4096, 256, 8  # words of a row for one warp; threads of a block; words of a thread
+_SEGMENT, _THREADS = 4096, 256  # words of a row for one warp; threads of a block
 _MOST = 2**31  # rows are fewer
 _TYPES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 SOURCE = """
@@ -45,12 +45,17 @@ __global__ void copy_rows(const T* input, T* output, const long long* table) {
 """
 
 
+def at_once(run: int) -> int:
+    """Words that a thread copies at once, of a row of so many."""
+    return 16 if run >= 512 else 8
+
+
 @cache
-def _kernel(itemsize: int, index: int) -> Any:
+def _kernel(itemsize: int, once: int, index: int) -> Any:
     """For device ``index``, the current one."""
     import cupy
 
-    source = SOURCE.replace("SEGMENT", str(_SEGMENT)).replace("AT_ONCE", str(_WORDS_AT_ONCE))
+    source = SOURCE.replace("SEGMENT", str(_SEGMENT)).replace("AT_ONCE", str(once))
     name = f"copy_rows<{_TYPES[itemsize]}>"
     return cupy.RawModule(code=source, options=("-std=c++17",), name_expressions=(name,)).get_function(name)
 
@@ -87,7 +92,7 @@ class Rows:
         self.table, self.index = on_device(tuple(table), device).data_ptr(), device.index
         self.grid = min(-(-table[1] // (_THREADS // 32)), 2**16), -(-table[0] // _SEGMENT)
         with _torch.on_device(self.index):
-            self.kernel = _kernel(to.dtype.itemsize, self.index)
+            self.kernel = _kernel(to.dtype.itemsize, at_once(table[0]), self.index)
 
     def __call__(self, target: int, source: int, nbytes: int) -> None:
         with _torch.on_device(self.index), stream_of(self.index):

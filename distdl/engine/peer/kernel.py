@@ -190,7 +190,7 @@ def order_of(index: int) -> Order:
 def fault():
     """A word that kernels can write and the host can still read when they have ended in a trap."""
     failure.notes.append(waited_in_vain)
-    return torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    return torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)  # whatever torch's default device is
 
 
 _names: list[str] = []  # of what kernels do, by their numbers

@@ -17,6 +17,8 @@ from distdl.testing import count_messages
 def way(request, monkeypatch):
     """On CUDA a movement under way is an Aside; but for the streams, here as well."""
     if request.param == "as on CUDA":
+        if dispatch.begin_exchange is not exchange.begin:
+            pytest.skip("every movement goes to a device already")
         monkeypatch.setattr(dispatch, "begin_exchange", exchange.Aside)
 
 

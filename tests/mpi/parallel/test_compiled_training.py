@@ -62,7 +62,7 @@ STEPS = {
     "Sharding": lambda x: layer(UNIT.gather(BLOCK * x.sum()), x),
     "a gradient to its block": lambda x: UNIT.reduce(list(grad(lambda p: layer(p, x).sum())([W, W[0]]))),
     "chain": lambda x: CHAINS[False]([BLOCK * x.sum(), BLOCK], x),
-    "Precision": lambda x: POLICY.replicate([x[:2].float()], P)[0].double(),
+    "Precision": lambda x: POLICY.replicate([(W * F.all_sum_reduce(x.sum(), P)).float()], P)[0].double(),
     "LossScale": lambda x: SCALE.updated(SCALE.unscaled([SCALE.scaled(x.float())], P)[1]).scale * x,
     "select": lambda x: parallel.select(SCALE.unscaled([x], P)[1], [x], [2 * x])[0],
     "spread_overflow": lambda x: parallel.spread_overflow([x / 0 if RANK else x], P)[0],
