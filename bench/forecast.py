@@ -2,8 +2,9 @@
 
 On each number of ranks the model of ``dd.machines`` is fitted to the machine, by ``python -m distdl measure``'s own
 microbenchmarks; then programs that it has not seen are priced and run. Prints a table, writes it as JSON, and says
-whether ``dd.suggest`` picks the partition that is fastest. ``--plots FOLDER`` draws what four programs would take on up
-to 16,384 ranks of ``dd.machines.cluster``, and needs no ranks.
+whether ``dd.suggest`` picks the partition that is fastest. ``--quick`` takes about a minute: thin halos, a
+square one, a repartition and a small U-Net, whose constants are hardest to predict. ``--plots FOLDER`` draws what four
+programs would take on up to 16,384 ranks of ``dd.machines.cluster``, and needs no ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -53,24 +55,43 @@ CHOICES = {
 }
 
 
-def fastest(call, ranks, rounds: int) -> float:
+QUICK = ("halo 64 x 1024", "halo 1024 x 64", "halo 1024²", "repartition 512²", "U-Net 128²")
+
+
+def quick_cases(n: int):
+    """Those of :func:`cases` in which constants count most, and two thin halos."""
+    for name in QUICK[:2]:
+        yield from ((name, CHOICES[name], grid) for grid in dict.fromkeys(((n, 1), square(n), (1, n))))
+    yield from (case for case in cases(n) if case[0] in QUICK)
+
+
+def fastest(call, ranks, rounds: int, inner: int = 1) -> float:
     """Seconds of the fastest round, as its slowest rank saw it: what else runs on the machine does not count."""
-    return float(sample({"it": call}, ranks, rounds=rounds)["it"].min())
+    return float(sample({"it": call}, ranks, rounds=rounds, inner=inner)["it"].min())
 
 
-def here(rounds: int) -> dict:
-    """What one launch has to say: (name, predicted, measured) of each case, and of each choice what was fastest."""
+def in_a_row(predicted: float) -> int:
+    """How many calls a sample has: about a millisecond of them, at most 20. Of a lone one the sample would also count
+    the wait for whoever leaves the barrier last."""
+    return max(1, min(20, int(1e-3 / predicted)))
+
+
+def here(rounds: int, quick: bool = False) -> dict:
+    """What one launch has to say: (name, grid, predicted, measured, predicted without boxes, measured as a lone call)
+    of each case, and of each choice what was fastest."""
     torch.set_num_threads(1)
     ranks = Ranks()
     n = ranks.size
     machine = fitted(rounds)
     machine = ranks.allgather(machine)[0]
     table, choices = [], []
-    for name, program, grid in cases(n):
+    for name, program, grid in quick_cases(n) if quick else cases(n):
         P = dd.Partition(grid)
-        predicted = dd.trace(program, P, size=n, rank=range(n)).cost(machine)
-        table.append((name, str(grid), predicted, fastest(program(P), ranks, rounds)))
-    if n == 4:
+        traced, step = dd.trace(program, P, size=n, rank=range(n)), program(P)
+        predicted, plain = traced.cost(machine), traced.cost(replace(machine, box=0.0))
+        measured = fastest(step, ranks, rounds, in_a_row(predicted))
+        table.append((name, str(grid), predicted, measured, plain, fastest(step, ranks, rounds)))
+    if n == 4 and not quick:
         for name, program in CHOICES.items():
             grids = [(4, 1), (2, 2), (1, 4)]
             steps = {str(g): program(dd.Partition(g)) for g in grids}
@@ -83,12 +104,17 @@ def here(rounds: int) -> dict:
 
 def told(found: dict) -> str:
     """The table of one launch."""
-    rows = [f"{found['ranks']} ranks", f"{'program':24}{'grid':>14}{'predicted ms':>14}{'measured ms':>13}{'error':>8}"]
-    for name, grid, predicted, measured in found["table"]:
-        error = predicted / measured - 1
+    m = found["machine"]
+    rows = [
+        f"{found['ranks']} ranks; {1e6 * m['call']:.1f} µs for a movement, {1e6 * m['box']:.1f} for each box of it, "
+        f"{1e6 * m['near_latency']:.1f} for a message, {1e6 * m['operator']:.1f} for an operator",
+        f"{'program':24}{'grid':>14}{'predicted ms':>14}{'without boxes':>14}{'measured ms':>13}{'a lone call':>13}"
+        f"{'predicted/measured':>20}",
+    ]
+    for name, grid, predicted, measured, plain, lone in found["table"]:
         rows.append(
-            f"{name:24}{grid:>14}{1e3 * predicted:14.3f}{1e3 * measured:13.3f}{error:+8.0%}"
-            + ("" if abs(error) <= BOUND else "  beyond")
+            f"{name:24}{grid:>14}{1e3 * predicted:14.3f}{1e3 * plain:14.3f}{1e3 * measured:13.3f}{1e3 * lone:13.3f}"
+            f"{predicted / measured:20.2f}" + ("" if abs(predicted / measured - 1) <= BOUND else "  beyond")
         )
     for name, predicted, times in found["choices"]:
         best, chosen = min(times, key=times.__getitem__), min(predicted, key=predicted.__getitem__)
@@ -142,15 +168,17 @@ def plots(folder: Path) -> None:
 def main(argv=None) -> None:
     top = argparse.ArgumentParser("python -m bench.forecast", description=__doc__.partition("\n")[0])
     top.add_argument("-n", default="2,4,8", help="numbers of ranks (default: 2,4,8)")
-    top.add_argument("--rounds", type=int, default=31)
+    top.add_argument("--rounds", type=int, help="samples of each number (default: 31, or 9)")
+    top.add_argument("--quick", action="store_true", help="what is hardest to predict, in about a minute")
     top.add_argument("--out", type=Path, default=Path("build/bench/forecast.json"))
     top.add_argument("--plots", type=Path, help="only draw scaling to 16,384 ranks, into this folder")
     top.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # on the ranks of a launch
     options = top.parse_args(argv)
+    options.rounds = options.rounds or (9 if options.quick else 31)
     if options.plots:
         plots(options.plots)
     elif options.here:
-        found = here(options.rounds)
+        found = here(options.rounds, options.quick)
         if dd.world().rank == 0:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(found))
@@ -160,7 +188,8 @@ def main(argv=None) -> None:
         for n in map(int, options.n.split(",")):
             part = options.out.with_suffix(f".{n}.json")
             command = [sys.executable, "-m", "distdl", "run", "-n", str(n), "-m", "bench.forecast", "--here"]
-            subprocess.run([*command, "--rounds", str(options.rounds), "--out", str(part)], check=True)
+            command += ["--rounds", str(options.rounds), "--out", str(part), *["--quick"] * options.quick]
+            subprocess.run(command, check=True)
             every.append(json.loads(part.read_text()))
         options.out.write_text(json.dumps(every))
 

@@ -38,6 +38,12 @@ def partition(mesh: DeviceMesh, world: str = "default") -> Partition:
 
     Raises:
         PartitionError: torch.distributed counts this process as another rank than ``world`` does.
+
+    Example:
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (1, 1))
+        >>> dd.interop.partition(mesh)
+        Partition((1, 1))
     """
     _check_ranks(world)
     return Partition(tuple(mesh.mesh.shape), tuple(mesh.mesh.reshape(-1).tolist()), world)
@@ -56,6 +62,11 @@ def device_mesh(P: Partition | Layout, device_type: str = "cpu", names: Sequence
 
     Raises:
         PartitionError: a grid without dims, or ranks that torch.distributed counts in another way.
+
+    Example:
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> dd.interop.device_mesh(dd.Partition((1, 1)), names=("data", "model")).shape
+        (1, 1)
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -113,6 +124,13 @@ def layout(
 
     Raises:
         PartitionError: a placement that is none of these three; the error names a redistribution that helps.
+
+    Example:
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> from torch.distributed.tensor import Shard
+        >>> mesh = dd.interop.device_mesh(dd.Partition((1,)))
+        >>> dd.interop.layout(mesh, [Shard(0)], (4, 2))[0]
+        Layout(Partition((1, 1)), (4, 2))
     """
     if hasattr(tensor, "device_mesh") and placements is None:
         mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
@@ -213,6 +231,12 @@ def from_dtensor(t: DTensor, *, summed: bool = False, world: str = "default") ->
         PartitionError: a placement that no Layout says, as in :func:`layout`; the error names a redistribution.
         DistdlError: in a backward with ``create_graph=True``, where this torch (before 2.13) would lose a second
             derivative with respect to the DTensor.
+
+    Example:
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> from torch.distributed.tensor import ones
+        >>> dd.interop.from_dtensor(ones(2, device_mesh=dd.interop.device_mesh(dd.Partition((1,)))))
+        (tensor([1., 1.]), Layout(Partition((1,)), (2,)))
     """
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import Partial, Replicate
@@ -264,6 +288,12 @@ def to_dtensor(
     Raises:
         PartitionError: no placements say ``L``, and ``repartition`` is not set; or ``L`` has other ranks.
         ShapeError: the block is not this rank's.
+
+    Example:
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> P = dd.Partition((1,))
+        >>> dd.interop.to_dtensor(torch.ones(2), dd.Layout(P, (2,)), dd.interop.device_mesh(P)).to_local()
+        tensor([1., 1.])
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -160,6 +160,11 @@ class LinearMap:
 
     Attributes:
         steps: what runs, in order; a movement of :mod:`distdl.maps` is one :class:`Move`.
+
+    Example:
+        >>> A: dd.LinearMap = dd.maps.roll(dd.Layout(dd.Partition((1,)), (3,)), 0, 1)
+        >>> A(torch.tensor([1, 2, 3])), A.T(torch.tensor([1, 2, 3]))
+        (tensor([3, 1, 2]), tensor([2, 3, 1]))
     """
 
     steps: tuple[Any, ...]  # Move or Pair
@@ -254,8 +259,7 @@ class LinearMap:
         return self.steps[0].operand(x)
 
     def simulate(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All ranks in this process, one step after the other: blocks in the order of the first step's held
-        partition."""
+        """All ranks in this process, step after step: blocks in the order of the first one's held partition."""
         blocks = list(shards)
         for step in self.steps:
             blocks = step.simulate(blocks)
@@ -298,5 +302,10 @@ def linear_map(
 
     Raises:
         ShapeError: shapes or ranks that are no integers, or what cannot be called.
+
+    Example:
+        >>> A = dd.linear_map(lambda x: x.cumsum(0), lambda y: y.flip(0).cumsum(0).flip(0), (3,), (3,))
+        >>> A.T(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([6., 5., 3.])
     """
     return LinearMap((Pair.of(forward, adjoint, in_shape, out_shape, ranks, batched, VARYING),))

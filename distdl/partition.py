@@ -31,12 +31,16 @@ class Partition(Value):
 
     Args:
         shape: size of each grid dim, all at least 1. ``()`` is a grid of one rank.
-        ranks: the world ranks in row-major order of the grid, in any order, without repetition. Default ``0 ..
-            size-1``.
+        ranks: the world ranks in row-major order of the grid, each at most once. Default: ``0 .. size-1``.
         world: name of the :class:`distdl.World` that the ranks belong to.
 
     Raises:
         PartitionError: sizes below 1, repeated or negative ranks, or another number of ranks than the grid has.
+
+    Example:
+        >>> P = dd.Partition((2, 2), ranks=(4, 5, 6, 7))
+        >>> P.index(6), P.take(0, 1).ranks
+        ((1, 0), (6, 7))
     """
 
     shape: tuple[int, ...]
@@ -109,11 +113,7 @@ class Partition(Value):
         place = self._places.get(rank)
         if place is None:
             return None
-        coords = []
-        for n in reversed(self.shape):
-            place, c = divmod(place, n)
-            coords.append(c)
-        return tuple(reversed(coords))
+        return tuple(place // math.prod(self.shape[d + 1 :]) % n for d, n in enumerate(self.shape))
 
     def rank_at(self, coords: Sequence[int]) -> int:
         """The rank at grid coordinates ``coords``; negative ones count from the end.
@@ -121,15 +121,11 @@ class Partition(Value):
         Raises:
             PartitionError: not one coordinate for each dim, or one that the grid does not have.
         """
-        found = tuple(coords) if isinstance(coords, Iterable) else None
-        if (
-            found is None
-            or len(found) != self.ndim
-            or any(not is_int(c) or not -n <= c < n for c, n in zip(found, self.shape))
-        ):
+        at = tuple(coords) if isinstance(coords, Iterable) else None
+        if at is None or len(at) != self.ndim or any(not is_int(c) or not -n <= c < n for c, n in zip(at, self.shape)):
             raise _faults.not_a_place(self, coords)
         place = 0
-        for c, n in zip(found, self.shape):
+        for c, n in zip(at, self.shape):
             place = place * n + c % n
         return self.ranks[place]
 
@@ -170,22 +166,18 @@ class Partition(Value):
         inner = math.prod(self.shape[dim + 1 :])
         start, step = (index % n) * inner, n * inner
         ranks = tuple(r for s in range(start, self.size, step) for r in self.ranks[s : s + inner])
-        kept = (1,) if keepdim else ()
-        return Partition(self.shape[:dim] + kept + self.shape[dim + 1 :], ranks, self.world)
+        return Partition(self.shape[:dim] + (1,) * bool(keepdim) + self.shape[dim + 1 :], ranks, self.world)
 
     def along(self, dims: int | Iterable[int] | None = None, rank: int | None = None) -> Partition | None:
         """The fibre through ``rank``: fixed in every dim but ``dims`` (``None``: all), which keep their size.
 
         The fixed dims stay, with size 1. ``None`` when the rank is not part of the grid.
         """
-        coords = self.index(rank)
+        fibre, coords = self, self.index(rank)
         if coords is None:
             return None
-        dims = self.dims(dims)
-        fibre = self
-        for d in range(self.ndim):
-            if d not in dims:
-                fibre = fibre.take(d, coords[d], keepdim=True)
+        for d in set(range(self.ndim)).difference(self.dims(dims)):
+            fibre = fibre.take(d, coords[d], keepdim=True)
         return fibre
 
     def permute(self, dims: Sequence[int]) -> Partition:
@@ -244,8 +236,12 @@ class Layout(Value):
         splits: per dim ``None`` (balanced blocks) or the block sizes, one for each coordinate of that dim.
 
     Raises:
-        PartitionError: another number of dims than the partition's, negative sizes, or splits that do not sum to the
-            size.
+        PartitionError: not one size for each grid dim, negative sizes, or splits that do not sum to the size.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((3,)), (10,))
+        >>> L.sizes(0), L.shard(torch.arange(10), rank=1)
+        ((4, 3, 3), tensor([4, 5, 6]))
     """
 
     partition: Partition
@@ -343,9 +339,7 @@ class Layout(Value):
 
     def slices(self, rank: int | None = None) -> tuple[slice, ...]:
         """Slices that cut the block of ``rank`` out of the global tensor; an empty cut when inactive."""
-        box = self.box(rank)
-        if box is None:
-            box = tuple((0, n) for n in self.local_shape(rank)[: self.ndim])
+        box = self.box(rank) or [(0, n) for n in self.local_shape(rank)[: self.ndim]]
         return tuple(slice(start, stop) for start, stop in box)
 
     def shard(self, x_global: torch.Tensor, rank: int | None = None) -> torch.Tensor:

@@ -54,14 +54,11 @@ class Axis(Value):
         return 0 if self.dim is None else coords[self.dim]
 
     @cached_property
-    def _sorted(self) -> tuple[list[int], list[int], list[int]]:
+    def _sorted(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
         """All runs by their starts: the starts, the largest stop so far, and the coordinates."""
         found = sorted((start, stop, c) for c, runs in enumerate(self.runs) for start, stop, _ in runs if start < stop)
-        return (
-            [start for start, _, _ in found],
-            list(accumulate((stop for _, stop, _ in found), max)),
-            [c for _, _, c in found],
-        )
+        starts, stops, coords = zip(*found) if found else ((), (), ())
+        return starts, tuple(accumulate(stops, max)), coords
 
     def near(self, runs: Iterable[Run]) -> set[int]:
         """The coordinates that may have a run that meets one of ``runs``: by bisection, so that a view of a grid of

@@ -66,6 +66,12 @@ def timeline(*paths: str | os.PathLike[str], world: str = "default") -> Iterator
     Raises:
         DistdlError: on every rank: a file could not be written. An exception inside of the block goes on, and nothing
             is written.
+
+    Example:
+        >>> with dd.timeline("run.json") as run:  # and ui.perfetto.dev opens it
+        ...     y = F.roll(torch.arange(3), dd.Layout(dd.Partition((1,)), (3,)), 0, 1)
+        >>> [event["name"] for event in run.trace["traceEvents"] if event["ph"] == "X"]
+        ['roll']
     """
     where, before, done = world_of(world), _transport.observer, Timeline()
     ranks = tuple(range(where.size))

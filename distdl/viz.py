@@ -150,6 +150,10 @@ def show(*what: Drawn, titles: Sequence[str] = (), adjoint: bool = True) -> svg.
 
     Raises:
         PartitionError: something else, nothing, or another number of titles.
+
+    Example:
+        >>> picture = dd.viz.show(dd.maps.roll(dd.Layout(dd.Partition((2,)), (4,)), 0, 1))
+        >>> picture.save("roll.svg")
     """
     if not what or not all(isinstance(one, Drawn) for one in what):
         raise PartitionError(
@@ -232,7 +236,13 @@ def _axes(ax: Any, title: str | None) -> Any:
 def draw(what: Drawn, ax: Any = None, title: str | None = None) -> Any:
     """Draw a partition, a layout or halo specification of one or two dims, or the messages of a plan or LinearMap, on
     matplotlib axes ``ax`` (default: a new figure's), and return the axes. Without matplotlib, print :func:`text` and
-    return ``None``."""
+    return ``None``.
+
+    Example:
+        >>> ax = dd.viz.draw(dd.Layout(dd.Partition((2,)), (4,)), title="four over two")
+        >>> [text.get_text() for text in ax.texts]
+        ['rank 0', 'rank 1']
+    """
     if isinstance(what, Partition):
         what = Layout(what, what.shape)
     dims = getattr(getattr(what, "in_layout", what), "ndim", None)
@@ -290,7 +300,13 @@ def _draw_messages(A: Plan | LinearMap, ax: Any) -> None:
 
 def spy(plan: Plan | LinearMap, ax: Any = None, title: str | None = None) -> Any:
     """The dense matrix of a plan or LinearMap as an image; lines separate the ranks. Without matplotlib it is
-    printed."""
+    printed.
+
+    Example:
+        >>> ax = dd.viz.spy(dd.maps.roll(dd.Layout(dd.Partition((2,)), (4,)), 0, 1))
+        >>> ax.get_xlabel(), ax.get_ylabel()
+        ('held', 'wanted')
+    """
     dense, ax = matrix(plan), _axes(ax, title)
     if ax is None:
         print("\n".join(" ".join(f"{v:g}" if v else "." for v in row) for row in dense.tolist()))

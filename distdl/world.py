@@ -72,8 +72,13 @@ class World:
         TransportError: a launcher (mpiexec, torchrun, srun) started more processes than MPI knows of, or mpi4py cannot
             be used; the ranks of torch.distributed cannot meet; this process was started by ``multiprocessing``, and
             not for a world; ``cuda`` is none of the three; or there is no such engine, or not for ``comm``.
-        AbsenceError: under ``dd.checking()``: not all ranks of ``comm`` came to this call, which is collective, in
-            time.
+        AbsenceError: under ``dd.checking()``: not all ranks of ``comm`` came to this collective call in time.
+
+    Example:
+        >>> ours = dd.World(name="of a library")  # its messages meet no others
+        >>> F.all_sum_reduce(torch.ones(2), dd.Partition((1,), world="of a library"))
+        tensor([1., 1.])
+        >>> ours.close()
     """
 
     def __init__(
@@ -85,22 +90,13 @@ class World:
         half_sums: str = "float32",
     ) -> None:
         self.name, self.cuda = name, cuda or cuda_way()
-        if self.cuda not in CUDA_WAYS:
-            raise TransportError(
-                "no such way for CUDA tensors",
-                op="World",
-                expected=f"{', '.join(CUDA_WAYS[:-1])} or {CUDA_WAYS[-1]}",
-                actual=self.cuda,
-                next_step="set DISTDL_CUDA, or World(cuda=...), to one of them",
-            )
-        if half_sums not in ("float32", "native"):
-            raise TransportError(
-                "no such way to sum halves",
-                op="World",
-                expected="float32 or native",
-                actual=half_sums,
-                next_step="leave it out, or choose one of these",
-            )
+        for what, given, ways, step in (
+            ("for CUDA tensors", self.cuda, CUDA_WAYS, "set DISTDL_CUDA, or World(cuda=...), to one of them"),
+            ("to sum halves", half_sums, ("float32", "native"), "leave it out, or choose one of these"),
+        ):
+            if given not in ways:
+                names = f"{', '.join(ways[:-1])} or {ways[-1]}"
+                raise TransportError(f"no such way {what}", op="World", expected=names, actual=given, next_step=step)
         chosen = transport if isinstance(transport, str) else None
         ours = transport is None or chosen is not None  # else an engine
         self.host: Transport = _host_transport(comm, name, chosen) if ours else transport  # type: ignore[assignment]
@@ -117,8 +113,7 @@ class World:
             self._move_nothing(self.host)
         elif self.watch is not None:
             watchdog.begin(self.watch)
-        # For the processes that this one may start.
-        if comm is None and ours and not isinstance(self.host, _Child):
+        if comm is None and ours and not isinstance(self.host, _Child):  # for the processes that this one may start
             os.environ["DISTDL_RANK"] = f"{os.getpid()} {self.rank} {self.size} {job()}"
 
     @classmethod
@@ -307,7 +302,12 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def world(name: str = "default") -> World:
-    """The world of that name; the default one starts on first use."""
+    """The world of that name; the default one starts on first use.
+
+    Example:
+        >>> dd.world().rank, dd.world().size
+        (0, 1)
+    """
     found = _worlds.get(name)
     if found is None:
         if name != "default":

@@ -87,6 +87,11 @@ def load_dcp(
         CheckpointError: on every rank: no such folder or tensor, another shape than its layout's, a chunk that is
             missing or damaged, a description that would run something, ranks that read different folders.
         PartitionError: this rank is not one of ``P``.
+
+    Example:
+        >>> dd.checkpoint.save_dcp("run", {"w": torch.ones(2)})
+        >>> dd.checkpoint.load_dcp("run", {"w": dd.Layout(dd.Partition((1,)), (2,))})
+        ({'w': tensor([1., 1.])}, {})
     """
     tensors: dict[str, torch.Tensor] = {}
     group = Group("checkpoint.load_dcp", path, P)
@@ -162,6 +167,11 @@ def save_dcp(
             failure of any rank; shapes or layouts that disagree, blocks that are not the whole of a tensor, copies that
             differ.
         PartitionError: this rank is not one of ``P``.
+
+    Example:
+        >>> dd.checkpoint.save_dcp("run", {"w": torch.ones(2)})
+        >>> dd.checkpoint.load_dcp("run")  # and torch.distributed.checkpoint.load
+        ({'w': tensor([1., 1.])}, {})
     """
     group, mine = Group("checkpoint.save_dcp", path, P), secrets.token_hex(8)
     reports = group.step(lambda: describe(group.path, tensors, layouts or {}, {}, mine, any_dtype=True))

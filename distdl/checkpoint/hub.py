@@ -175,6 +175,11 @@ def load_safetensors(
         CheckpointError: on every rank: no such file or tensor, another shape than its layout's, two tensors of one
             name, a dtype that torch lacks, a damaged file, ranks that read different files.
         PartitionError: this rank is not one of ``P``.
+
+    Example:
+        >>> dd.checkpoint.save("model.safetensors", {"model.w": torch.ones(2)})
+        >>> dd.checkpoint.load_safetensors(".", names=lambda name: name.removeprefix("model."))
+        ({'w': tensor([1., 1.])}, {})
     """
     tensors: dict[str, torch.Tensor] = {}
     metadata: dict[str, Any] = {}

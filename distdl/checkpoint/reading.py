@@ -213,6 +213,11 @@ def load(
         CheckpointError: on every rank: no such file or tensor, another shape, a damaged file (by the tensor's name),
             ranks that read different files.
         PartitionError: this rank is not one of ``P``.
+
+    Example:
+        >>> dd.checkpoint.save("run.safetensors", {"w": torch.ones(2), "b": torch.zeros(1)})
+        >>> dd.checkpoint.load("run.safetensors", {"w": dd.Layout(dd.Partition((1,)), (2,))}, names=["w"])
+        ({'w': tensor([1., 1.])}, {})
     """
     known = layouts or {}
 

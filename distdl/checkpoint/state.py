@@ -31,6 +31,12 @@ class State(NamedTuple):
         tensors: {name: this rank's block}.
         layouts: {name: Layout}.
         metadata: what JSON can write.
+
+    Example:
+        >>> w = {"w": torch.ones(2)}
+        >>> dd.checkpoint.save("run.safetensors", *dd.checkpoint.State(w, {}, {"step": 7}))
+        >>> dd.checkpoint.load("run.safetensors")
+        ({'w': tensor([1., 1.])}, {'step': 7})
     """
 
     tensors: dict[str, torch.Tensor]
@@ -66,6 +72,12 @@ def state(
     Raises:
         ShapeError: a state that is no tensor, a parameter that is not the model's, optimizer state of another shape
             than its parameter, or a module named ``optimizer`` or ``rng``.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> found = dd.checkpoint.state(model, torch.optim.Adam(model.parameters()), step=7)
+        >>> list(found.tensors), found.metadata["step"]
+        (['weight'], 7)
     """
     known: dict[str, Layout | None] = {**layouts_of(model), **(layouts or {})}
     tensors: dict[str, torch.Tensor] = dict(model.state_dict())
@@ -180,6 +192,12 @@ def restore(
     Raises:
         CheckpointError: as for :func:`load`; or tensors in the file that no rank's model has, an optimizer with other
             groups, a file without optimizer state, generators that differed on another number of ranks.
+
+    Example:
+        >>> model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        >>> dd.checkpoint.save("run.safetensors", *dd.checkpoint.state(model, step=7))
+        >>> dd.checkpoint.restore("run.safetensors", other), torch.equal(model.weight, other.weight)
+        ({'step': 7}, True)
     """
     group = Group("checkpoint.restore", path, P)
     own, known = model.state_dict(), layouts_of(model)

@@ -132,7 +132,13 @@ def refuse_differing(group: Group, sums: Mapping[int, Mapping[tuple[str, Box], i
 
 
 class Pending:
-    """A save under way, as :func:`async_save` returns it."""
+    """A save under way, as :func:`async_save` returns it.
+
+    Example:
+        >>> pending = dd.checkpoint.async_save("run.safetensors", {"w": torch.ones(2)})
+        >>> isinstance(pending, dd.checkpoint.Pending), pending.wait()
+        (True, None)
+    """
 
     def __init__(
         self,
@@ -336,6 +342,12 @@ def save(
             key; shapes, layouts or metadata that disagree, blocks that are not the whole of a tensor, copies that
             differ; a path that is none, or where something is that is no regular file.
         PartitionError: this rank is not one of ``P``.
+
+    Example:
+        >>> L = dd.Layout(dd.Partition((1,)), (2,))
+        >>> dd.checkpoint.save("run.safetensors", {"w": torch.ones(2)}, {"w": L}, {"step": 7})
+        >>> dd.checkpoint.load("run.safetensors", {"w": L})
+        ({'w': tensor([1., 1.])}, {'step': 7})
     """
     Pending(path, tensors, layouts, metadata, P, background=False).wait()
 
@@ -354,5 +366,13 @@ def async_save(
     Call ``pending.wait()`` on every rank before the next save and before the program ends: it raises what went wrong,
     and gives the file its name. A save that nobody waits for warns, and is an error when the program ends. The
     thread sends no message, so it does not disturb the program's own.
+
+    Example:
+        >>> w = torch.ones(2)
+        >>> pending = dd.checkpoint.async_save("run.safetensors", {"w": w})
+        >>> w.zero_(), pending.wait()  # what was copied is saved
+        (tensor([0., 0.]), None)
+        >>> dd.checkpoint.load("run.safetensors")[0]["w"]
+        tensor([1., 1.])
     """
     return Pending(path, tensors, layouts, metadata, P, background=True)

@@ -1,6 +1,7 @@
 """Machines that programs are priced on: ``dd.machines``.
 
-The model is a sum: messages by latency and bandwidth, of which ranks of one node share what goes into the network;
+The model is a sum: movements by their copies, which cost by their number and by their bytes; messages by latency and
+bandwidth, of which ranks of one node share what goes into the network;
 collectives by their rounds; local operators by the larger of their arithmetic and their memory traffic. Nothing
 overlaps in it, and no rank waits for another one that is late.
 """
@@ -35,7 +36,7 @@ def _rate(rate: Rate, nbytes: float) -> float:
     return below[1] * (above[1] / below[1]) ** part
 
 
-_TIMES = ("latency", "near_latency", "sum_latency", "call", "graph", "operator")
+_TIMES = ("latency", "near_latency", "sum_latency", "call", "graph", "operator", "box")
 _OPTIONAL = ("half_flops", "conv_flops", "copying", "sum_latency", "sum_bandwidth")
 _BY_SIZE = ("bandwidth", "near_bandwidth", "memory", "copying", "sum_bandwidth")
 
@@ -62,6 +63,7 @@ class Machine:
             rank sends in it; ``None``: as messages, and ``memory``.
         call, graph, operator: seconds that Python takes for a movement, for one that a graph records or that is in a
             backward besides, and for an operator of torch.
+        box: seconds that the host takes for each box that a movement packs, unpacks or keeps, besides its bytes.
     """
 
     name: str = "cluster"
@@ -81,6 +83,7 @@ class Machine:
     call: float = 12e-6
     graph: float = 8e-6
     operator: float = 3e-6
+    box: float = 1e-6
 
     def __post_init__(self) -> None:
         wrong = {f.name: getattr(self, f.name) for f in fields(self)[1:] if not self._fits(f.name)}
@@ -118,7 +121,8 @@ class Machine:
 
     def _movement(self, m: Movement, rank: int) -> float:
         copying = self.memory if self.copying is None else self.copying
-        took = self.call + 2 * m.copied / _rate(copying, 2 * m.copied or 1)  # a copy reads and writes
+        copied = 2 * m.copied  # read and written
+        took = self.call + m.boxes * self.box + copied / _rate(copying, copied or 1)
         if m.recorded or m.phase != "forward":
             took += self.graph
         ends: dict[tuple[bool, str], list[int]] = {}
@@ -211,5 +215,6 @@ gpus = Machine(
     memory=2.5e12,
     call=45e-6,
     operator=6e-6,
+    box=0.0,  # one kernel packs all of them
 )
 """Nodes of 8 devices, a rank on each: NVLink inside, a 400 Gbit/s adapter for each device outside."""

@@ -37,6 +37,7 @@ class Movement:
         phase: "forward", "backward" or "tangent".
         line: the user's line, ``file:line in function``.
         forward_line: of a derivative the line of the call that it belongs to; else ``""``.
+        boxes: how many copies ``copied`` is made of.
     """
 
     op: str
@@ -51,6 +52,7 @@ class Movement:
     phase: str
     line: str
     forward_line: str = ""
+    boxes: int = 0
 
     @property
     def peers(self) -> tuple[int, ...]:

@@ -118,6 +118,11 @@ def suggest_chain(
 
     Raises:
         PartitionError: no layers, no candidates, or layers that do not say where their results lie.
+
+    Example:
+        >>> found = dd.suggest_chain([lambda x, L: (x.cumsum(1), L)] * 2, (64, 64), [(2, 1), (4, 1)])
+        >>> [P.shape for P in found.partitions]
+        [(4, 1), (4, 1)]
     """
     layers = list(layers)
     if not layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -105,6 +106,7 @@ class Tracer:
         for plan in plans:
             self.sides.update({plan.held: None, plan.wanted: None})
         one_to_one = sendings.travels and not sendings.kind
+        copies = list(_copies(sendings))
         self.events.append(
             Movement(
                 op=str(steps[0]) + (f" and {len(steps) - 1} more" if len(steps) > 1 else ""),
@@ -114,11 +116,12 @@ class Tracer:
                 dtypes=tuple(dtype_name(x.dtype) for x in xs),
                 sent=tuple(sendings.messages()),
                 received=tuple((peer, int(n)) for peer, *_, n in sendings.receives) if one_to_one else (),
-                copied=_copied(sendings),
+                copied=sum(copies),
                 recorded=recorded,
                 phase=self.phase,
                 line=user_line(),
                 forward_line=self.forward_line,
+                boxes=len(copies),
             )
         )
 
@@ -128,9 +131,10 @@ def _host(x: torch.Tensor) -> torch.Tensor:
     return x if x.is_cpu else torch.empty((), dtype=x.dtype).expand(x.shape)
 
 
-def _copied(s: Sendings) -> int:
-    parts = [to for to, _ in (*s.kept, *s.late)] + s.packs
-    return sum(part.nbytes for part in parts) + sum(move[-1] for move in (*s.moves, *s.kept_moves, *s.arrivals))
+def _copies(s: Sendings) -> Iterator[int]:
+    """The bytes of each copy inside of this rank."""
+    yield from (part.nbytes for part in (*(to for to, _ in (*s.kept, *s.late)), *s.packs))
+    yield from (move[-1] for move in (*s.moves, *s.kept_moves, *s.arrivals))
 
 
 class Counting(TorchDispatchMode):

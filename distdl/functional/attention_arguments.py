@@ -13,7 +13,7 @@ from ..agree import check_tensor, resolve
 from ..boxes import is_int
 from ..errors import PartitionError, ShapeError
 from ..movement.gathers import all_gather
-from ..movement.halo import plain
+from ..movement.options import plain
 from ..movement.reorder import Order, Ranges, runs_of
 from ..partition import Layout, Partition, partition_of
 from .attention_kernel import Pattern

@@ -13,7 +13,8 @@ from .._arguments import checked
 from .._types import Place, Size
 from ..agree import block_sizes
 from ..errors import PartitionError
-from ..movement.halo import HaloSpec, halo_exchange, per_dim
+from ..movement.halo import HaloSpec, halo_exchange
+from ..movement.options import per_dim
 from ..partition import Layout, partition_of
 from ..ties import nothing
 from .autocast import autocast

@@ -22,7 +22,7 @@ from .._arguments import checked
 from .._types import Place
 from ..boxes import is_int
 from ..errors import PartitionError
-from ..movement.halo import sizes_of
+from ..movement.options import sizes_of
 from ..partition import Layout
 from .stages import Stage, schedule
 from .transform import (

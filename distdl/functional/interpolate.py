@@ -20,7 +20,8 @@ from .._arguments import checked
 from .._types import Place, Size
 from ..errors import PartitionError
 from ..movement.blocks import repartition
-from ..movement.halo import HaloSpec, halo_exchange, per_dim
+from ..movement.halo import HaloSpec, halo_exchange
+from ..movement.options import per_dim
 from ..partition import Layout
 from .enter import FLOATING, at_least, enter, outside, spatial
 from .numeric import wide

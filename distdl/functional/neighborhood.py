@@ -16,7 +16,8 @@ from .._arguments import checked
 from .._types import Place, Size
 from ..agree import resolve
 from ..errors import PartitionError, ShapeError
-from ..movement.halo import HaloSpec, halo_exchange, per_dim
+from ..movement.halo import HaloSpec, halo_exchange
+from ..movement.options import per_dim
 from ..partition import Layout, partition_of
 from .attention_arguments import enter_three
 from .enter import check_block, outside

@@ -17,7 +17,8 @@ from ..agree import block_sizes
 from ..boxes import balanced
 from ..errors import PartitionError, ShapeError
 from ..movement.copies import all_sum_reduce
-from ..movement.halo import HaloSpec, halo_exchange, per_dim
+from ..movement.halo import HaloSpec, halo_exchange
+from ..movement.options import per_dim
 from ..partition import Layout, partition_of
 from ..ties import nothing
 from .autocast import autocast, without_autocast

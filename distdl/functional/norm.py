@@ -21,7 +21,7 @@ from .._types import Place, Size
 from ..agree import alike
 from ..errors import ShapeError
 from ..movement.copies import all_sum_reduce
-from ..movement.halo import sizes_of
+from ..movement.options import sizes_of
 from .enter import FLOATING, enter, outside, replicated
 from .moments import cut_group_moments, merged, moments, statistics, within
 from .numeric import count, wide

@@ -10,7 +10,8 @@ import torch
 from .._arguments import checked
 from .._types import Place
 from ..errors import PartitionError
-from ..movement.halo import HaloSpec, halo_exchange, sizes_of
+from ..movement.halo import HaloSpec, halo_exchange
+from ..movement.options import sizes_of
 from ..partition import Layout, partition_of
 from .enter import at_least, enter, outside
 from .window import kept

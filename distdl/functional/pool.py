@@ -14,7 +14,8 @@ from .._arguments import checked
 from .._types import Place, Size
 from ..errors import PartitionError
 from ..movement.copies import sum_reduce
-from ..movement.halo import HaloSpec, halo_exchange, per_dim
+from ..movement.halo import HaloSpec, halo_exchange
+from ..movement.options import per_dim
 from ..partition import Layout
 from ..ties import nothing
 from .enter import REAL, at_least, enter, outside, spatial

@@ -22,7 +22,7 @@ from ..boxes import is_int
 from ..errors import PartitionError, ShapeError
 from ..index import Index, Refusal, told
 from ..movement.call import laid_out
-from ..movement.halo import per_dim
+from ..movement.options import per_dim
 from ..movement.rows import gather_rows, scatter_add_rows
 from ..partition import Layout, Partition
 from .enter import SMOOTH, check_kind, check_ndim, enter, outside

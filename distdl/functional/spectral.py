@@ -11,7 +11,7 @@ from .._arguments import checked
 from .._types import Place
 from ..agree import check_tensor
 from ..errors import PartitionError, ShapeError
-from ..movement.halo import sizes_of
+from ..movement.options import sizes_of
 from ..partition import Layout, Partition, partition_of
 from .autocast import autocast
 from .enter import enter, outside, replicated

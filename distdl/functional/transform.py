@@ -14,7 +14,7 @@ import torch
 from ..agree import alike, check_tensor, resolve
 from ..boxes import is_int
 from ..errors import PartitionError, ShapeError
-from ..movement.halo import plain, sizes_of
+from ..movement.options import plain, sizes_of
 from ..partition import Layout, partition_of
 from ..ties import nothing
 from .autocast import autocast

@@ -10,7 +10,8 @@ import torch
 from .. import _torch
 from ..engine.program import channels_last
 from ..errors import PartitionError, ShapeError
-from ..movement.halo import HaloSpec, plain
+from ..movement.halo import HaloSpec
+from ..movement.options import plain
 from ..partition import Layout
 
 __all__: list[str] = []

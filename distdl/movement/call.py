@@ -60,6 +60,11 @@ def transposed(name: str, A: LinearMap) -> LinearMap:
 
     Raises:
         PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> A = dd.maps.broadcast(dd.Partition((1,)), dd.Partition((2,)), (2,))
+        >>> str(A.T), str(dd.maps.transposed("sum_reduce", A))
+        ('broadcast.T', 'sum_reduce')
     """
     return movement(name, A.plan.wanted, A.plan.held)
 

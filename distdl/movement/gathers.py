@@ -67,6 +67,11 @@ def gathering(
 
     Raises:
         PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> A = dd.maps.gathering(dd.Partition((2,)), (3,), {0: 0})
+        >>> A.simulate([torch.tensor([1, 2]), torch.tensor([3])])
+        [tensor([1, 2, 3]), tensor([1, 2, 3])]
     """
     return _gathering(P, tuple(shape), tuple(pairs.items()), tuple(sizes.items()) if sizes else None)
 

@@ -7,7 +7,7 @@ side of a plan, so corners, wide halos and the adjoint need no code of their own
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index as as_int
 from typing import Any
@@ -16,7 +16,7 @@ from .. import _faults
 from .._torch import flatten, opaque, spread
 from .._types import Place, Size, Tree
 from .._value import Value
-from ..boxes import is_bool, is_int
+from ..boxes import is_int
 from ..errors import PartitionError
 from ..linear_map import LinearMap, movement
 from ..partition import Layout, as_layout
@@ -24,6 +24,7 @@ from ..plan import Axis, Plan, Run, Side
 from .around import Whole
 from .boundary import Boundaries, Boundary, check_reach, clipped, runs_of, settled, without_zeros
 from .call import Movement, by_map, moved, rule
+from .options import per_dim, plain
 from .star import Star, has_corners
 
 Need = Callable[[int, int, int], tuple[int, int]]  # (dim, first output, stop) -> the range that they read
@@ -47,45 +48,6 @@ def _moved(runs: tuple[Run, ...], before: list[tuple[int, int]]) -> tuple[Run, .
     """The runs, to lie after the ranges ``before``."""
     by = sum(hi - lo for lo, hi in before)
     return tuple((start, stop, at + by) for start, stop, at in runs)
-
-
-def plain(value: Any, what: str) -> Any:
-    """An option in Python's own numbers and tuples: NumPy's and torch's integers and arrays are as good, and not all
-    hashable."""
-    if is_bool(value):
-        raise PartitionError(
-            f"{what} is a truth value",
-            expected="numbers",
-            actual=value,
-            next_step="give an int (True would count as 1)",
-        )
-    if is_int(value):
-        return as_int(value)
-    sequence = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "shape", None) != ()
-    return tuple(plain(v, what) for v in value) if sequence else value
-
-
-def sizes_of(value: Any, what: str) -> tuple[Any, ...]:
-    """One number, or some, as a tuple of Python's own."""
-    value = plain(value, what)
-    return value if isinstance(value, tuple) else (value,)
-
-
-def per_dim(value: Any, n: int, what: str) -> tuple[Any, ...]:
-    """``value`` for each of ``n`` dims, in Python's own numbers: repeated when it is a single one.
-
-    Raises:
-        PartitionError: another number of them, or a truth value.
-    """
-    values = v if isinstance(v := plain(value, what), tuple) else (v,) * n
-    if len(values) != n:
-        raise PartitionError(
-            f"{what} does not fit",
-            expected=f"one value or {n}",
-            actual=value,
-            next_step="give one value for all dims, or one for each",
-        )
-    return values
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -367,7 +329,13 @@ class HaloSpec(Value):
 
 @rule
 def halo_exchange_map(spec: HaloSpec) -> LinearMap:
-    """Blocks -> windows, of the same ranks or of others. Adjoint: ghosts' cotangents are added to their owners."""
+    """Blocks -> windows, of the same ranks or of others. Adjoint: ghosts' cotangents are added to their owners.
+
+    Example:
+        >>> A = dd.maps.halo_exchange(dd.HaloSpec(dd.Partition((2,)), (4,), 1))
+        >>> A.simulate([torch.tensor([1, 2]), torch.tensor([3, 4])])
+        [tensor([1, 2, 3]), tensor([2, 3, 4])]
+    """
     if not isinstance(spec, HaloSpec):
         raise PartitionError(
             "not a HaloSpec",
@@ -446,5 +414,11 @@ def _by_specs(x: Any, specs: Any) -> Movement:
 
 @rule
 def halo_strips(spec: HaloSpec) -> dict[int, LinearMap]:
-    """{dim: blocks -> what of the windows lies beside them in that dim}, see :meth:`HaloSpec.strips`."""
+    """{dim: blocks -> what of the windows lies beside them in that dim}, see :meth:`HaloSpec.strips`.
+
+    Example:
+        >>> A = dd.maps.halo_strips(dd.HaloSpec(dd.Partition((2,)), (4,), 1))[0]
+        >>> A.simulate([torch.tensor([1, 2]), torch.tensor([3, 4])])
+        [tensor([3]), tensor([2])]
+    """
     return {d: movement("halo_strips", plan.held, plan.wanted) for d, plan in spec.strips().items()}

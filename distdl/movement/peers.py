@@ -89,6 +89,12 @@ def keyed(
 
     Raises:
         PartitionError: layouts or arguments of which there is no such map.
+
+    Example:
+        >>> P = dd.Partition((2,))
+        >>> A = dd.maps.keyed("swap", P, P, (1, 0), ((1,), (2,)), ((2,), (1,)))
+        >>> A.simulate([torch.tensor([1]), torch.tensor([2, 3])])
+        [tensor([2, 3]), tensor([1])]
     """
 
     def side(P: Partition, keys: Iterable[int | None], shapes: tuple[tuple[int, ...], ...]) -> Side:

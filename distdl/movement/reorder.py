@@ -27,7 +27,7 @@ from ..linear_map import LinearMap, movement
 from ..partition import Layout, partition_of
 from ..plan import Axis, Side
 from .call import by_layout, laid_out, moved, rule, transposed
-from .halo import plain
+from .options import plain
 
 Order = str | int | Sequence[Sequence[tuple[int, int]]]
 Ranges = tuple[tuple[int, int], ...]

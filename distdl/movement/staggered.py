@@ -13,7 +13,8 @@ from ..errors import PartitionError
 from ..partition import Layout
 from .boundary import Boundaries, Boundary, settled
 from .call import laid_out
-from .halo import HaloSpec, per_dim
+from .halo import HaloSpec
+from .options import per_dim
 
 
 @dataclass(frozen=True, init=False, repr=False)

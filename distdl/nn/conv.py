@@ -14,7 +14,7 @@ from .. import functional as F
 from .. import init
 from .._types import Device, Place, Size
 from ..errors import PartitionError
-from ..movement.halo import per_dim
+from ..movement.options import per_dim
 from ..partition import partition_of
 from .layer import Layer, bias_of, weight
 

@@ -18,7 +18,7 @@ from ..calls import public
 from ..compiled import traced_as
 from ..errors import PartitionError
 from ..held import complete, held, hold, mark_of, unmarked_dims
-from ..movement.halo import plain
+from ..movement.options import plain
 from ..partition import Layout, Partition, partition_of
 from ..world import world
 

@@ -11,7 +11,7 @@ import torch
 from .. import functional as F
 from .. import init
 from .._types import Device, Place
-from ..movement.halo import per_dim, plain
+from ..movement.options import per_dim, plain
 from ..partition import Layout, partition_of
 from .layer import Layer, bias_of, weight
 

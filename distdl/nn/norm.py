@@ -11,7 +11,7 @@ from .. import functional as F
 from .._types import Device, Place, Size
 from ..errors import PartitionError
 from ..held import mark_of
-from ..movement.halo import plain, sizes_of
+from ..movement.options import plain, sizes_of
 from ..partition import partition_of
 from .layer import Layer, ones, zeros
 

@@ -13,11 +13,12 @@ from ..calls import public
 from . import hooks
 from .average import average_due, average_parameters
 from .data import LIMITS, accumulate, bucketed, global_mean, reduce_gradients, replicas, replicate
+from .norm import clip_by_norm, clip_grad_norm_, global_norm
 from .pipeline import pipeline
 from .precision import LossScale, Precision, select, spread_overflow
 from .rendezvous import export_rendezvous
 from .schedules import Task, Timeline, schedule, simulate
-from .shard import Sharding, chain, clip_by_norm, clip_grad_norm_, global_norm
+from .shard import Sharding, chain
 from .sync import GradientSync, ignore_in_ddp
 from .topology import along, block_mapping, cyclic_mapping, hierarchical_all_reduce
 

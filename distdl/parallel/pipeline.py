@@ -77,6 +77,12 @@ def pipeline(
     Raises:
         PartitionError: the table is no schedule, never ends, or does not fit P and stages; params of other stages than
             this rank's; more or fewer inputs than micro-batches. ShapeError: an output of another shape or dtype.
+
+    Example:
+        >>> table, stage = dd.parallel.schedule("gpipe", 1, 2), lambda w, x: w * x
+        >>> step = dd.parallel.pipeline(table, [stage], lambda y, i: y.sum(), dd.Partition((1,)), lambda k, i: (2,))
+        >>> step({0: torch.tensor(3.0)}, [torch.ones(2), torch.ones(2)])
+        (tensor(12.), {0: tensor(4.)})
     """
     order, p, last = simulate(table).order, P.size, len(stages) - 1
     planned, count = (len(table), 1 + max(t.stage for t in order)), 1 + max(t.micro for t in order)

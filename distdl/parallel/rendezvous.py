@@ -37,6 +37,11 @@ def export_rendezvous(name: str = "default", *, addr: str | None = None, port: i
 
     Raises:
         ShapeError: a port that is no integer.
+
+    Example:
+        >>> told = dd.parallel.export_rendezvous(port=29500)
+        >>> told["RANK"], told["WORLD_SIZE"], told["MASTER_ADDR"], told["MASTER_PORT"]
+        ('0', '1', '127.0.0.1', '29500')
     """
     where, topology = world(name), Topology.discover(name)
     proposed = None

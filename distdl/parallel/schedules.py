@@ -21,6 +21,10 @@ class Task(NamedTuple):
     """One piece of work: the forward ("F") or backward ("B") of micro-batch ``micro`` at ``stage``.
 
     No errors, and no messages: a name for one cell, whose activations have any shape.
+
+    Example:
+        >>> dd.parallel.schedule("gpipe", 2, 1)[0][0] == dd.parallel.Task("F", stage=0, micro=0)
+        True
     """
 
     kind: str
@@ -92,6 +96,11 @@ class Timeline(NamedTuple):
         makespan: when the last task ends.
         live: for each device the largest number of micro-batches whose forward is done and whose backward is not.
         bubble: the idle share of all devices' time.
+
+    Example:
+        >>> found = dd.parallel.simulate(dd.parallel.schedule("1f1b", 2, 4))
+        >>> isinstance(found, dd.parallel.Timeline), found.makespan, found.live
+        (True, 15, (2, 1))
     """
 
     order: tuple[Task, ...]

@@ -35,6 +35,12 @@ def ignore_in_ddp(module: torch.nn.Module, P: Place, dims: Dims = None) -> list[
         PartitionError: a layer sums over some of these ranks, and not over others.
 
     No messages; parameters of any shape.
+
+    Example:
+        >>> model, P = torch.nn.Linear(2, 2), dd.Partition((2,))
+        >>> w = dd.nn.declare(model.weight, P)  # whose adjoint sums over P: the bias is left to DDP
+        >>> dd.parallel.ignore_in_ddp(model, P)
+        ['weight']
     """
     R = along(P, dims)
     ask(module)
@@ -78,6 +84,14 @@ class GradientSync:
     Raises:
         DistdlError: a second backward without :meth:`finish`; gradients that were summed already; a missing gradient.
         PartitionError: a parameter whose layer sums over some of these ranks, and not over others.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> sync = dd.parallel.GradientSync(model, dd.Partition((1,)))
+        >>> model(torch.ones(2)).sum().backward()
+        >>> sync.finish()
+        >>> model.weight.grad
+        tensor([[1., 1.]])
     """
 
     def __init__(

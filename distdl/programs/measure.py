@@ -45,12 +45,13 @@ def fitted(rounds: int = 31) -> Machine:
     operator = _per_operator(seconds, small)
     flops = _rate(seconds, _product, lambda n: 2 * n**3, (256, 512, 768), operator)
     conv = _rate(seconds, _conv, lambda n: 3 * 2 * n * n * 16 * 16 * 9, (64, 96, 128), operator)
-    memory = tuple(_by_size(seconds, lambda n: torch.ones(n).clone, operator, 2))
+    memory = tuple(_by_size(seconds, lambda n: torch.ones(n).clone, seconds(small.clone, 20), 2))
     alone = dd.Layout(dd.Partition((1,), (ranks.rank,)), (8,))
-    call = seconds(lambda: F.roll(small, alone, 0, 1), 20)
-    copying = tuple(_by_size(seconds, partial(_roll, ranks.rank), call, 2))
+    rolled = seconds(lambda: F.roll(small, alone, 0, 1), 20)
+    copying = tuple(_by_size(seconds, partial(_roll, ranks.rank), rolled, 2))
     x = small.clone().requires_grad_()
     recorded = seconds(lambda: F.roll(x, alone, 0, 1).backward(small), 20) - 2 * operator
+    call, box = _per_box(seconds, rolled, ranks.rank)
     links: dict[str, Any] = {}
     if ranks.size > 1:
         latency = max(seconds(_shift(line, 8), 20) - call, 1e-7)
@@ -72,13 +73,16 @@ def fitted(rounds: int = 31) -> Machine:
         memory=memory,
         copying=copying,
         call=call,
-        graph=max(recorded / 2 - call, 0.0),
+        graph=max(recorded / 2 - rolled, 0.0),
         operator=operator,
+        box=box,
         **links,
     )
 
 
-_SIZES = (2**10, 2**13, 2**16, 2**19, 2**22, 2**24)  # numbers of 4 bytes
+# Numbers of 4 bytes. From 32 MiB on glibc takes fresh pages for each tensor, which take twice as long or more to fill:
+# a size on either side of that.
+_SIZES = (2**10, 2**13, 2**16, 2**19, 2**22, 2**23 - 2**16, 2**23, 2**24)
 
 
 def _by_size(seconds: Callable[..., float], make: Of, constant: float, times: float) -> Iterator[tuple[float, float]]:
@@ -87,6 +91,20 @@ def _by_size(seconds: Callable[..., float], make: Of, constant: float, times: fl
     for n in _SIZES:
         took, nbytes = seconds(make(n), 5 if n < 2**18 else 1), times * 4 * n
         yield nbytes, nbytes / max(took - constant, took / 10)
+
+
+def _per_box(seconds: Callable[..., float], rolled: float, rank: int) -> tuple[float, float]:
+    """Seconds for a movement, and for each box that it copies: of a roll, which took ``rolled``, and of ghosts around a
+    torus, both on one rank and of a few bytes."""
+    L = dd.Layout(dd.Partition((1, 1), (rank,)), (8, 8))
+    spec, x = dd.HaloSpec(L, 1, boundary="circular"), torch.ones(8, 8)
+    line = dd.Layout(dd.Partition((1,), (rank,)), (8,))
+    few, many = (
+        dd.trace(move, layout, size=rank + 1, rank=rank).movements[0].boxes
+        for move, layout in ((lambda x: F.roll(x, line, 0, 1), line), (lambda x: F.halo_exchange(x, spec), L))
+    )
+    box = max(seconds(lambda: F.halo_exchange(x, spec), 20) - rolled, 0.0) / (many - few)
+    return max(rolled - few * box, 0.0), box
 
 
 def _roll(rank: int, n: int) -> Callable[[], object]:

@@ -32,6 +32,11 @@ class Info(NamedTuple):
         converged: whether that is within the tolerance. A rank outside of the partition: yes, after 0 steps.
 
     A plain tuple of numbers: no messages, no errors.
+
+    Example:
+        >>> x, info = dd.solve.cg(lambda x: 2 * x, torch.tensor([2.0, 4.0]), dd.Partition((1,)))
+        >>> isinstance(info, dd.solve.Info), info.iterations, info.converged
+        (True, tensor(1), tensor(True))
     """
 
     iterations: torch.Tensor

@@ -31,6 +31,12 @@ class Descent(NamedTuple):
         converged: whether that is within the tolerance.
 
     A plain tuple of numbers: no messages, no errors.
+
+    Example:
+        >>> P = dd.Partition((1,))
+        >>> x, found = dd.solve.lbfgs(lambda x: F.dist_sum((x - 3) ** 2, P), torch.zeros(2), P, steps=10)
+        >>> isinstance(found, dd.solve.Descent), found.iterations, found.converged
+        (True, 2, True)
     """
 
     iterations: int

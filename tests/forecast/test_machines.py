@@ -15,7 +15,7 @@ from distdl.programs import measure
 from distdl.programs.bench import programs
 
 # Nothing takes time but messages: 1 s each, and 1 s for each of their bytes; 10 times as long between nodes of 2.
-NONE = dict(call=0, graph=0, operator=0, flops=1e30, memory=1e30)
+NONE = dict(call=0, graph=0, operator=0, box=0, flops=1e30, memory=1e30)
 SLOW = dd.machines.Machine("slow", 10, 0.1, 1, 1.0, 2, 1e30, **NONE)
 
 
@@ -38,6 +38,32 @@ def test_messages():
     assert python.seconds(moved(near, recorded=True), 0) == python.seconds(moved(near, phase="backward"), 0) == 1104
     assert replace(SLOW, memory=2.0).seconds(moved(near, copied=9), 0) == 4 + 9  # read and written
     assert replace(SLOW, memory=2.0, copying=4.0).seconds(moved(near, copied=8), 0) == 4 + 4
+    assert replace(SLOW, box=7.0).seconds(moved(near, boxes=3), 0) == 4 + 21
+
+
+def test_boxes():
+    """How many copies the host makes for a movement: of a roll two; of ghosts around a torus of one rank, whose four
+    sides and corners are its own, nine or more; in a row of ranks what stays, and strided ghosts as well."""
+
+    def boxes(step, L, **ranks):
+        return dd.trace(step, L, **ranks).movements[0].boxes
+
+    line, square = dd.Layout(dd.Partition((1,)), (8,)), dd.Layout(dd.Partition((1, 1)), (8, 8))
+    assert boxes(lambda x: F.roll(x, line, 0, 1), line) == 2
+    torus = dd.HaloSpec(square, 1, boundary="circular")
+    assert boxes(lambda x: F.halo_exchange(x, torus), square) >= 9
+    rows, columns = (dd.Layout(dd.Partition(grid), (8, 8)) for grid in ((4, 1), (1, 4)))
+    contiguous = boxes(lambda x: F.halo_exchange(x, dd.HaloSpec(rows, (1, 0))), rows, rank=1)
+    strided = boxes(lambda x: F.halo_exchange(x, dd.HaloSpec(columns, (0, 1))), columns, rank=1)
+    assert contiguous == 1 < strided
+
+
+def test_a_constant_for_each_box_is_found():
+    """A fit to calls whose times are known gives back what they were made of."""
+    call, box = 20e-6, 3e-6
+    found = measure._per_box(lambda *_: call + 10 * box, call + 2 * box, 0)
+    assert found == (pytest.approx(call), pytest.approx(box))
+    assert measure._per_box(lambda *_: call, 2 * call, 0) == (2 * call, 0.0)  # noise: never below zero
 
 
 def test_collectives():
@@ -99,6 +125,7 @@ def test_a_machine_is_fitted(monkeypatch):
     found = measure.fitted(rounds=1)
     assert found.name == "measured on 1 ranks" and len(found.memory) == len(found.copying) == 2
     assert 1e-7 < found.operator < 1e-2 and 1e-6 < found.call < 1e-1 and found.flops > 1e7 and found.conv_flops > 1e7
+    assert found.box < 1e-3
 
 
 # ---------------------------------------------------------------- which partition
