@@ -18,7 +18,7 @@ import torch
 
 from . import _torch, calls
 from ._kinds import BESIDE, KINDS, Kind, is_tree, kind_of
-from .errors import DistdlError, PartitionError
+from .errors import DistdlError, PartitionError, ShapeError
 from .partition import Layout, Partition
 
 __all__ = ["Checked", "check_classes", "check_functions", "checked"]
@@ -71,10 +71,22 @@ def _misfit(function, args, kwargs, error) -> DistdlError | None:
                     next_step="give a tuple in place of a list",
                 )
     named = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    name, kind = _first_misfit([(p.name, kind_of(op.rpartition(".")[2], p)) for p in named if p.name in given], given)
+    function_name = op.rpartition(".")[2]
+    kinds = [(p.name, kind_of(function_name, p)) for p in named if p.name in given]
+    name, kind = _first_misfit(function_name, kinds, given)
+    places = [one for one in given.values() if isinstance(one, (Partition, Layout))]
+    dtypes = _dtypes(given, error) if kind is None else ""
+    if dtypes:
+        return ShapeError(
+            "tensors of different dtypes",
+            op=op,
+            partitions=tuple(places) or None,
+            expected="one dtype",
+            actual=dtypes,
+            next_step="convert the input, or the parameters (module.to(dtype)), or call it under torch.autocast",
+        )
     if kind is None:
         return None
-    places = [one for one in given.values() if isinstance(one, (Partition, Layout))]
     grid = kind.error is PartitionError and "Partition" in kind.words
     return kind.error(
         f"{name} is not {kind.words}",
@@ -86,13 +98,23 @@ def _misfit(function, args, kwargs, error) -> DistdlError | None:
     )
 
 
-def _first_misfit(named, given) -> tuple[str, Kind | None]:
+def _dtypes(given, error) -> str:
+    """The dtypes of tensors that torch takes in one dtype only, each right by itself; "" where the error is not about
+    dtypes, or may be that of a user's own function."""
+    if not isinstance(error, RuntimeError) or "type" not in str(error) or any(map(callable, given.values())):
+        return ""
+    tensors = {name: v for name, v in given.items() if isinstance(v, torch.Tensor)}
+    dtypes = {name: t.dtype for name, t in tensors.items() if t.is_floating_point() or t.is_complex()}
+    return ", ".join(f"{name}: {dtype}" for name, dtype in dtypes.items()) if len(set(dtypes.values())) > 1 else ""
+
+
+def _first_misfit(function, named, given) -> tuple[str, Kind | None]:
     """The first argument that is not of its kind, by itself or beside the others, and that kind."""
     for name, kind in named:
         if kind is not None and not _holds(kind.fits, given[name], False):
             return name, kind
     for name, _ in named:
-        words, fits = BESIDE.get(name, ("", None))
+        words, fits = BESIDE.get(f"{function}.{name}") or BESIDE.get(name, ("", None))
         if given[name] is not None and fits and not _holds(fits, given[name], True, given):
             return name, KINDS[name]._replace(words=words)
     return "", None

@@ -124,6 +124,7 @@ def _has_gain(value) -> bool:
 _PLACE = Kind("a Partition or a Layout", _is(Partition, Layout), PartitionError)
 _LAYOUT = Kind("a Layout", _is(Layout), PartitionError)
 _TENSOR = Kind("a tensor, this rank's block", _is(torch.Tensor))
+_TENSOR_OR_NONE = Kind("a tensor, or None", lambda v: v is None or isinstance(v, torch.Tensor))
 _TENSORS = Kind("a sequence of tensors", _several(_is(torch.Tensor)))
 _TREE = Kind("a tensor, or containers of tensors", is_tree)
 _INTEGER = Kind("an integer", is_int)
@@ -227,7 +228,8 @@ KINDS: dict[str, Kind] = {
     "lbfgs.loss": _TEXT,
     **dict.fromkeys(("align_corners", "recompute_scale_factor"), _TRUTH),
     **dict.fromkeys(
-        ("keyed.held_P", "keyed.wanted_P", "Layout.partition"), Kind("a Partition", _is(Partition), PartitionError)
+        ("keyed.held_P", "keyed.wanted_P", "Layout.partition", "gathering.P", "pipeline.P"),
+        Kind("a Partition", _is(Partition), PartitionError),
     ),
     **dict.fromkeys(
         ("keyed.held_shapes", "keyed.wanted_shapes"), Kind("a tuple of shapes", _several(_several(_is_count)))
@@ -237,6 +239,7 @@ KINDS: dict[str, Kind] = {
     "parameter_layout.dims": Kind("for each dim a dim of the partition, or None", _several(_or_none(is_int))),
     "nonlinearity": Kind("one that torch.nn.init.calculate_gain knows", _has_gain),
     "containers": Kind("classes of torch.nn.Module", _several(_is(type))),
+    "twins": Kind("{class: function of a layer and P}", _mapping(_is(type), callable)),
     "classes": Kind("a class, or a tuple of them", _one_or_several(_is(type))),
     "s": Kind("None, or a size (or None) for each dim", _or_none(_one_or_several(_or_none(is_int)))),
     **dict.fromkeys(("keep", "modes"), Kind("for each dim a number, or (low, high)", _one_or_several(_is_modes))),
@@ -250,10 +253,32 @@ KINDS: dict[str, Kind] = {
     "zigzag_positions.dim": _INTEGER,
     "block_cyclic.block": _COUNT,
     **dict.fromkeys(("dist_scan.a", "dist_scan.b", "initial"), _TENSOR),
-    "dist_scan.params": _TEXT,
     "associative_scan.xs": _TREE,
     **dict.fromkeys(("dist_scan.dim", "dist_cumsum.dim", "dist_cumprod.dim", "associative_scan.dim"), _INTEGER),
     **dict.fromkeys(("dist_fftfreq.dim", "dist_rfftfreq.dim"), _INTEGER),
+    # the same names, as other things
+    **dict.fromkeys((f"{op}.where" for op in ("all_sum_reduce", "invariant_sum", "mark_varying", "shift")), _PLACE),
+    **dict.fromkeys((f"dist_batch_norm.running_{what}" for what in ("mean", "var")), _TENSOR_OR_NONE),
+    "gathering.pairs": Kind("{tensor dim: partition dim}", _mapping(is_int, is_int)),
+    "gathering.sizes": Kind("{tensor dim: block sizes}", _mapping(is_int, _several(_is_count))),
+    **dict.fromkeys(("x_dim", "y_dim"), _INTEGER),
+    **dict.fromkeys(
+        ("dist_local_conv_transpose.output_size", "dist_interpolate.size", "interpolate_layout.size"),
+        Kind(
+            "an integer, at least 0, one for each dim, or a Layout", lambda v: isinstance(v, Layout) or _SIZES.fits(v)
+        ),
+    ),
+    "replicated.params": _TEXT,
+    "HaloSpec.shape": Kind("a shape; with a Layout the widths", _one_or_several(_is_count)),
+    **dict.fromkeys(
+        ("save.tensors", "async_save.tensors", "save_dcp.tensors"),
+        Kind("{name: tensor}", _mapping(_is(str), _is(torch.Tensor))),
+    ),
+    "assert_copies.tensors": _TREE,
+    "pipeline.stages": Kind("a sequence of functions", _several(callable)),
+    "pipeline.shapes": _FUNCTION,
+    "GradientSync.params": Kind("a module, or tensors", lambda v: _MODULE.fits(v) or _TREE.fits(v)),
+    "tie.value": _TREE,
     # dd.parallel
     **dict.fromkeys(("params", "grads", "yes", "no", "v"), _TREE),
     **dict.fromkeys(("total", "norm"), Kind("a tensor of one number", lambda v: _TENSOR.fits(v) and v.numel() == 1)),
@@ -299,10 +324,11 @@ KINDS: dict[str, Kind] = {
 }
 
 
-# What an argument must be beside others of the call, where each by itself is of its kind.
+# What an argument must be beside others of the call, where each by itself is of its kind; by names as above.
 BESIDE: dict[str, tuple[str, Callable[[Any, Mapping[str, Any]], bool]]] = {
     **dict.fromkeys(
-        ("weight", "pos_weight"), ("a tensor that broadcasts to x", lambda v, given: _broadcasts(v, given["x"]))
+        (f"{op}.{name}" for op in ("dist_bce_loss", "dist_bce_with_logits_loss") for name in ("weight", "pos_weight")),
+        ("a tensor that broadcasts to x", lambda v, given: _broadcasts(v, given["x"])),
     ),
     "v": ("containers and shapes as x has", lambda v, given: _shapes(v) == _shapes(given["x"])),
     "yes": ("containers and shapes as no has", lambda v, given: _shapes(v) == _shapes(given["no"])),
@@ -334,7 +360,9 @@ def kind_of(function: str, parameter: inspect.Parameter) -> Kind | None:
     if kind is None and isinstance(default, bool):
         kind = _TRUTH
     if kind is None:
-        kind = KINDS.get(name) or (_TEXT if isinstance(default, str) else None)
+        kind = KINDS.get(name)
+        if isinstance(default, str) and (kind is None or not kind.fits(default)):  # the name is another thing here
+            kind = _TEXT
     if kind is None or default is not None:
         return kind
     return kind._replace(words=f"{kind.words}, or None", fits=_or_none(kind.fits))

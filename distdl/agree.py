@@ -1,9 +1,9 @@
 """Agreement: how operators called with bare partitions learn the global shape, and find out that ranks disagree.
 
-One small all-gather among the ranks of a call carries each rank's view of it: operator, partitions, shapes, dtype,
-device kind, whether a gradient is wanted, or a local failure. All ranks see the same of these, so all go on, or all
-raise the same error. :func:`resolve` is the only place where layouts are negotiated; with a Layout, or a shape, nothing
-is.
+One small all-gather among the ranks of a call carries each rank's view of it: operator, plain arguments (numbers,
+texts), partitions, shapes, dtype, device kind, whether a gradient is wanted, or a local failure. All ranks see the same
+of these, so all go on, or all raise the same error. :func:`resolve` is the only place where layouts are negotiated;
+with a Layout, or a shape, nothing is.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Proposal:
 
 def _proposal(xs, active, places, ndim, tree, arguments, told) -> Proposal:
     failure, leaves, grads, tangents, levels = None, [], [], [], set()
+    op, plain_arguments = public_call()
     plain, kinds = not _torch.transforms_active(), dict(_torch.grad_levels())
     for x in xs:
         if not isinstance(x, torch.Tensor):
@@ -66,9 +67,9 @@ def _proposal(xs, active, places, ndim, tree, arguments, told) -> Proposal:
         if active and ndim is not None and x.dim() != ndim:
             failure = failure or f"expected a tensor of {ndim} dims, got shape {tuple(x.shape)}"
     return Proposal(
-        public_call(),
+        op,
         " -> ".join(str(p).splitlines()[0] for p in places),
-        arguments,
+        ", ".join(dict.fromkeys(filter(None, (plain_arguments, arguments)))),
         tuple(leaves),
         tuple(grads),
         tuple(tangents),

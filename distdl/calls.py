@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -99,10 +99,11 @@ def _outermost(codes: Collection[CodeType]) -> FrameType | None:
     return None
 
 
-def public_call() -> str:
-    """The name of the public call in progress, as all ranks of an agreement should have it; "" of none."""
+def public_call() -> tuple[str, str]:
+    """The public call in progress as all ranks of an agreement should have it, whatever they hold: its name, and its
+    plain arguments after the first in words; "" of none."""
     outer = _outermost(_alike)
-    return "" if outer is None else _name_of(outer)
+    return ("", "") if outer is None else (_name_of(outer), _in_words(_arguments(outer)[1:]))
 
 
 def _line(frame: FrameType) -> str:
@@ -143,8 +144,12 @@ def called() -> Called:
     (first, moves), *others = [(name, value) for name, value in _arguments(outer)] or [("", None)]
     if not isinstance(moves, (tuple, list)) or moves:  # a rank that holds nothing may say so by []
         others.insert(0, (first, moves))
-    texts = ((name, _plain(value)) for name, value in others)
-    return Called(line, _name_of(outer), _short(", ".join(f"{name}={text}" for name, text in texts if text)), tree)
+    return Called(line, _name_of(outer), _in_words(others), tree)
+
+
+def _in_words(arguments: Iterable[tuple[str, Any]]) -> str:
+    texts = ((name, _plain(value)) for name, value in arguments)
+    return _short(", ".join(f"{name}={text}" for name, text in texts if text))
 
 
 def collective_call() -> tuple[FrameType, tuple[int, ...], str] | None:

@@ -1116,6 +1116,20 @@ for _mode in ("bilinear", "nearest", "area"):
         lambda x, m=_mode: tf.interpolate(x, (7, 3), mode=m),
         out=lambda L: F.interpolate_layout(L, (7, 3)),
     )
+
+
+def _skip(P):
+    """A U-Net's skip of (7, 3) pixels over the partition of x; the size alone where x is no image."""
+    P = dd.partition.partition_of(P)
+    return dd.Layout(P, (1, 1, 7, 3)) if P.ndim == 4 else (7, 3)
+
+
+of_x(
+    "dist_interpolate/layout",
+    lambda x, P: F.dist_interpolate(x, P, _skip(P), mode="bilinear"),
+    lambda x: tf.interpolate(x, (7, 3), mode="bilinear"),
+    out=lambda L: F.interpolate_layout(L, _skip(L)),
+)
 BUILDERS["interpolate_layout"] = BUILDERS["dist_interpolate/bilinear"]
 
 # ---- Fourier transforms

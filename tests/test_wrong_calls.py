@@ -18,6 +18,9 @@ import torch
 import distdl as dd
 import distdl.functional as F
 from distdl import viz
+from distdl._arguments import _misfit
+from distdl._kinds import kind_of
+from distdl.calls import wrappers
 from distdl.errors import DistdlError, PartitionError, ShapeError
 
 P, LINE = dd.Partition((1, 1)), dd.Partition((1,))
@@ -305,6 +308,40 @@ def test_every_public_function_has_valid_arguments(valid):
     for name, (function, args, kwargs) in valid.items():
         if name != "F.wait":  # once only
             function(*map(fresh, args), **{k: fresh(v) for k, v in kwargs.items()})
+
+
+def test_valid_arguments_are_of_their_kinds(valid):
+    """Else a call that fails for another reason would be told that a right argument is wrong."""
+    wrong = {}
+    for name, (function, args, kwargs) in valid.items():
+        if isinstance(function, type):
+            function, args = function.__init__, (function.__new__(function), *args)
+        if getattr(function, "__code__", None) in wrappers:
+            wrong[name] = _misfit(function, args, kwargs, RuntimeError())
+    for name, thing in public().items():
+        for p in inspect.signature(thing).parameters.values():
+            kind = kind_of(name.rpartition(".")[2], p)
+            if p.default is not p.empty and kind is not None and not kind.fits(p.default):
+                wrong[name, p.name] = kind.words
+    assert not any(wrong.values()), {name: str(fault) for name, fault in wrong.items() if fault}
+
+
+def test_tensors_of_two_dtypes(valid):
+    """Taken, or refused by the dtypes of each."""
+    refused = {}
+    for name, (function, args, kwargs) in valid.items():
+        if not name.startswith("F.") or name == "F.expert_parallel":  # whose function is the user's
+            continue
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        for argument, value in bound.arguments.items():
+            if isinstance(value, torch.Tensor) and value.dtype == torch.float64:
+                call = inspect.BoundArguments(bound.signature, {**bound.arguments, argument: value.float()})
+                try:
+                    function(*call.args, **call.kwargs)
+                except DistdlError as error:
+                    refused[name, argument] = str(error)
+    assert all("torch.float32" in text or "torch.complex64" in text for text in refused.values()), refused
+    assert {("F.dist_conv", "x"), ("F.dist_linear", "w"), ("F.dist_local_conv", "w")} <= refused.keys()
 
 
 @pytest.mark.filterwarnings("ignore")

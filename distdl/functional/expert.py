@@ -113,7 +113,7 @@ def _parallel(f, x, expert, P, num_experts, features=None, parameters=()):
             next_step="experts are counted over all ranks, from 0",
         )
     order = torch.argsort(expert, stable=True)
-    call = public_call()
+    call, _ = public_call()
     mine = _torch.numbers(torch.bincount(expert, minlength=num_experts))
     reports = world(grid.world).all_gather(mine, grid.ranks, call)
     counts = [reports[r] for r in grid.ranks]

@@ -19,6 +19,7 @@ from .. import _torch
 from .._arguments import checked
 from .._types import Place, Size
 from ..errors import PartitionError
+from ..movement.blocks import repartition
 from ..movement.halo import HaloSpec, halo_exchange
 from ..movement.options import per_dim
 from ..partition import Layout
@@ -89,7 +90,7 @@ def _scales(n, scale_factor) -> tuple:
 
 @checked
 def interpolate_layout(
-    L: Layout, size: Size | None = None, scale_factor: float | Sequence[float] | None = None
+    L: Layout, size: Size | Layout | None = None, scale_factor: float | Sequence[float] | None = None
 ) -> Layout:
     """The layout of :func:`dist_interpolate`'s result for an x of layout ``L``.
 
@@ -97,7 +98,31 @@ def interpolate_layout(
         >>> F.interpolate_layout(dd.Layout(dd.Partition((1, 1, 2)), (8, 3, 32)), scale_factor=2).shape
         (8, 3, 64)
     """
-    return L.with_shape((*L.shape[:2], *_sizes(L, size, scale_factor, None)[0]))
+    sizes, like = _laid(L, size)
+    return _result(L, _sizes(L, sizes, scale_factor, None)[0], like)
+
+
+def _laid(L, size):
+    """(a size, the Layout that says it, or ``None``)."""
+    if not isinstance(size, Layout):
+        return size, None
+    if size.partition != L.partition:
+        raise PartitionError(
+            "the Layout given as size is over another partition than x",
+            partitions=(L, size),
+            expected=L.partition,
+            actual=size.partition,
+            next_step="interpolate over x's partition, and repartition the result",
+        )
+    return size.shape[2:], size
+
+
+def _result(L, sizes, like) -> Layout:
+    shape = (*L.shape[:2], *sizes)
+    if like is None:
+        return L.with_shape(shape)
+    blocks = [M.splits or (None,) * M.ndim for M in (L, like)]
+    return Layout(L.partition, shape, (*blocks[0][:2], *blocks[1][2:]))
 
 
 @lru_cache(maxsize=256)
@@ -188,7 +213,7 @@ def _apply_taps(x, d, index, weight):
 def dist_interpolate(
     x: torch.Tensor,
     P: Place,
-    size: Size | None = None,
+    size: Size | Layout | None = None,
     scale_factor: float | Sequence[float] | None = None,
     mode: str = "nearest",
     align_corners: bool | None = None,
@@ -201,7 +226,8 @@ def dist_interpolate(
     Args:
         x: (batch, channels, *space), this rank's block, floating, 1 to 3 spatial dims.
         P: partition or Layout of x.
-        size: global size of the output, an int or one per spatial dim. Or
+        size: global size of the output, an int or one per spatial dim; or a Layout over the same partition, whose
+            spatial sizes and blocks the output gets (``F.layout_of(skip, P)``: it then fits a U-Net's skip). Or
         scale_factor: a number, or one per spatial dim: the size becomes ⌊n · scale_factor⌋, and the factor itself says
             where outputs lie, as by default in torch; with ``recompute_scale_factor=True`` the ratio of the sizes does.
         mode: "nearest", "nearest-exact", "linear" (1 spatial dim), "bilinear" and "bicubic" (2), "trilinear" (3), or
@@ -210,10 +236,10 @@ def dist_interpolate(
         shape: the global shape of x; left out with a bare partition, it is negotiated.
 
     Returns:
-        This rank's block, of layout :func:`interpolate_layout`: splits stay in dims whose size does, and are balanced
-        elsewhere. Half precision is interpolated in float32, as in torch. The nearest modes choose the elements that
-        torch chooses for a contiguous tensor of the global shape (CPU and CUDA differ for some sizes); the gradient is
-        the exact adjoint of that choice (torch's own is not, for some float64 sizes).
+        This rank's block, of layout :func:`interpolate_layout`: where ``size`` is no Layout, splits stay in dims whose
+        size does, and are balanced elsewhere. Half precision is interpolated in float32, as in torch. The nearest modes
+        choose the elements that torch chooses for a contiguous tensor of the global shape (CPU and CUDA differ for some
+        sizes); the gradient is the exact adjoint of that choice (torch's own is not, for some float64 sizes).
 
     Messages: one halo exchange; its transpose in backward. "area": see :func:`dist_adaptive_avg_pool`.
 
@@ -252,11 +278,14 @@ def dist_interpolate(
     if at is None:
         least = (1,) * n if scale_factor is None else [math.ceil(1 / s) for s in _scales(n, scale_factor)]
         return outside(x, like=L and interpolate_layout(at_least(L, least), size, scale_factor))
+    size, like = _laid(L, size)
     sizes, scales = _sizes(L, size, scale_factor, recompute_scale_factor)
+    M = _result(L, sizes, like)
     if mode == "area":
-        return dist_adaptive_avg_pool(x, L, sizes)
+        y = dist_adaptive_avg_pool(x, L, sizes)
+        return y if like is None else repartition(y, _result(L, sizes, None), M)
     copied = _copied(x, mode, L.shape[2:], sizes)
-    spec, tables = _resampling(L, at, sizes, scales, mode, bool(align_corners), _kernel(x, sizes, taps == 1), copied)
+    spec, tables = _resampling(L, M, at, sizes, scales, mode, bool(align_corners), _kernel(x, sizes, taps == 1), copied)
     y = wide(halo_exchange(x, spec))
     for d in reversed(range(2, L.ndim)):
         y = _apply_taps(y, d, *tables[d - 2])
@@ -266,7 +295,7 @@ def dist_interpolate(
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)  # the tables are kept,
 @_torch.real  # and other calls need their numbers
-def _resampling(L, at, sizes, scales, mode, align, kernel, copied):
+def _resampling(L, M, at, sizes, scales, mode, align, kernel, copied):
     """Windows of x, and for each spatial dim (index in the window, weight) of the outputs at coordinates ``at``."""
     tables = [
         (torch.arange(n, device="cpu")[None], None) if same else _taps(mode, n, m, s, align, kernel)
@@ -279,7 +308,7 @@ def _resampling(L, at, sizes, scales, mode, align, kernel, copied):
         index = tables[d - 2][0]
         return int(index[:, o0].min()), int(index[:, o1 - 1].max()) + 1
 
-    spec = HaloSpec.needs(L, None, (*L.shape[:2], *sizes), need, "none")
+    spec = HaloSpec.needs(L, None, M, need, "none")
     own = []
     for d, (index, weight) in enumerate(tables, 2):
         lo, (o0, o1) = spec.windows[d][at[d]][0], spec.out_layout.blocks(d)[at[d]]

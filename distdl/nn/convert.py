@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -139,6 +141,10 @@ _ELEMENTWISE = {
     nn.Tanhshrink,
     nn.Threshold,
 }
+# What a container's own code calls for its neighbours' elements, mostly: then its blocks are not those of the whole.
+_READ_ACROSS = {"avg_pool", "conv", "conv_transpose", "adaptive_avg_pool", "adaptive_max_pool", "max_pool"}
+_READ_ACROSS = {f"{name}{n}d" for name in _READ_ACROSS for n in (1, 2, 3)}
+_READ_ACROSS |= {"batch_norm", "fold", "grid_sample", "group_norm", "instance_norm", "interpolate", "pad", "unfold"}
 _CONTAINERS = {nn.ModuleDict, nn.ModuleList, nn.Sequential}
 _OF_MODULES = vars(nn.Module()).keys() - {"_parameters", "_buffers"}
 # Attributes that mean the same in torch's module and in ours.
@@ -146,7 +152,13 @@ _OF_BOTH = {"affine", "eps", "momentum", "p", "track_running_stats"}
 
 
 @checked
-def convert(module: M, P: Place, *, containers: Iterable[type[torch.nn.Module]] = ()) -> M:
+def convert(
+    module: M,
+    P: Place,
+    *,
+    containers: Iterable[type[torch.nn.Module]] = (),
+    twins: Mapping[type[torch.nn.Module], Callable[[Any, Any], torch.nn.Module]] | None = None,
+) -> M:
     """The twin of a convolutional network whose tensors are split over ``P`` = (batch, 1, *space): a copy, with its
     weights.
 
@@ -162,13 +174,17 @@ def convert(module: M, P: Place, *, containers: Iterable[type[torch.nn.Module]] 
     Args:
         containers: your own module classes to convert inside; you promise that their ``forward`` combines children's
             results element by element or along channels only (a residual block, a U-Net's concatenation). It is not
-            read.
+            read; a warning says where its class calls a function of torch that reads across elements.
+        twins: {class: function}: your own layers. ``function(layer, P)`` gives the twin of a layer of just this class,
+            which stands for it and all that is below it.
 
     Raises:
         PartitionError: split channels; a module that has no twin over this partition (Linear, LayerNorm, flattening, a
-            subclass, a lazy, parametrized or pruned layer, ...), or one that is reached through a plain list.
+            subclass, a lazy, parametrized or pruned layer, ...), or one that is reached through a plain list; a twin
+            that is no module.
 
     Messages: a small all-gather of a seed for each layer with parameters; values are cut from the serial module's.
+    What the functions in ``twins`` send comes on top.
 
     Example:
         >>> net = dd.nn.convert(torch.nn.Sequential(torch.nn.Conv1d(2, 4, 3)), dd.Partition((1, 1, 1)))
@@ -184,20 +200,27 @@ def convert(module: M, P: Place, *, containers: Iterable[type[torch.nn.Module]] 
             next_step="use 1 for the channel dim, or build the layers of dd.nn by hand",
         )
     modules = {id(m): (name, m) for name, m in module.named_modules()}
+    twins = twins or {}
+    own = {id(m): m for _, m in modules.values() if type(m) in twins}
+    below = {id(child) for m in own.values() for child in m.modules()} - own.keys()
+    modules = {key: named for key, named in modules.items() if key not in below}
     for name, m in modules.values():
+        if id(m) in own:
+            continue
         fault = _fault(m, grid, set(containers))
         if fault is not None:
             raise PartitionError(
                 f"{name or 'the model'} ({type(m).__name__}) has no twin over this partition: {fault.problem}",
                 expected="a layer of a convolutional network",
-                actual=repr(m),
+                actual=_named(m),
                 next_step=fault.next_step,
             )
+        _warn(m)
     memo: dict[int, Any] = {}  # what deepcopy takes instead of copying: the twins and their tensors
     try:
-        twins = [(m, _twin(m, grid, memo)) for _, m in modules.values() if type(m) in _OURS]
-        memo |= {id(m): twin for m, twin in twins}
-        for m, twin in twins:
+        made = [(m, _twin(m, grid, memo)) for key, (_, m) in modules.items() if type(m) in _OURS and key not in own]
+        memo |= {id(m): twin for m, twin in made} | {key: _own_twin(m, P, twins) for key, m in own.items()}
+        for m, twin in made:
             _dress(twin, m, memo)
         copied = copy.deepcopy(module, memo)
     except (TypeError, RuntimeError) as error:
@@ -218,6 +241,38 @@ def convert(module: M, P: Place, *, containers: Iterable[type[torch.nn.Module]] 
     return copied
 
 
+def _warn(m: torch.nn.Module) -> None:
+    """Warn where a class of the user's calls what reads across elements, under torch's name for it."""
+    kinds = [c for c in type(m).__mro__ if not c.__module__.startswith(("torch.", "distdl."))]
+    methods = {name: f for c in reversed(kinds) for name, f in vars(c).items()}  # not those that a subclass replaces
+    functions = filter(inspect.isfunction, methods.values())
+    called = {name for f in functions for name in f.__code__.co_names if name in _READ_ACROSS and not hasattr(m, name)}
+    if called:
+        warnings.warn(
+            f"convert: {type(m).__name__} is named in containers=, and calls {', '.join(sorted(called))} itself: on "
+            "blocks that is right along whole dims only (channels). Where it works on space, make it a module of its "
+            "own, and name that in twins=",
+            stacklevel=4,
+        )
+
+
+def _own_twin(m: torch.nn.Module, P: Place, twins: Mapping[type[torch.nn.Module], Any]) -> torch.nn.Module:
+    twin = twins[type(m)](m, P)
+    if not isinstance(twin, nn.Module):
+        raise PartitionError(
+            f"what twins= gives for {type(m).__name__} is no module",
+            expected="a torch.nn.Module",
+            actual=type(twin).__name__,
+            next_step="return the layer that stands for it over P",
+        )
+    return twin
+
+
+def _named(m: torch.nn.Module) -> str:
+    """A layer as it prints itself; of a module with children, which may be a whole model, its class."""
+    return f"a {type(m).__module__}.{type(m).__qualname__}" if m._modules else repr(m)
+
+
 class _Fault(NamedTuple):
     """Why a module has no twin, and what to do."""
 
@@ -225,7 +280,8 @@ class _Fault(NamedTuple):
     next_step: str
 
 
-_BY_HAND = "build this part by hand"
+_BY_HAND = "build this part by hand, and name what makes it in twins="
+_NAME_IT = "if its forward combines children's results element by element or along channels only, containers="
 _WORKED_OUT = "undo it first (torch.nn.utils.remove_weight_norm, prune.remove and the like)"
 
 
@@ -246,7 +302,8 @@ def _faults(m: torch.nn.Module, P: Partition, containers: set[type[torch.nn.Modu
     elif kind not in _OURS and kind not in _ELEMENTWISE:
         base = next((c.__name__ for c in kind.__mro__ if c in _OURS or c in _ELEMENTWISE or c in _CONTAINERS), None)
         if base is None:
-            yield _Fault("it is none that convert knows", _BY_HAND)
+            name_it = f"{_NAME_IT}[{kind.__name__}]; else " if m._modules else ""
+            yield _Fault("it is none that convert knows", name_it + _BY_HAND)
         else:
             yield _Fault(
                 f"it is a subclass of {base}, whose forward may be another",

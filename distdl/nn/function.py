@@ -11,6 +11,7 @@ import torch
 from .. import functional as F
 from .._arguments import Checked
 from .._types import Place, Size
+from ..partition import Layout
 from .layer import first_line
 
 __all__ = ["LCN", "Movement", "Upsample"]
@@ -85,7 +86,7 @@ class Upsample(Function[torch.Tensor]):
     def __init__(
         self,
         P: Place,
-        size: Size | None = None,
+        size: Size | Layout | None = None,
         scale_factor: float | Sequence[float] | None = None,
         mode: str = "nearest",
         align_corners: bool | None = None,

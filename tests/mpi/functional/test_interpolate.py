@@ -88,6 +88,30 @@ def test_every_transform(mode, shape, size):
         )
 
 
+@pytest.mark.parametrize("mode", ["bicubic", "nearest", "area"])
+def test_blocks_of_a_layout(mode):
+    """``size`` may be the Layout of another tensor, a U-Net's skip, which the result then fits, block by block."""
+    X, shape = randn(2, 3, 4, 3), (2, 1, 9, 5)
+    skips = layouts(shape, (2, 3))
+    for name, L in layouts(X.shape, (2, 3)).items():
+        for splits, like in skips.items():
+            if like.partition == L.partition:
+                out = F.interpolate_layout(L, like)
+                assert out.shape == (2, 3, 9, 5) and all(out.blocks(d) == like.blocks(d) for d in (2, 3))
+                check_layer(
+                    lambda x: F.dist_interpolate(x, L, like, mode=mode),
+                    lambda x: tf.interpolate(x, (9, 5), mode=mode),
+                    [X],
+                    [L],
+                    out,
+                    name=f"{mode} {name} {splits}",
+                )
+    P, rows = dd.Partition((1, 1, WORLD.size, 1)), dd.Partition((1, 1, 1, WORLD.size))
+    if WORLD.size > 1:
+        with pytest.raises(dd.errors.PartitionError, match="another partition"):
+            F.dist_interpolate(dd.Layout(P, X.shape).shard(X), dd.Layout(P, X.shape), dd.Layout(rows, shape))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_nearest_chooses_as_torch(dtype):
     """Index rounding, on one dim over all ranks: an element further would be another picture."""

@@ -3,11 +3,11 @@ matched."""
 
 import pytest
 import torch
-from registry import here, needs
+from registry import here, needs, raises_everywhere
 
 import distdl as dd
 import distdl.functional as F
-from distdl.errors import DistdlError, PartitionError, ShapeError
+from distdl.errors import AgreementError, DistdlError, PartitionError, ShapeError
 from distdl.testing import count_messages
 
 
@@ -170,3 +170,29 @@ def test_what_is_of_another_type():
             F.all_sum_reduce(torch.eye(3).to_sparse(), P)
         with pytest.raises(DistdlError, match="no memory"):
             F.all_sum_reduce(torch.ones(3, device="meta"), P)
+
+
+# Calls that negotiate, and of which a rank could mean its own block's sizes, or its own number. Without the comparison
+# some hang, some give each rank another result, and some end in an error about other things.
+DIFFERING = {
+    "size": lambda x, P, r: F.dist_interpolate(x, P, (5 + r, 3), mode="bilinear"),
+    "scale_factor": lambda x, P, r: F.dist_interpolate(x, P, scale_factor=1.0 + r),
+    "mode": lambda x, P, r: F.dist_interpolate(x, P, (5, 3), mode=("bilinear", "nearest")[r]),
+    "output_size": lambda x, P, r: F.dist_adaptive_avg_pool(x, P, (2, 2 + r)),
+    "padding": lambda x, P, r: F.dist_conv(x, torch.ones(1, 1, 3, 3), P, padding=r),
+    "kernel_size": lambda x, P, r: F.dist_max_pool(x, P, 2 + r),
+    "pad": lambda x, P, r: F.dist_pad(x, P, (0, 0, 0, r)),
+    "num_groups": lambda x, P, r: F.dist_group_norm(x, P, 1 + r),
+    "by": lambda x, P, r: F.roll(x, P, 2, by=1 + r),
+    "dims": lambda x, P, r: F.all_gather(x, P, 2 + r),
+}
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("name", DIFFERING)
+def test_ranks_that_pass_other_arguments(name):
+    """A bare partition is negotiated, and plain arguments with it: an error on every rank, and all go on."""
+    P, r = dd.Partition((1, 1, 2, 1)), dd.world().rank
+    x = torch.ones(1, 1, 3 - r, 4)
+    raises_everywhere(AgreementError, lambda: DIFFERING[name](x, P, r), "disagree in the arguments", f"{name}=")
+    assert F.dist_sum(x, P).item() == 20

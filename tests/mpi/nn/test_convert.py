@@ -9,6 +9,7 @@ from serial import randn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import distdl as dd
+import distdl.functional as F
 from distdl import nn
 from distdl.nn.convert import _CONTAINERS, _ELEMENTWISE, _OURS
 
@@ -180,6 +181,7 @@ def test_flags_dtypes_and_attributes():
 
 def test_hooks():
     """Of modules and of parameters: called on the twin with its blocks, and those of one are not the other's."""
+    torch.manual_seed(0)
     seen = []
 
     def note(name):
@@ -346,3 +348,75 @@ def test_what_a_refusal_says_works():
         "another gradient",
     )
     assert {tn.Sequential, tn.ModuleList, tn.ModuleDict} == _CONTAINERS
+
+
+class Fit(tn.Module):
+    """A layer of the user's own, with a child: convert knows neither."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = tn.Linear(1, 1)
+
+    def forward(self, x, like):
+        return self.scale(tn.functional.interpolate(x, like.shape[2:])[..., None])[..., 0]
+
+
+class FitBlocks(tn.Module):
+    def __init__(self, fit, P):
+        super().__init__()
+        self.P, self.scale = P, copy.deepcopy(fit.scale)
+
+    def forward(self, x, like):
+        y = F.dist_interpolate(x, self.P, F.layout_of(like, self.P))
+        w, b = F.replicated("invariant", self.P, range(self.P.ndim), self.scale.weight, self.scale.bias)
+        return tn.functional.linear(y[..., None], w, b)[..., 0]
+
+
+class Net(tn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.pool, self.up, self.fit = (
+            tn.Conv2d(3, 4, 3, padding=1),
+            tn.MaxPool2d(2),
+            tn.Conv2d(4, 4, 1),
+            Fit(),
+        )
+        self.again = self.fit
+
+    def forward(self, x):
+        x = self.down(x)
+        return torch.cat([x, self.again(self.fit(self.up(self.pool(x)), x), x)], 1)
+
+
+def test_twins_of_ones_own_layers():
+    """Odd sizes, and blocks as the skip has them; one layer used twice is one twin; what is below is the twin's."""
+    torch.manual_seed(0)
+    serial, X = Net().double(), randn(3, 3, 9, 5)
+    for P in (rows(), dd.Partition((1, 1, dd.world().size, 1))):
+        serial.zero_grad()
+        twin = nn.convert(serial, P, containers=[Net], twins={Fit: FitBlocks})
+        assert type(twin.fit) is FitBlocks and twin.fit is twin.again
+        y, expected = twin(P.shard(X)), serial(X)
+        agree(close(y, P.shard(expected)), "another value")
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        agree(
+            all(close(a.grad, dict(serial.named_parameters())[k].grad) for k, a in twin.named_parameters()),
+            "another gradient",
+        )
+    with pytest.raises(dd.errors.PartitionError, match="twins= gives for Fit is no module"):
+        nn.convert(serial, rows(), containers=[Net], twins={Fit: lambda fit, P: None})
+    with pytest.raises(dd.errors.PartitionError, match="none that convert knows") as caught:
+        nn.convert(serial, rows(), twins={Fit: FitBlocks})
+    assert "containers=[Net]" in caught.value.next_step and "Net" in caught.value.actual
+    assert "twins=" in caught.value.next_step and len(str(caught.value)) < 500
+
+
+def test_a_container_that_reads_across_elements():
+    with pytest.warns(UserWarning, match="Fit0 is named in containers=, and calls interpolate itself"):
+        nn.convert(tn.ModuleList([Fit0()]), rows(), containers=[Fit0])
+
+
+class Fit0(tn.Module):
+    def forward(self, x, like):
+        return tn.functional.interpolate(x, like.shape[2:])
