@@ -114,7 +114,11 @@ class PeerMemory:
         slow = [place for place in places if not (self.forced or self.kernels.joined(place))]
         if slow:
             raise TransportError(
-                "no NVLink to devices of this node", op="peer memory", actual=slow, next_step="or set DISTDL_PEER=1"
+                "no NVLink to some devices of this node",
+                op="peer memory",
+                expected="NVLink to all of them",
+                actual=slow,
+                next_step="leave it to NCCL, or set DISTDL_PEER=1",
             )
         return self.boxes.offer(new, lanes)
 
