@@ -226,7 +226,7 @@ def _plain(value: Any) -> str | None:
         )
     if isinstance(value, (tuple, list)):
         parts = ["None" if one is None else _plain(one) for one in value]
-        return None if None in parts else f"({', '.join(map(str, parts))})"
+        return None if None in parts else f"({', '.join(map(str, parts))}{',' * (len(parts) == 1)})"
     if isinstance(value, dict):
         return None if not value else _plain([list(pair) for pair in sorted(value.items(), key=repr)])
     if hasattr(value, "item") and not isinstance(value, torch.Tensor) and getattr(value, "ndim", 1) == 0:

@@ -171,8 +171,8 @@ class NcclEngines:
                 op="NCCL",
                 rank=me,
                 expected="DISTDL_PEER alike on all ranks",
-                actual=f"ranks {some} of {ranks} ask for it",
-                next_step="set DISTDL_PEER=1 for all of them, or for none",
+                actual=f"ranks {some} of {ranks} would",
+                next_step="set DISTDL_PEER to the same on all of them, or on none",
             )
         names: dict[str, int] = {}
         for r, (*_, name) in sorted(found.items()):

@@ -241,10 +241,11 @@ def dist_interpolate(
         choose the elements that torch chooses for a contiguous tensor of the global shape (CPU and CUDA differ for some
         sizes); the gradient is the exact adjoint of that choice (torch's own is not, for some float64 sizes).
 
-    Messages: one halo exchange; its transpose in backward. "area": see :func:`dist_adaptive_avg_pool`.
+    Messages: one halo exchange; its transpose in backward. "area": see :func:`dist_adaptive_avg_pool`, and where a
+    Layout says other blocks, one repartition.
 
     Raises:
-        PartitionError: arguments that torch would refuse.
+        PartitionError: arguments that torch would refuse; a ``size`` over another partition than x.
 
     Example:
         >>> F.dist_interpolate(torch.tensor([[[0.0, 4.0]]]), dd.Partition((1, 1, 1)), 4, mode="linear")
@@ -276,6 +277,8 @@ def dist_interpolate(
     layer = "dist_adaptive_avg_pool" if mode == "area" else "dist_interpolate"  # as torch.autocast sees it
     x, L, at = enter(x, P, layer=layer, shape=shape, kinds=FLOATING)
     if at is None:
+        if size is None and scale_factor is None and not isinstance(P, Layout):
+            return outside(x, like=L)  # layout_of() says None outside of a partition
         least = (1,) * n if scale_factor is None else [math.ceil(1 / s) for s in _scales(n, scale_factor)]
         return outside(x, like=L and interpolate_layout(at_least(L, least), size, scale_factor))
     size, like = _laid(L, size)

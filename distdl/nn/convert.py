@@ -6,6 +6,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -176,7 +177,8 @@ def convert(
             results element by element or along channels only (a residual block, a U-Net's concatenation). It is not
             read; a warning says where its class calls a function of torch that reads across elements.
         twins: {class: function}: your own layers. ``function(layer, P)`` gives the twin of a layer of just this class,
-            which stands for it and all that is below it.
+            which stands for it and all that is below it; a parameter that it shares with other layers is no longer
+            shared then.
 
     Raises:
         PartitionError: split channels; a module that has no twin over this partition (Linear, LayerNorm, flattening, a
@@ -199,11 +201,9 @@ def convert(
             actual=grid.shape,
             next_step="use 1 for the channel dim, or build the layers of dd.nn by hand",
         )
-    modules = {id(m): (name, m) for name, m in module.named_modules()}
     twins = twins or {}
+    modules = {id(m): (name, m) for name, m in _registered(module, twins)}
     own = {id(m): m for _, m in modules.values() if type(m) in twins}
-    below = {id(child) for m in own.values() for child in m.modules()} - own.keys()
-    modules = {key: named for key, named in modules.items() if key not in below}
     for name, m in modules.values():
         if id(m) in own:
             continue
@@ -216,10 +216,11 @@ def convert(
                 next_step=fault.next_step,
             )
         _warn(m)
-    memo: dict[int, Any] = {}  # what deepcopy takes instead of copying: the twins and their tensors
+    # What deepcopy takes instead of copying: the twins and their tensors.
+    memo: dict[int, Any] = {key: _own_twin(m, P, twins) for key, m in own.items()}
     try:
         made = [(m, _twin(m, grid, memo)) for key, (_, m) in modules.items() if type(m) in _OURS and key not in own]
-        memo |= {id(m): twin for m, twin in made} | {key: _own_twin(m, P, twins) for key, m in own.items()}
+        memo |= {id(m): twin for m, twin in made}
         for m, twin in made:
             _dress(twin, m, memo)
         copied = copy.deepcopy(module, memo)
@@ -241,12 +242,32 @@ def convert(
     return copied
 
 
+def _registered(module: torch.nn.Module, twins: Iterable[type]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules and their names; what lies below one that has a twin of the user's is that twin's matter."""
+    seen, waiting = set(), [("", module)]
+    while waiting:
+        name, m = waiting.pop(0)
+        if id(m) in seen:
+            continue
+        seen.add(id(m))
+        yield name, m
+        if type(m) not in twins:
+            children = [(f"{name}.{k}".lstrip("."), c) for k, c in m._modules.items() if c is not None]
+            waiting[:0] = children
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """What a function's code names, and what functions inside it do."""
+    return {*code.co_names}.union(*(_names_in(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
 def _warn(m: torch.nn.Module) -> None:
     """Warn where a class of the user's calls what reads across elements, under torch's name for it."""
     kinds = [c for c in type(m).__mro__ if not c.__module__.startswith(("torch.", "distdl."))]
     methods = {name: f for c in reversed(kinds) for name, f in vars(c).items()}  # not those that a subclass replaces
     functions = filter(inspect.isfunction, methods.values())
-    called = {name for f in functions for name in f.__code__.co_names if name in _READ_ACROSS and not hasattr(m, name)}
+    named = set().union(*(_names_in(f.__code__) for f in functions))
+    called = {name for name in named & _READ_ACROSS if not hasattr(m, name)}
     if called:
         warnings.warn(
             f"convert: {type(m).__name__} is named in containers=, and calls {', '.join(sorted(called))} itself: on "

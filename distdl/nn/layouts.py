@@ -45,7 +45,8 @@ def shard_state(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> d
 
     Returns:
         {name: block}, a view where the module is partitioned, in the order of ``state``. A tensor whose name has no
-        layout (:func:`layouts`) is there as it came. A rank outside a layer's partition keeps the layer's own tensor.
+        layout (:func:`layouts`) is there as it came. A rank outside a layer's partition keeps the layer's own tensor,
+        whatever was passed.
 
     No messages. From a file no rank needs a whole tensor: ``dd.checkpoint.restore``.
 

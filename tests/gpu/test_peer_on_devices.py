@@ -93,10 +93,11 @@ def test_channels_last():
     dd.testing.collective_assert(y.is_contiguous(memory_format=torch.channels_last), "another format")
 
 
-def test_a_captured_sum():
+@pytest.mark.parametrize("count", [100, 2**16])
+def test_a_captured_sum(count):
     """Small sums go by peer memory before, and by NCCL in a graph."""
     P = dd.Partition((dd.world().size,))
-    x = torch.arange(100.0, device=device()) + dd.world().rank
+    x = torch.arange(count, device=device()).float() + dd.world().rank
     wanted = F.all_sum_reduce(x.cpu(), P)
     same(F.all_sum_reduce(x, P), wanted, "eager")
     graph = torch.cuda.CUDAGraph()

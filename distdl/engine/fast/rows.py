@@ -15,7 +15,7 @@ from .fused import LARGE, available, on_device, stream_of
 
 SHORTEST, _DIMS = 64, 8  # words of a row, at least, and dims of a box, at most
 _SEGMENT, _THREADS = 4096, 256  # words of a row for one warp; threads of a block
-_MOST = 2**31  # rows are fewer
+_MOST, _SEGMENTS = 2**31, 2**16 - 1  # rows, which the kernel counts in 32 bits, and a grid's second dim, are no more
 _TYPES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 SOURCE = """
 template <typename T>
@@ -69,7 +69,8 @@ def takes(to, source) -> bool:
         and not (to.cast or to.add)
         and len(size) <= _DIMS
         and to.stride[-1] == source.stride[-1] == 1
-        and size[-1] >= SHORTEST
+        and not (to.contiguous and source.contiguous)  # one run: torch copies it at the memory's speed
+        and SHORTEST <= size[-1] <= _SEGMENTS * _SEGMENT
         and to.nbytes // (size[-1] * to.dtype.itemsize) < _MOST
     )
 

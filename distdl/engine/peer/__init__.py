@@ -82,13 +82,15 @@ class PeerMemory:
         memory, none there does."""
         me = self.world.rank
         with self.device.here():
-            about = self.node(), self.kernels.multiprocessors(), self.kernels.place()
-            told = self.world.all_gather(about, ranks, "peer memory")
+            about, why = self._try(lambda: (self.kernels.multiprocessors(), self.kernels.place()))
+            told = self.world.all_gather((self.node(), *(about or (_SPARE, ""))), ranks, "peer memory")
             near = [r for r, (node, *_) in told.items() if node == told[me][0]]
             new = [r for r in near if r != me and r not in self.boxes.theirs]
             nodes = [node for node, *_ in told.values()]
             lanes = lanes_of(min(n for _, n, _ in told.values()), max(map(nodes.count, nodes)))
-            handles, why = self._try(lambda: self._offer(new, [told[r][2] for r in near if r != me], lanes))
+            handles = None
+            if not why:
+                handles, why = self._try(lambda: self._offer(new, [told[r][2] for r in near if r != me], lanes))
             offers = self.world.all_gather((handles, why), ranks, "peer memory")
             mine = {r: offers[r][0][me] for r in new if offers[r][0]}
             _, wrong = (None, why) if why else self._try(lambda: self.boxes.open(mine))
@@ -254,8 +256,10 @@ class PeerTransport(NcclTransport):
             at = memory.data_ptr()
             there, here = ([(p, at + i, 1) for i, p in enumerate(peers, k)] for k in (0, len(peers)))
             self.plain.post(there, here)
-            if self.near:  # then small sums are none of NCCL's before
-                self.plain._collective("all_reduce", at, at, 1, torch.uint8)
+            if self.near:  # small sums go by peer memory, so that NCCL's way of them would first be needed in a graph
+                sums = kernels.scratch(SMALL_SUM)
+                for nbytes in (1, SMALL_SUM):  # NCCL has several, by size
+                    self.plain._collective("all_reduce", sums.data_ptr(), sums.data_ptr(), nbytes, torch.uint8)
             kernels.finish()
 
     def post(self, sends, receives, call=None, memory=None):

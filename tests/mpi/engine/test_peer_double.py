@@ -1,6 +1,7 @@
 """Peer memory among processes, on doubles of NCCL and of the kernels: who is reached, what else goes by NCCL, and how
 mailboxes come and go."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -68,6 +69,20 @@ def test_nodes(node, use):
     some = len({node(r) for r in range(n)}) < n  # one answer for all ranks: a collective is one on all or on none
     assert isinstance(engine, PeerTransport) == some and (not some or engine.reach.ranks == near)
     assert set(engines.peer.boxes.own) == set(engines.peer.boxes.theirs) == near
+
+
+def test_a_device_that_does_not_answer(use):
+    """On one rank: its node goes by NCCL, and nobody waits."""
+    wanted, engines = moved(), use()
+    if dd.world().rank == 1:
+
+        def lost():
+            raise OSError("no device")
+
+        engines.peer.kernels.place = lost
+    with pytest.warns(RuntimeWarning) if dd.world().rank == 0 else contextlib.nullcontext():
+        found = moved()
+    assert engines.get(tuple(range(dd.world().size))).reach is None and all(map(torch.equal, found, wanted))
 
 
 def test_a_group_of_some_ranks(use):

@@ -161,6 +161,19 @@ def test_bare_partition_and_messages():
     )
 
 
+@pytest.mark.mpi(2)
+def test_the_size_of_a_skip_on_some_ranks():
+    """Outside of the partition layout_of says None, and the call goes on."""
+    P = dd.Partition((1, 1, 1), ranks=(1,))
+    inside = WORLD.rank == 1
+    x, skip = (randn(1, 2, n) if inside else torch.zeros(0, 2, n).double() for n in (4, 9))
+    y = F.dist_interpolate(x, P, F.layout_of(skip, P), mode="linear")
+    if inside:
+        assert torch.allclose(y, tf.interpolate(x, size=9, mode="linear"), rtol=1e-12, atol=1e-12)
+    else:
+        assert len(y) == 0 and y.dim() == 3
+
+
 def test_errors():
     P = dd.Partition((1, 1, WORLD.size))
     x = dd.Layout(P, (1, 1, 8))

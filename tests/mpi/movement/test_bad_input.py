@@ -192,7 +192,7 @@ DIFFERING = {
 @pytest.mark.parametrize("name", DIFFERING)
 def test_ranks_that_pass_other_arguments(name):
     """A bare partition is negotiated, and plain arguments with it: an error on every rank, and all go on."""
-    P, r = dd.Partition((1, 1, 2, 1)), dd.world().rank
-    x = torch.ones(1, 1, 3 - r, 4)
+    n, r = dd.world().size, dd.world().rank % 2
+    P, x = dd.Partition((1, 1, n, 1)), torch.ones(1, 1, 3 - r, 4)
     raises_everywhere(AgreementError, lambda: DIFFERING[name](x, P, r), "disagree in the arguments", f"{name}=")
-    assert F.dist_sum(x, P).item() == 20
+    assert F.dist_sum(x, P).item() == 4 * sum(3 - k % 2 for k in range(n))
