@@ -36,11 +36,12 @@ class Host:
 
     def __init__(self, net, rank):
         self.net, self.rank, self.size = net, rank, net.n
+        self.posted = {}  # {peer: tag}: a message that comes after the last look is the waiting receive's all the same
 
     def peek(self, peer):
         with self.net.lock:
-            queue = self.net.messages[peer, self.rank]
-            return queue[0][0] if queue else None
+            tags = [tag for tag, _ in self.net.messages[peer, self.rank]]
+        return next((tag for tag in tags if tag != self.posted.get(peer)), None)
 
     def discard(self, peer, tag):
         assert self.take(peer, tag) is not None
@@ -115,16 +116,21 @@ class Rank:
             for peer in sends:
                 self.net.messages[self.rank, peer].append((tags[peer], f"{shape} {i} {self.rank}".encode()))
         missing, due = set(receives), began
-        while missing:
-            for peer in sorted(missing):
-                payload = self.host.take(peer, tags[peer])
-                if payload is not None:
-                    assert payload.decode() == f"{shape} {i} {peer}", (payload, call)
-                    missing.discard(peer)
-            if missing and time.monotonic() >= due:
-                due = time.monotonic() + lookout.interval
-                lookout.look(move, mark, time.monotonic() - began, sorted(missing))
-            time.sleep(0.0003)
+        self.host.posted = {peer: tags[peer] for peer in missing}
+        try:
+            while missing:
+                for peer in sorted(missing):
+                    payload = self.host.take(peer, tags[peer])
+                    if payload is not None:
+                        assert payload.decode() == f"{shape} {i} {peer}", (payload, call)
+                        missing.discard(peer)
+                        del self.host.posted[peer]
+                if missing and time.monotonic() >= due:
+                    due = time.monotonic() + lookout.interval
+                    lookout.look(move, mark, time.monotonic() - began, sorted(missing))
+                time.sleep(0.0003)
+        finally:
+            self.host.posted = {}
 
 
 def run(n, seed, program, kind=Lookout):
