@@ -2,9 +2,9 @@
 
 On each number of ranks the model of ``dd.machines`` is fitted to the machine, by ``python -m distdl measure``'s own
 microbenchmarks; then programs that it has not seen are priced and run. Prints a table, writes it as JSON, and says
-whether ``dd.suggest`` picks the partition that is fastest. ``--quick`` takes less than a minute for each number of ranks: thin halos, a
-square one, a repartition and a small U-Net, whose constants are hardest to predict. ``--plots FOLDER`` draws what four
-programs would take on up to 16,384 ranks of ``dd.machines.cluster``, and needs no ranks.
+whether ``dd.suggest`` picks the partition that is fastest. ``--quick`` takes less than a minute for each number of
+ranks: thin halos, a square one, a repartition and a small U-Net, whose constants are hardest to predict. ``--plots
+FOLDER`` draws what four programs would take on up to 16,384 ranks of ``dd.machines.cluster``, and needs no ranks.
 """
 
 from __future__ import annotations
