@@ -215,7 +215,7 @@ def _places(places: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 @checked
 def eye(layout: Layout, *, dtype: torch.dtype | None = None, device: Device = None) -> torch.Tensor:
-    """The identity, as torch.nn.init.eye_ fills a matrix, square or not: a linear layer keeps its inputs.
+    """The identity, as ``torch.nn.init.eye_`` fills a matrix, square or not: a linear layer keeps its inputs.
 
     Args:
         layout: of two dims.
@@ -244,7 +244,7 @@ def eye(layout: Layout, *, dtype: torch.dtype | None = None, device: Device = No
 @checked
 def dirac(layout: Layout, *, groups: int = 1, dtype: torch.dtype | None = None, device: Device = None) -> torch.Tensor:
     """One at the middle of the kernel where the channels in and out are the same of their group, as
-    torch.nn.init.dirac_: a convolution keeps its inputs.
+    ``torch.nn.init.dirac_``: a convolution keeps its inputs.
 
     Args:
         layout: of (out, in / groups, *kernel), 1 to 3 kernel dims.
@@ -281,7 +281,7 @@ def orthogonal(
     layout: Layout, seed: Seed, *, gain: float = 1.0, dtype: torch.dtype | None = None, device: Device = None
 ) -> torch.Tensor:
     """gain · a matrix with orthonormal columns (rows, where there are fewer of these), each as likely as any other: the
-    law of torch.nn.init.orthogonal_. Of more than two dims all but the first are columns together.
+    law of ``torch.nn.init.orthogonal_``. Of more than two dims all but the first are columns together.
 
     Q = H₁ H₂ … Hₖ D, where Hⱼ reflects a vector of n-j+1 normal numbers onto an axis and D has the signs that make R's
     diagonal positive (Stewart, SIAM J. Numer. Anal. 17, 1980). A rank applies the reflections, 64 at a time, to its own

@@ -131,7 +131,7 @@ def check_block(x, P, what="x") -> None:
 
 
 def layout_of(x: torch.Tensor, P: Place, *others: Place) -> Layout | None:
-    """The layout of a tensor of which every rank knows its own block: what :func:`distdl.functional` functions ask for
+    """The layout of a tensor of which every rank knows its own block: what :mod:`distdl.functional` functions ask for
     at each call with a bare partition, asked once.
 
     Args:
