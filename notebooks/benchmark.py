@@ -137,7 +137,7 @@ if __name__ == "__main__":
         print(f"{n:5d}: " + ", ".join(f"{m:6.2f} [{a:.2f} .. {b:.2f}]" for m, a, b in ratios))
 
 # %% [markdown]
-# (The times shown are of two cores that other programs used too: a rank that waits for a core explains the milliseconds of small tensors.)
+# (Two cores, a rank on each. `F.permute` with a bare partition asks the other ranks at each call what they hold: most of the time of small tensors.)
 #
 # Small tensors pay for Python: the call, and a pair of functions within it. Large ones pay for their bytes. An interval across 1 decides nothing, and
 # on a machine that others use the least times say more than medians do. For operators that are there: `python -m distdl bench halo -n 2 --shape 4096,4096`.
