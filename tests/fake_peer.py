@@ -299,7 +299,7 @@ def kernels(memory=Mapped, **changed):
     order = Order()
     names = {name: globals()[name] for name in ("BLOCK", "KEEPERS", "BASES", "PEERS", "Mover", "Summer")}
     names |= {"Memory": memory, "order_of": lambda index: order, "finish": lambda: None, "multiprocessors": lambda: 48}
-    names |= {"place": lambda: "a slot", "joined": lambda there: False}
+    names |= {"place": lambda: "a slot", "joined": lambda there: False, "ready": lambda: None}
     names["scratch"] = lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8)
     return SimpleNamespace(**names | changed)
 

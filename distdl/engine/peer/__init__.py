@@ -29,6 +29,7 @@ _SPARE = 32  # multiprocessors that NCCL's kernels may need beside a kernel that
 NARROW_MESSAGE = 2**12  # bytes of a message from which short rows go by NCCL
 NARROW = 2**22  # bytes of a box that stays, from which others copy words of fewer than 16 bytes faster
 _MINUTES = 30  # that a kernel waits for a peer, at most
+_NO_LINK = "no NVLink to some devices of this node"  # nothing that went wrong
 
 
 def asked_for() -> bool | None:
@@ -98,8 +99,9 @@ class PeerMemory:
             failed = {told[r][0] for r in ranks if wrongs[r]}
             if failed:
                 self._withdraw(new if told[me][0] in failed else [], [ranks])
-                if self.forced and told[me][0] in failed and me == near[0]:
-                    text = "; ".join(f"rank {r}: {wrongs[r]}" for r in near if wrongs[r])
+                unexpected = [r for r in near if wrongs[r] and (self.forced or _NO_LINK not in wrongs[r])]
+                if unexpected and told[me][0] in failed and me == near[0]:
+                    text = "; ".join(f"rank {r}: {wrongs[r]}" for r in unexpected)
                     warnings.warn(
                         f"distdl moves by NCCL within this node, since ranks cannot open each other's memory ({text}). "
                         "DISTDL_PEER=0 chooses this",
@@ -116,12 +118,13 @@ class PeerMemory:
         slow = [place for place in places if not (self.forced or self.kernels.joined(place))]
         if slow:
             raise TransportError(
-                "no NVLink to some devices of this node",
+                _NO_LINK,
                 op="peer memory",
                 expected="NVLink to all of them",
                 actual=slow,
                 next_step="leave it to NCCL, or set DISTDL_PEER=1",
             )
+        self.kernels.ready()
         return self.boxes.offer(new, lanes)
 
     @staticmethod

@@ -100,9 +100,10 @@ def test_a_group_of_some_ranks(use):
     assert not engines.peer.boxes.own and not engines.peer.boxes.memory.held
 
 
-def test_memory_that_cannot_be_opened(use):
+@pytest.mark.parametrize("forced", [True, False])
+def test_memory_that_cannot_be_opened(forced, use):
     """Then all ranks of the node go by NCCL, and its first one says so."""
-    engines = use()
+    engines = use(forced=forced, joined=True)
     if dd.world().rank == 1:
 
         def refuse(handle):
@@ -117,6 +118,20 @@ def test_memory_that_cannot_be_opened(use):
     told = [str(one.message) for one in said if "DISTDL_PEER=0" in str(one.message)]
     assert len(told) == (dd.world().rank == 0) and all("rank 1: OSError: no such handle" in text for text in told)
     assert len(found) == 6
+
+
+def test_a_kernel_that_does_not_compile(use):
+    """On one rank: its node goes by NCCL, and its first rank says so, also where nobody asked for peer memory."""
+    wanted, engines = moved(), use(forced=False, joined=True)
+    if dd.world().rank == 1:
+
+        def fails():
+            raise OSError("no compiler")
+
+        engines.peer.kernels.ready = fails
+    with pytest.warns(RuntimeWarning, match="compiler") if dd.world().rank == 0 else contextlib.nullcontext():
+        found = moved()
+    assert engines.get(tuple(range(dd.world().size))).reach is None and all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("joined", [True, False])
