@@ -51,13 +51,19 @@ __global__ void copy_boxes(T* input, T* staging, T* output, const long long* tab
 _TYPES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long", 16: "ulonglong2"}
 
 
-@cache
-def _kernel(itemsize: int):
+def instance(source: str, template: str, itemsize: int, **numbers: int):
+    """A template of CUDA source, for words of ``itemsize`` bytes; ``numbers`` stand for their names in the source."""
     import cupy
 
-    source = _SOURCE.replace("WORDS", str(_WORDS)).replace("DIMS", str(_DIMS))
-    name = f"copy_boxes<{_TYPES[itemsize]}>"
+    for name, number in numbers.items():
+        source = source.replace(name, str(number))
+    name = f"{template}<{_TYPES[itemsize]}>"
     return cupy.RawModule(code=source, options=("-std=c++17",), name_expressions=(name,)).get_function(name)
+
+
+@cache
+def _kernel(itemsize: int):
+    return instance(_SOURCE, "copy_boxes", itemsize, WORDS=_WORDS, DIMS=_DIMS)
 
 
 class _Handle:

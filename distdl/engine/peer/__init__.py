@@ -21,13 +21,14 @@ from typing import Any
 import torch
 
 from ...errors import TransportError
+from ..fast.fused import LARGE
 from ..nccl import NcclTransport
 from .region import CAPACITY, LANES, SMALL_SUM, Mailboxes
 from .tables import WORD, Table, box_of, ends_of, table_of, waiting
 
 _SPARE = 32  # multiprocessors that NCCL's kernels may need beside a kernel that waits for peers
 NARROW_MESSAGE = 2**12  # bytes of a message from which short rows go by NCCL
-NARROW = 2**22  # bytes of a box that stays, from which others copy words of fewer than 16 bytes faster
+NARROW = LARGE  # bytes of a box that stays, from which others copy words of fewer than 16 bytes faster
 _MINUTES = 30  # that a kernel waits for a peer, at most
 _NO_LINK = "no NVLink to some devices of this node"  # nothing that went wrong
 
