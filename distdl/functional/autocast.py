@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as tf
+from torch.amp.autocast_mode import is_autocast_available  # torch.amp does not export it in every version
 
 from .. import _torch
 
@@ -124,7 +125,7 @@ def _cast(layer, n, t):
 
 
 def _on(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def without_autocast(x):

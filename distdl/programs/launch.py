@@ -37,40 +37,24 @@ library = MPI.Get_library_version().strip("\\0").splitlines()[0]
 print(json.dumps([vendor, ".".join(map(str, version)), " ".join(library.split())]))
 """
 # What launchers tell their ranks: a job started by a rank, or by a process of torchrun or srun, must not take it for
-# its own.
+# its own. Of Open MPI 4 only what makes its mpirun refuse to be started by a rank, or take itself for one: it is there,
+# too, where MPI was started without a launcher.
 _INHERITED = (
-    "PMI_",
-    "PMIX_",
-    "OMPI_COMM_WORLD_",
-    "HYDI_",
-    "HYDRA_",
-    "MPI_LOCAL",
-    "PRTE_LAUNCHED",
-    "TORCHELASTIC_",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_PROCID",
-    "DISTDL_RANK",
-    "DISTDL_REPORTS",
+    "PMI_", "PMIX_", "OMPI_COMM_WORLD_", "HYDI_", "HYDRA_", "MPI_LOCAL", "PRTE_LAUNCHED", "TORCHELASTIC_",
+    "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "OMPI_UNIVERSE_SIZE", "OMPI_MCA_ess", "OMPI_MCA_orte_ess_",
+    "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_jobfam_session_dir", "OMPI_MCA_orte_launch",
+    "OMPI_MCA_orte_local_daemon_uri", "OMPI_MCA_orte_top_session_dir", "DISTDL_RANK", "DISTDL_REPORTS",
     "DISTDL_TRANSPORT",
-)
+)  # fmt: skip
 _TORCHRUN = {
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_NAME",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-}
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME",
+    "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
 _KEPT = ("PMIX_MCA_", "TORCHELASTIC_RESTART_COUNT")  # settings; and by which try this is
 
 
 # What keeps the ranks of a launched function from listening on a network: they are on one machine, and share memory.
-_LOCAL = {"Open MPI": {"OMPI_MCA_btl": "^tcp"}}
+_LOCAL = {"Open MPI": {"OMPI_MCA_btl": "^tcp,ofi"}}
 
 
 class Mpi(NamedTuple):

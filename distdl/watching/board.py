@@ -25,7 +25,7 @@ IDLE, INSIDE, LEFT = 1, 2, 3
 
 class Entry(NamedTuple):
     """What a rank wrote: its state, since when (``time.monotonic``), how many movements it has begun, the one that it
-    is in (with the place of the user's call), and the last one that it completed."""
+    is in (with the place of the user's call), the last one that it completed, and whether that is the one it was in."""
 
     state: str
     since: float
@@ -33,11 +33,14 @@ class Entry(NamedTuple):
     op: str
     where: str
     done: str
+    over: bool
 
     def __str__(self):
         last = f"last completed {self.done or 'nothing'}"
         if self.state == "inside":
             return f"is inside {self.op} at {self.where} for {time.monotonic() - self.since:.1f} s, {last}"
+        if self.begun and not self.over:  # it failed, or its second half is still to come
+            last = f"has begun {self.op} at {self.where} and not completed it, {last}"
         return f"has left the program, {last}" if self.state == "left" else f"is outside of any movement, {last}"
 
 
@@ -123,7 +126,7 @@ class Board:
             for start, n in zip(range(_HEAD.size, _PAGE, _TEXT), lengths)
         ]
         op, where, before = texts
-        return Entry(_STATES[state], since, count, op, where, f"{op} at {where}" if over else before)
+        return Entry(_STATES[state], since, count, op, where, f"{op} at {where}" if over else before, over)
 
     def unread(self, rank: int) -> str:
         """Why :meth:`read` has nothing of ``rank``."""

@@ -228,7 +228,8 @@ def test_groups_in_another_order(job):
         4,
     )
     assert code == 1 and "AbsenceError: all_sum_reduce: rank " in lines[-1] and "did not come within 3 s" in lines[-1]
-    assert "is inside all_sum_reduce over Partition((2,)" in lines[-1]
+    # Their limits pass together: a neighbour that has just given up is in no movement any more.
+    assert any(f"{does} all_sum_reduce over Partition((2,)" in lines[-1] for does in ("is inside", "has begun"))
 
 
 FIRST_USE = """

@@ -364,6 +364,24 @@ def test_an_outer_launchers_variables_are_taken_away(monkeypatch):
     )  # no torchrun: what the user has set stays
 
 
+def test_what_open_mpi_4_tells_its_ranks_is_taken_away(monkeypatch):
+    """Its mpirun takes a job that a rank starts, or a process that has started MPI by itself, for one of its own."""
+    outer = {
+        "OMPI_UNIVERSE_SIZE": "2",
+        "OMPI_MCA_ess": "singleton",
+        "OMPI_MCA_ess_base_vpid": "1",
+        "OMPI_MCA_orte_ess_num_procs": "1",
+        "OMPI_MCA_orte_hnp_uri": "1.0;tcp://127.0.0.1:1",
+        "OMPI_MCA_orte_launch": "1",
+    }
+    mine = {"OMPI_MCA_btl": "self,vader", "OMPI_MCA_orte_tmpdir_base": "/tmp", "PMIX_MCA_gds": "hash"}
+    for name, value in {**outer, **mine}.items():
+        monkeypatch.setenv(name, value)
+    found = environment(2, "Open MPI")
+    assert not outer.keys() & found.keys()
+    assert mine.items() <= found.items()
+
+
 def test_importing_launch_loads_neither_mpi_nor_torch():
     source = Path(sys.modules["distdl.programs.launch"].__file__)
     code = (

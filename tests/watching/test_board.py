@@ -33,6 +33,9 @@ def test_what_one_rank_writes_others_read():
     a.enter("shift", "here.py:3")
     assert str(c.read(0)).endswith("last completed shift at here.py:3")
     a.leave(completed=False)
+    assert str(c.read(0)).startswith(
+        "is outside of any movement, has begun shift at here.py:3 and not completed it, last"
+    )
     a.enter("gather", "here.py:4")
     assert c.read(0).op == "gather" and c.read(0).done == "shift at here.py:3" == a.done
     a.leave(completed=True)
