@@ -164,13 +164,15 @@ def _page(name: str):
 
 def _open(node: str, pid: str, file: str, name: str):
     """The page of another process; ``None``: it is on another node, or gone."""
-    path = f"/proc/{pid}/fd/{file}"
+    path, mine = f"/proc/{pid}/fd/{file}", f"/memfd:{name} (deleted)"
     try:
-        if node != _node() or os.readlink(path) != f"/memfd:{name} (deleted)":
+        if node != _node() or os.readlink(path) != mine:
             return None
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Its rank may close it at any moment, and the number be another file's, even a pipe's.
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            return mmap.mmap(opened, _PAGE, prot=mmap.PROT_READ)
+            same = os.readlink(f"/proc/self/fd/{opened}") == mine
+            return mmap.mmap(opened, _PAGE, prot=mmap.PROT_READ) if same else None
         finally:
             os.close(opened)
     except OSError:

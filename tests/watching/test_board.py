@@ -3,6 +3,7 @@
 import os
 import struct
 
+import pytest
 import torch
 
 import distdl as dd
@@ -70,6 +71,20 @@ def test_no_file_is_taken_for_a_page(tmp_path):
     with open(tmp_path / "other", "wb") as other:
         os.dup2(other.fileno(), a.file)  # its number now means another file
         assert b.read(0) is None
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_a_page_that_is_closed_while_it_is_being_opened(tmp_path, monkeypatch, kind):
+    a, b, _ = boards()
+    other = os.pipe()[0] if kind == "pipe" else os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    real = os.open
+
+    def late(path, *args):
+        os.dup2(other, a.file)
+        return real(path, *args)
+
+    monkeypatch.setattr(os, "open", late)
+    assert b.read(0) is None
 
 
 def test_an_entry_that_is_being_written_is_read_again():
