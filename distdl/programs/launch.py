@@ -137,6 +137,8 @@ def environment(n: int, vendor: str | None = None) -> dict[str, str]:
             wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
         if not os.isatty(1):
             wanted["NO_COLOR"] = "1"  # its ranks write to a terminal of its own, even into a file or a pipe
+        if not (shutil.which("ssh") or shutil.which("rsh")):
+            wanted["OMPI_MCA_plm_rsh_agent"] = ""  # 4 does not start without one of them, even on one machine
         if os.geteuid() == 0:
             wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     elif vendor == "Intel MPI":

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -380,6 +381,18 @@ def test_what_open_mpi_4_tells_its_ranks_is_taken_away(monkeypatch):
     found = environment(2, "Open MPI")
     assert not outer.keys() & found.keys()
     assert mine.items() <= found.items()
+
+
+def test_open_mpi_4_starts_without_ssh(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name, **options: None)
+    monkeypatch.delenv("OMPI_MCA_plm_rsh_agent", raising=False)
+    assert environment(2, "Open MPI")["OMPI_MCA_plm_rsh_agent"] == ""
+    monkeypatch.setenv("OMPI_MCA_plm_rsh_agent", "mine")
+    assert environment(2, "Open MPI")["OMPI_MCA_plm_rsh_agent"] == "mine"
+    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "which", lambda name, **options: "/usr/bin/ssh")
+    monkeypatch.delenv("OMPI_MCA_plm_rsh_agent", raising=False)
+    assert "OMPI_MCA_plm_rsh_agent" not in environment(2, "Open MPI")
 
 
 def test_importing_launch_loads_neither_mpi_nor_torch():

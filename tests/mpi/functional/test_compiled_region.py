@@ -318,7 +318,7 @@ def drawn(seed):
             steps.append(lambda x, a=here, b=there: F.repartition(x.sin(), a, b))
             here = there
         elif kind == "sum":
-            steps.append(lambda x, a=here: x * F.dist_sum(x.cos(), a))
+            steps.append(lambda x, a=here: x * F.mark_varying(F.dist_sum(x.cos(), a), a.partition))
         elif kind == "dropout":
             steps.append(lambda x, a=here, s=k: F.dist_dropout(x, a, 0.3, s))
         elif kind == "roll":
