@@ -245,8 +245,11 @@ def from_dtensor(t: DTensor, *, summed: bool = False, world: str = "default") ->
     block = t.to_local(grad_placements=[Replicate() if type(p) is Partial else p for p in t.placements])
     if isinstance(block, AsyncCollectiveTensor):  # torch's messages are still under way: any copy waits for them
         block = block.clone()
-    if not _TWICE and block.requires_grad:
-        block.register_hook(_once)
+    if block.requires_grad:
+        if not _TWICE:
+            block.register_hook(_once)
+        if block.is_contiguous():
+            block.register_hook(_laid_out)
     if not L.active:
         block = nothing(L.local_shape(), block)
     if summed and summands.size > 1:
@@ -264,6 +267,19 @@ def _once(grad: torch.Tensor) -> None:
             actual=f"torch {torch.__version__}",
             next_step="differentiate twice with respect to blocks, L.shard(x), and make the DTensor afterwards",
         )
+
+
+def _laid_out(grad: torch.Tensor) -> torch.Tensor:
+    """A hook of a DTensor's block: its cotangent with the strides of a contiguous tensor, also where it has no element
+    or one along a dim. With others torch redistributes it before it is accumulated: on the ranks that have them, while
+    the others do not come (seen in torch 2.11)."""
+    stride = _contiguous(grad.shape)
+    return grad if grad.stride() == stride else grad.contiguous().as_strided(grad.shape, stride)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(accumulate(reversed(shape[1:]), lambda a, n: a * max(n, 1), initial=1))[::-1] if shape else ()
 
 
 def to_dtensor(
@@ -326,9 +342,13 @@ def to_dtensor(
             actual=tuple(block.shape),
             next_step="pass the block that L.shard(x_global) gives",
         )
-    stride = tuple(accumulate(reversed(L.shape[1:]), lambda a, n: a * max(n, 1), initial=1))[::-1] if L.shape else ()
     return DTensor.from_local(
-        block.contiguous(), mesh, placements, run_check=False, shape=torch.Size(L.shape), stride=stride
+        block.contiguous(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(L.shape),
+        stride=_contiguous(L.shape),
     )
 
 

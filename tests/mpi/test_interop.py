@@ -276,6 +276,18 @@ def test_tensor_parallel_beside_ours(line):
         agree(torch.allclose(ours.full_tensor(), expected[name], rtol=1e-10, atol=1e-12), f"ours {name}")
 
 
+@pytest.mark.parametrize("rows", [1, SIZE, 2 * SIZE + 1])
+def test_strides_of_a_cotangent(line, rows):
+    """Transposed or expanded, and on some ranks only: the DTensor has its parameter's strides on every rank, so that
+    none redistributes it alone."""
+    t = distribute_tensor(randn(rows, 3), line, [Shard(0)]).requires_grad_()
+    block, L = interop.from_dtensor(t)
+    odd = randn(3, len(block), seed=RANK).T if RANK % 2 else torch.ones(()).expand(block.shape)
+    (g,) = torch.autograd.grad(block, t, odd)
+    agree(g.stride() == t.stride() and g.to_local().stride() == (3, 1), f"{g.stride()}, {g.to_local().stride()}")
+    agree(torch.equal(g.to_local(), odd), str(g))
+
+
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning", "ignore:.*reshard_after_forward:UserWarning")
 def test_fsdp_beside_ours(line):
     """One model by fully_shard, and its sharded parameters as blocks that our all-gather makes whole."""
