@@ -86,10 +86,11 @@ def _has_specs(value) -> bool:
 
 def _is_device(value) -> bool:
     try:
-        torch.device(value)
+        device = torch.device(value)
     except (TypeError, RuntimeError):
         return False
-    return not isinstance(value, bool)
+    there = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
+    return there and not isinstance(value, bool)
 
 
 def _is_iterable(value) -> bool:
