@@ -25,6 +25,8 @@ def device():
 @pytest.fixture
 def no_synchronisation():
     """Whatever waits on the host for the device is an error, inside a call of this."""
+    if dd.world().cuda == "staged":
+        pytest.skip("what is staged waits for the device")
 
     def checked(call):
         call()  # communicators, plans and libraries are made on first use
