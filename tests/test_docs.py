@@ -34,7 +34,8 @@ FROM_TORCH = (
     "Attempted to insert a get_attr",
     "Converting a tensor with requires_grad",
     "You are using a Backend",
-)  # warnings by jvp, linearize, rpc
+    "Warning: Profiler clears events",
+)  # warnings by jvp, linearize, rpc, and torch 2.11's profiler
 
 
 @dataclass(frozen=True)
