@@ -89,7 +89,8 @@ def _is_device(value) -> bool:
         device = torch.device(value)
     except (TypeError, RuntimeError):
         return False
-    there = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
+    # "cuda" alone is one everywhere: where there is none, torch says why.
+    there = device.type != "cuda" or device.index is None or device.index < torch.cuda.device_count()
     return there and not isinstance(value, bool)
 
 

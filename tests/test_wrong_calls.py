@@ -19,7 +19,7 @@ import distdl as dd
 import distdl.functional as F
 from distdl import viz
 from distdl._arguments import _misfit
-from distdl._kinds import kind_of
+from distdl._kinds import KINDS, kind_of
 from distdl.calls import wrappers
 from distdl.errors import DistdlError, PartitionError, ShapeError
 
@@ -420,3 +420,11 @@ def test_the_error_says_which_argument():
         error = caught.value
         assert error.op == op and error.problem.startswith(f"{argument} is not ") and expected in error.expected
         assert error.actual.startswith(actual) and error.next_step and isinstance(error.__cause__, Exception)
+
+
+def test_a_device_that_is_not_there():
+    """A number of which there is no device is a wrong argument; of a kind without devices torch says why."""
+    absent = f"cuda:{torch.cuda.device_count()}"
+    assert not KINDS["device"].fits(absent) and not KINDS["device"].fits(4096)
+    assert all(KINDS["device"].fits(one) for one in ("cpu", "cuda", torch.device("cuda")))
+    assert KINDS["device_type"].fits("cuda") and not KINDS["device_type"].fits("disk")
