@@ -4,6 +4,9 @@ import contextlib
 import ctypes
 import shutil
 import subprocess
+import sys
+from functools import cache
+from types import SimpleNamespace
 
 import fake_device
 import pytest
@@ -13,7 +16,7 @@ from test_device_double import moved, program_of
 
 import distdl as dd
 from distdl import _torch
-from distdl.engine.fast import rows
+from distdl.engine.fast import fused, rows
 from distdl.engine.part import Part
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -23,53 +26,65 @@ struct Dim { unsigned int x, y; };
 static Dim threadIdx, blockIdx, blockDim, gridDim;
 #define __global__
 %s
-extern "C" void run(int size, int x, int y, int threads, char* from, char* to, const long long* table) {
+template <typename T> void call(void (*kernel)(const T*, T*, const long long*), void* from, void* to, void* table) {
+    kernel((const T*)from, (T*)to, (const long long*)table);
+}
+extern "C" void run(int x, int y, int threads, void* from, void* to, void* table) {
     gridDim.x = x, gridDim.y = y, blockDim.x = threads;
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
         for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
-        for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x) switch (size) {
-            case 1: copy_rows((unsigned char*)from, (unsigned char*)to, table); break;
-            case 2: copy_rows((unsigned short*)from, (unsigned short*)to, table); break;
-            case 4: copy_rows((unsigned int*)from, (unsigned int*)to, table); break;
-            case 8: copy_rows((unsigned long long*)from, (unsigned long long*)to, table); break;
-        }
+            for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x) call(%s, from, to, table);
 }
 """
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory):
-    folder, found = tmp_path_factory.mktemp("rows"), {}
-    for once in (8, 16):
-        source = rows.SOURCE.replace("SEGMENT", str(rows._SEGMENT)).replace("AT_ONCE", str(once))
-        (folder / "host.cpp").write_text(HOST % source)
-        made = folder / f"host{once}.so"
-        subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-w", folder / "host.cpp", "-o", made], check=True)
-        found[once] = ctypes.CDLL(str(made))
-    return found
+def compiled(tmp_path_factory):
+    """A kernel of some source, by its name there."""
+    folder = tmp_path_factory.mktemp("rows")
+
+    @cache
+    def library(code, name):
+        made = folder / f"{library.cache_info().currsize}.so"
+        made.with_suffix(".cpp").write_text(HOST % (code, name))
+        command = ["g++", "-O1", "-shared", "-fPIC", "-w", made.with_suffix(".cpp"), "-o", made]
+        subprocess.run(command, check=True)
+        return ctypes.CDLL(str(made))
+
+    return library
 
 
 @pytest.fixture
-def runs(libraries, monkeypatch):
+def runs(compiled, monkeypatch):
     """On the fake device, where a box of 2 KiB is large: the words of what the kernel copied."""
     fake_device.install(monkeypatch, large=2**11)
     found = []
 
-    def kernel(itemsize, once, index):
-        def run(grid, block, args):
-            found.append(itemsize)
-            libraries[once].run(itemsize, *grid, *block, *map(ctypes.c_void_p, args))
+    class RawModule:
+        def __init__(self, code, options, name_expressions):
+            self.code, self.names = code, name_expressions
 
-        return run
+        def get_function(self, name):
+            assert name in self.names
+            library = compiled(self.code, name)
+            (itemsize,) = (size for size, word in fused._TYPES.items() if name == f"copy_rows<{word}>")
 
+            def run(grid, block, args):
+                found.append(itemsize)
+                library.run(*grid, *block, *map(ctypes.c_void_p, args))
+
+            return run
+
+    rows._kernel.cache_clear()
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=RawModule))
     tables = []
-    monkeypatch.setattr(rows, "_kernel", kernel)
     monkeypatch.setattr(rows, "LARGE", 2**11)
     monkeypatch.setattr(rows, "available", lambda: True)
     monkeypatch.setattr(rows, "on_device", lambda table, device: tables.append(torch.tensor(table)) or tables[-1])
     monkeypatch.setattr(rows, "stream_of", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(_torch, "on_device", lambda index: contextlib.nullcontext())
-    return found
+    yield found
+    rows._kernel.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=str)
